@@ -1,0 +1,47 @@
+"""The errors that cross the seams: one for the user, one for a row, one for a store that can't be reached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UserError(ValueError):
+    """The spec, the input or the run directory is unusable; the message is for the user, the exit code is 2.
+
+    Says the value, what is allowed and where: `field` is the path in the spec (`input.path`) and leads the text.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" if self.field else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _user_error, (self.message, self.field)
+
+
+class RowError(Exception):
+    """One row that fails: it becomes a `failed` result row and never ends a job.
+
+    `kind` is a stable class (`bad_json`), `stage` where it happened (read, tokenize, plan, decode, detokenize).
+    """
+
+    def __init__(self, kind: str, stage: str, message: str) -> None:
+        super().__init__(kind, stage, message)
+        self.kind = kind
+        self.stage = stage
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.stage}): {self.message}"
+
+
+class StoreError(Exception):
+    """A store did not do what was asked, after its retries: unreachable, full, or refused."""
+
+
+def _user_error(message: str, field: str | None) -> UserError:
+    return UserError(message, field=field)

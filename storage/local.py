@@ -1,0 +1,176 @@
+"""A store in a local folder. Creation is a temporary file, fsync, and a hard link that fails if the name exists."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from storage.errors import StoreError, UserError
+from storage.failpoints import failpoint
+from storage.store import AlreadyExists, Conflict, NotFound, Stat, checked_name
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where `replace` is then not safe between processes
+    fcntl = None  # type: ignore[assignment]
+
+TEMPORARY = ".tmp-"
+LOCK = ".lock"
+
+
+class LocalStore:
+    """A folder as a store; made when first written. Durable: data and names are fsynced before a verb returns."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(path)
+        self.root = Path(path)
+
+    def get(self, name: str) -> bytes:
+        """See Store."""
+        with _translated(self._path(name)) as path:
+            return path.read_bytes()
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """See Store."""
+        with _translated(self._path(name)) as path, path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+        """See Store. `metadata` is not kept."""
+        path = self._path(name)
+        with self._temporary(path, data) as temporary:
+            failpoint("local.before_link")
+            try:
+                os.link(temporary, path)
+            except FileExistsError:
+                raise AlreadyExists(self._stat(name, path)) from None
+            failpoint("local.after_link")
+        _sync_folder(path.parent)
+        return self._stat(name, path)
+
+    def put(self, name: str, data: bytes) -> Stat:
+        """See Store."""
+        path = self._path(name)
+        with self._temporary(path, data) as temporary:
+            failpoint("local.before_rename")
+            os.replace(temporary, path)
+        _sync_folder(path.parent)
+        return self._stat(name, path)
+
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+        """See Store. Replacers are kept apart by a lock that the system drops when its holder dies."""
+        path = self._path(name)
+        with _locked(path):
+            found = self.stat(name)
+            if found is None or found.etag != etag:
+                raise Conflict(f"{path} has changed")
+            return self.put(name, data)
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        """See Store."""
+        folder = prefix.rpartition("/")[0]
+        for name in self._names(folder):
+            if name.startswith(prefix):
+                # A file may go between the listing and the look; then it is not there.
+                with suppress(FileNotFoundError):
+                    yield self._stat(name, self.root / name)
+
+    def exists(self, name: str) -> bool:
+        """See Store."""
+        return self._path(name).is_file()
+
+    def stat(self, name: str) -> Stat | None:
+        """See Store."""
+        try:
+            return self._stat(name, self._path(name))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def delete(self, name: str) -> None:
+        """See Store."""
+        with _translated(self._path(name)) as path:
+            path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self.root / checked_name(name)
+
+    def _names(self, folder: str) -> Iterator[str]:
+        try:
+            entries = sorted(os.scandir(self.root / folder), key=_order)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir():
+                yield from self._names(name)
+            elif not entry.name.startswith(TEMPORARY) and not entry.name.endswith(LOCK):
+                yield name
+
+    def _stat(self, name: str, path: Path) -> Stat:
+        found = path.stat()
+        etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+        return Stat(name, found.st_size, etag, {}, found.st_mtime)
+
+    @contextmanager
+    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
+        """A synced file with the data, in the folder of `path`; gone afterwards, if it was not renamed."""
+        temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+        try:
+            with _translated(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _write_synced(temporary, data)
+            yield temporary
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def _order(entry: os.DirEntry[str]) -> str:
+    # As S3 sorts whole names, a folder sorts with its slash.
+    return f"{entry.name}/" if entry.is_dir() else entry.name
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(path.name + LOCK).open("ab") as file:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[Path]:
+    """Turn the system's errors into ours: NotFound, UserError where the user must act, else StoreError."""
+    try:
+        yield path
+    except FileNotFoundError:
+        raise NotFound(f"{path} does not exist") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}:
+            raise UserError(f"{path}: {reason}") from None
+        raise StoreError(f"{path}: {reason}") from None
