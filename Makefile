@@ -1,0 +1,48 @@
+# Three commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
+#   make demo     infill Python's standard library and compare with sequential decoding
+#   make test     the tests
+#   make check    ruff, mypy, import layers
+#   make clean    remove .venv and the caches (never runs/)
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+
+# The mark of a finished environment carries the hash of its makers. It is written last, so an interrupted install is
+# seen and redone; comparing contents rather than dates keeps it valid through a checkout that only touches the files.
+MADE_FROM := $(shell { cat pyproject.toml constraints.txt; $(PYTHON) --version; } 2>&1 | cksum | cut -d ' ' -f 1)
+READY := .venv/ready-$(MADE_FROM)
+INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check --prefer-binary --no-compile \
+	-c constraints.txt $(PIP_FLAGS)
+
+# Some images set this; every process would then compile what it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test check clean
+
+demo: $(READY)
+	.venv/bin/python examples/demo.py
+
+test: $(READY)
+	.venv/bin/python -m pytest
+
+check: $(READY)
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+# torch goes first and alone: whichever build of the pinned version pip is offered (CPU or CUDA) is then kept.
+# --no-compile: byte code is written when a module is first imported instead of for everything that is installed; the
+# imports at the end do so for the large ones and show that the environment works before it is marked as ready.
+$(READY):
+	@echo "setting up .venv (a minute or two, once)"
+	@rm -rf .venv
+	@$(PYTHON) -m venv .venv
+	@$(INSTALL) torch hatchling
+	@$(INSTALL) --no-build-isolation -e '.[dev]'
+	@.venv/bin/python -c 'import boto3, datasets, pyarrow.dataset, pydantic, ray, torch, transformers'
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache .grimp_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
