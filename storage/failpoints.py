@@ -71,6 +71,7 @@ def _parse_one(item: str) -> tuple[str, _Point]:
     name, _, what = item.partition("=")
     action, *numbers = what.split(":")
     if action not in ACTIONS or len(numbers) > 2:
-        raise ValueError(f"{VARIABLE}: {item!r} is not name=action[:hit[:seconds]] with action one of {', '.join(ACTIONS)}")
+        allowed = ", ".join(ACTIONS)
+        raise ValueError(f"{VARIABLE}: {item!r} is not name=action[:hit[:seconds]], action one of {allowed}")
     hit = int(numbers[0]) if numbers else 1
     return name.strip(), _Point(action, hit, float(numbers[1]) if len(numbers) > 1 else 0.0)

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from storage.errors import StoreError, UserError
 
@@ -158,8 +158,8 @@ def checked_name(name: str) -> str:
 class MemoryStore:
     """A store in this process's memory; stores of one name share their objects. For tests and dry runs."""
 
-    _places: dict[str, dict[str, tuple[bytes, Stat]]] = {}
-    _lock = Lock()
+    _places: ClassVar[dict[str, dict[str, tuple[bytes, Stat]]]] = {}
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"

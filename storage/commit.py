@@ -1,0 +1,263 @@
+"""Unit files, the manifest and `_SUCCESS`: the promises of contract.md section 4.
+
+A unit's file is built in memory, re-opened and checked, and then created once; that it exists *is* the commit. Knows
+nothing of how rows were made. Names in a run directory:
+
+    data/unit-00000017.parquet      traces/unit-00000017.parquet      _manifest.json      _SUCCESS
+    commits/unit-00000017.json      only on a store that ignores conditions: which of a unit's files counts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from storage.errors import StoreError
+from storage.failpoints import failpoint
+from storage.lease import Lease
+from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet, write_parquet
+from storage.store import AlreadyExists, Stat, Store
+
+MANIFEST = "_manifest.json"
+SUCCESS = "_SUCCESS"
+
+_UNIT_FILE = re.compile(r"(?:data|commits|traces)/unit-(\d{8,})(?:\.[0-9a-f]+)?\.(?:parquet|json)")
+
+
+class ForeignUnit(StoreError):
+    """A unit's name is taken by the file of another job (another fingerprint, unit or pass): nothing was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedUnit:
+    """The facts of one committed unit, as a receipt carries them and the manifest lists them; `bytes` of the file."""
+
+    unit: int
+    object: str
+    etag: str
+    rows: int
+    ok: int
+    failed: int
+    skipped: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a finished job holds: every unit once, in order."""
+
+    fingerprint: str
+    schema_version: int
+    units: tuple[CommittedUnit, ...]
+
+    def total(self, fact: str) -> int:
+        """Sum of rows, ok, failed, skipped or bytes over all units."""
+        return sum(getattr(unit, fact) for unit in self.units)
+
+
+def unit_name(unit: int) -> str:
+    """The name of a unit's results in its run directory."""
+    return f"data/unit-{unit:08d}.parquet"
+
+
+def trace_name(unit: int) -> str:
+    """The name of a unit's decoder trace."""
+    return f"traces/unit-{unit:08d}.parquet"
+
+
+def commit_unit(
+    store: Store,
+    *,
+    unit: int,
+    table: pa.Table,
+    fingerprint: str,
+    code_version: str,
+    pass_: int = 1,
+    conditional: bool = True,
+    attempt: int = 1,
+    trace: pa.Table | None = None,
+) -> CommittedUnit:
+    """A unit is committed once: afterwards its file is there, whole and checked, and these are that file's facts.
+
+    If another attempt was first, its file stays and its facts come back. Raises ForeignUnit if the name is held by
+    another job. `conditional=False` (a store that fails `probe`) writes a name of this attempt's own; then the driver
+    decides with `record_commit`. The trace is written before the data, so that a committed unit has one.
+    """
+    counts = _counts(table)
+    identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
+    described = identity | {"schema_version": str(SCHEMA_VERSION), "code_version": code_version}
+    described["attempt"] = str(attempt)
+    data = _checked_file(table, described | counts)
+    suffix = "" if conditional else f".{secrets.token_hex(8)}"
+    if trace is not None:
+        _write_trace(store, _suffixed(trace_name(unit), suffix), write_parquet(trace, described))
+    name = _suffixed(unit_name(unit), suffix)
+    sha256 = hashlib.sha256(data).hexdigest()
+    failpoint("commit.before_data")
+    try:
+        stat = store.create(name, data, metadata=identity | counts | {"sha256": sha256})
+    except AlreadyExists:
+        return read_unit(store, name, expected=identity)
+    failpoint("commit.after_data")
+    return _facts(unit, stat, counts, sha256)
+
+
+def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = None) -> CommittedUnit:
+    """Return the facts of a committed file, from the store's metadata where it has them, else by reading it whole.
+
+    `expected` (fingerprint, unit, pass) must be the file's own, or ForeignUnit. Raises StoreError if it is damaged.
+    """
+    stat = store.stat(name)
+    if stat is None:
+        raise StoreError(f"{store.url}/{name} is gone")
+    found = stat.metadata
+    if "sha256" not in found:
+        found = _read_facts(store, name)
+    for key, value in (expected or {}).items():
+        if found.get(key) != value:
+            raise ForeignUnit(f"{store.url}/{name} is another job's: its {key} is {found.get(key)!r}, not {value!r}")
+    return _facts(int(found["unit"]), stat, found, found["sha256"])
+
+
+def done_units(store: Store, *, conditional: bool = True) -> dict[int, Stat]:
+    """Return the units that are committed, from one listing and nothing else; the Stat is of the file that commits."""
+    done = {}
+    for stat in store.list("data/" if conditional else "commits/"):
+        match = _UNIT_FILE.fullmatch(stat.name)
+        if match:
+            done[int(match[1])] = stat
+    return done
+
+
+def record_commit(store: Store, committed: CommittedUnit) -> CommittedUnit:
+    """The first record of a unit stays: returns the facts on record. Only the driver calls it, under its lease.
+
+    For a store that ignores conditions, where a unit may have several files and this says which one counts.
+    """
+    name = f"commits/unit-{committed.unit:08d}.json"
+    if not store.exists(name):
+        failpoint("commit.before_record")
+        store.put(name, _json(asdict(committed)))
+    return CommittedUnit(**json.loads(store.get(name)))
+
+
+def write_manifest(
+    store: Store,
+    committed: Iterable[CommittedUnit],
+    *,
+    fingerprint: str,
+    units: int,
+    rows: int,
+    lease: Lease | None = None,
+) -> Manifest:
+    """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
+
+    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost. Idempotent.
+    """
+    listed = tuple(sorted(committed, key=lambda item: item.unit))
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, listed)
+    _check_totals(manifest, units=units, rows=rows)
+    if lease is not None:
+        lease.check()
+    failpoint("commit.before_manifest")
+    _write_latest(store, MANIFEST, _manifest_json(manifest))
+    failpoint("commit.before_success")
+    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}))
+    return manifest
+
+
+def read_manifest(store: Store) -> Manifest | None:
+    """Return the manifest, None if the job has not finished; StoreError if it can't be understood."""
+    if not store.exists(MANIFEST):
+        return None
+    try:
+        found = json.loads(store.get(MANIFEST))
+        listed = tuple(CommittedUnit(**unit) for unit in found["units"])
+        return Manifest(found["fingerprint"], found["schema_version"], listed)
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{store.url}/{MANIFEST} is damaged: {error}") from None
+
+
+def _counts(table: pa.Table) -> dict[str, str]:
+    by_status = Counter(table.column("status").to_pylist())
+    assert set(by_status) <= {"ok", "failed", "skipped"}, f"unknown status in {sorted(by_status)}"
+    statuses = {status: str(by_status[status]) for status in ("ok", "failed", "skipped")}
+    return {"rows": str(table.num_rows)} | statuses
+
+
+def _checked_file(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+    """The table as a Parquet file that was read back, checksums verified, and found equal in schema and row count."""
+    assert table.schema.equals(SCHEMA), "a unit's table has the schema of records.SCHEMA"
+    data = write_parquet(table, metadata)
+    again = read_parquet(data)
+    assert again.num_rows == table.num_rows, "rows were lost in writing"
+    assert again.schema.equals(SCHEMA), "the schema changed in writing"
+    assert again.column("id").equals(table.column("id")), "ids changed in writing"
+    return data
+
+
+def _write_trace(store: Store, name: str, data: bytes) -> None:
+    failpoint("commit.before_trace")
+    with suppress(AlreadyExists):  # an earlier attempt's trace, of the same tokens
+        store.create(name, data)
+
+
+def _read_facts(store: Store, name: str) -> dict[str, str]:
+    data = store.get(name)
+    try:
+        found = parquet_metadata(read_parquet(data, columns=["id"]).schema)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise StoreError(f"{store.url}/{name} is damaged: {error}") from None
+    if "unit" not in found:
+        raise ForeignUnit(f"{store.url}/{name} was not written by draftmill")
+    return found | {"sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> CommittedUnit:
+    rows, ok, failed, skipped = (int(counts[key]) for key in ("rows", "ok", "failed", "skipped"))
+    return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256)
+
+
+def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
+    assert len({item.unit for item in manifest.units}) == len(manifest.units), "a unit is listed twice"
+    held, rows_held = len(manifest.units), manifest.total("rows")
+    if (held, rows_held) != (units, rows):
+        raise StoreError(f"not complete: {held} of {units} units and {rows_held} of {rows} rows are committed")
+    assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
+
+
+def _write_latest(store: Store, name: str, data: bytes) -> None:
+    """Create, or replace what an earlier pass left; of two drivers at once, one fails with Conflict."""
+    try:
+        store.create(name, data)
+    except AlreadyExists as taken:
+        if store.get(name) != data:
+            store.replace(name, data, etag=taken.stat.etag)
+
+
+def _manifest_json(manifest: Manifest) -> bytes:
+    """One unit a line, so that a large manifest can be searched and compared with plain tools."""
+    totals = {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
+    head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint}
+    head |= {"totals": {"units": len(manifest.units)} | totals}
+    lines = ",\n".join(json.dumps(asdict(unit)) for unit in manifest.units)
+    return f'{json.dumps(head)[:-1]}, "units": [\n{lines}\n]}}\n'.encode()
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, sort_keys=True) + "\n").encode()
+
+
+def _suffixed(name: str, suffix: str) -> str:
+    stem, dot, extension = name.rpartition(".")
+    return f"{stem}{suffix}{dot}{extension}"
