@@ -1,0 +1,140 @@
+"""The Backbone interface, and CountingBackbone, the only place where forwards are counted.
+
+A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples.
+
+Legend: B slots of this forward, S slots in all, C content rows, Q query rows, W cache columns, D width, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One forward's work. Columns of a slot are the ranks of its decoding order.
+
+    Content rows carry a token and write its keys and values at `content_columns_BC`; query rows carry none, stand at the
+    rank `query_columns_BQ`, and ask which token belongs there. `*_limits` say how many columns a row sees. Rows that are
+    not `*_valid` are padding: their indices are in range but mean nothing, and they write nothing that is ever read.
+    `slots_B` names the slot of each batch row; `order_SW` gives the position of every column of every slot.
+    """
+
+    slots_B: Tensor
+    content_tokens_BC: Tensor
+    content_columns_BC: Tensor
+    content_limits_BC: Tensor
+    content_valid_BC: Tensor
+    query_columns_BQ: Tensor
+    query_limits_BQ: Tensor
+    query_valid_BQ: Tensor
+    num_columns: int
+    """No row sees a column at or beyond this one."""
+    num_positions: int
+    """No position of these slots is at or beyond this one."""
+
+
+class Backbone(Protocol):
+    """A model over a slot cache. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
+
+    vocab_size: int
+    width: int
+    device: torch.device
+    dtype: torch.dtype
+    num_rows_computed: int
+    """Token rows that the last forward computed, padding included."""
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room for at least so many slots and columns; what the cache already holds stays."""
+        ...
+
+    def set_order(self, slot: int, order_L: Tensor) -> None:
+        """Give the positions of a slot's columns, int64 [L]; forgets what the slot held."""
+        ...
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy all that slot `source` holds onto slot `target`."""
+        ...
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Write the content rows into the cache and return the hidden states of the query rows, [B, Q, D]."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return the raw logits of hidden states, [R, V]; nothing is suppressed yet."""
+        ...
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Return the input embeddings of tokens, [R, D]; what a draft head reads."""
+        ...
+
+
+class SlotCounters:
+    """What was counted for each slot's sample, as plain numbers; one row a slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.nfe = [0] * num_slots
+        self.device_s = [0.0] * num_slots
+        self.active_rows = [0] * num_slots
+        self.used_rows = [0] * num_slots
+        self.computed_rows = [0] * num_slots
+        self.first_forward_s = [0.0] * num_slots
+
+    def reset(self, slot: int) -> None:
+        """Start a new sample in `slot`."""
+        for column in vars(self).values():
+            column[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample's counts from one slot to another."""
+        for column in vars(self).values():
+            column[target] = column[source]
+
+
+class CountingBackbone:
+    """Wraps a backbone and counts: every forward of every sample passes here, and nowhere else is anything counted.
+
+    A forward is charged to every slot that takes part: one evaluation (NFE) each, and the forward's seconds divided by the
+    number of slots. A forward that ends in an exception is charged to nobody.
+    """
+
+    def __init__(self, backbone: Backbone, num_slots: int) -> None:
+        self.backbone = backbone
+        self.counters = SlotCounters(num_slots)
+        self.num_forwards = 0
+        self.forward_s = 0.0
+        self.active_slot_steps = 0
+        self.useful_rows = 0
+        self.computed_rows = 0
+
+    def forward(self, rows: Rows, slots: list[int]) -> Tensor:
+        """Run one forward for `slots` (the same as rows.slots_B, on the host) and count it; returns hidden [B, Q, D]."""
+        useful = int(rows.content_valid_BC.sum()) + int(rows.query_valid_BQ.sum())
+        started = time.perf_counter()
+        hidden = self.backbone.forward(rows)
+        if hidden.is_cuda:
+            # Without waiting, the seconds of a forward would be those of its launch.
+            torch.cuda.synchronize(hidden.device)
+        self._charge(slots, time.perf_counter() - started, useful, self.backbone.num_rows_computed)
+        return hidden
+
+    def _charge(self, slots: list[int], seconds: float, useful: int, computed: int) -> None:
+        counters, active = self.counters, len(slots)
+        for slot in slots:
+            if counters.nfe[slot] == 0:
+                counters.first_forward_s[slot] = seconds
+            counters.nfe[slot] += 1
+            counters.device_s[slot] += seconds / active
+            counters.active_rows[slot] += active
+            counters.used_rows[slot] += useful
+            counters.computed_rows[slot] += computed
+        self.num_forwards += 1
+        self.forward_s += seconds
+        self.active_slot_steps += active
+        self.useful_rows += useful
+        self.computed_rows += computed

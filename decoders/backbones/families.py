@@ -1,0 +1,126 @@
+"""What each public model family needs to be loaded: its config, its weights' names, its mask id, its decoders.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. Facts were read from the checkpoints'
+own code and configs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from decoders.base import ModelInfo
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have."""
+
+    name: str
+    decoders: tuple[str, ...]
+    default_mask_id: int | None
+    vocab_size: Callable[[Config], int]
+    weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
+    optional: Callable[[Config], set[str]]
+    check: Callable[[Config], None]
+
+
+def _require(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
+    value = config.get(key)
+    if value not in allowed:
+        names = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"model.path: config.json has {key} = {value!r}; supported: {names}")
+
+
+_XLNET_NUMBERS = ("vocab_size", "d_model", "n_layer", "n_head", "d_head", "d_inner", "clamp_len", "layer_norm_eps")
+
+
+def _check_xlnet(config: Config) -> None:
+    missing = [key for key in (*_XLNET_NUMBERS, "ff_activation") if key not in config]
+    if missing:
+        raise ValueError(f"model.path: config.json of family 'xlnet' lacks {', '.join(missing)}")
+    _require(config, "attn_type", ("bi",))
+    _require({"bi_data": config.get("bi_data", False)}, "bi_data", (False,))
+    _require(config, "ff_activation", ("gelu", "relu", "gelu_new"))
+
+
+def _xlnet_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    width, inner, vocab = int(config["d_model"]), int(config["d_inner"]), int(config["vocab_size"])
+    heads, head = int(config["n_head"]), int(config["d_head"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.mask_emb": (1, 1, width),
+        "transformer.word_embedding.weight": (vocab, width),
+        "lm_loss.bias": (vocab,),
+    }
+    for layer in range(int(config["n_layer"])):
+        attention, feed = f"transformer.layer.{layer}.rel_attn.", f"transformer.layer.{layer}.ff."
+        shapes |= {attention + name: (width, heads, head) for name in ("q", "k", "v", "o", "r")}
+        shapes |= {attention + name: (heads, head) for name in ("r_w_bias", "r_r_bias")}
+        for norm in (attention, feed):
+            shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
+        shapes |= {feed + "layer_1.weight": (inner, width), feed + "layer_1.bias": (inner,)}
+        shapes |= {feed + "layer_2.weight": (width, inner), feed + "layer_2.bias": (width,)}
+    return shapes
+
+
+def _xlnet_optional(config: Config) -> set[str]:
+    # Segments are not used by any-subset decoding; the output layer is tied and usually not stored.
+    names = {"lm_loss.weight"}
+    for layer in range(int(config["n_layer"])):
+        names |= {f"transformer.layer.{layer}.rel_attn.{name}" for name in ("seg_embed", "r_s_bias")}
+    return names
+
+
+FAMILIES: dict[str, Family] = {
+    "xlnet": Family(
+        name="xlnet",
+        decoders=("any_subset", "assd", "parallel"),
+        default_mask_id=6,
+        vocab_size=lambda config: int(config["vocab_size"]),
+        weight_shapes=_xlnet_shapes,
+        optional=_xlnet_optional,
+        check=_check_xlnet,
+    ),
+}
+
+
+def find_family(config: Config, requested: str) -> Family:
+    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
+
+    Raises ValueError with the field path, the value and what is known.
+    """
+    name = str(config.get("model_type")) if requested == "auto" else requested
+    if name not in FAMILIES:
+        source = "config.json has model_type" if requested == "auto" else "given as"
+        raise ValueError(f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
+
+
+def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
+    """Return what is known of a checkpoint from its config alone; raises ValueError where config.json does not fit."""
+    family.check(config)
+    vocab_size = family.vocab_size(config)
+    mask = family.default_mask_id if mask_id is None else mask_id
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
+    own = config.get("draftmill", {})
+    shapes = family.weight_shapes(config)
+    return ModelInfo(
+        family=family.name,
+        vocab_size=vocab_size,
+        mask_id=mask,
+        max_length=max_length if max_length is not None else own.get("max_length"),
+        decoders=family.decoders,
+        num_parameters=sum(_product(shape) for shape in shapes.values()),
+        suppressed=() if mask is None else (mask,),
+    )
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

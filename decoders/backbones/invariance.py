@@ -1,0 +1,104 @@
+"""Shape rules that make a sample's arithmetic independent of its neighbours, and the self-test that picks them.
+
+A matrix product may sum in another order when its shape changes, and one changed bit can change a token. On a CPU the order
+depends on few things: very small row counts, few query rows, and odd key counts take other kernels. Rounding these shapes up
+makes a row's result the same, bit by bit, in any batch. Which rounding is enough differs from machine to machine; `choose_rules`
+tries, cheapest first. Knows nothing of models beyond their widths.
+
+Legend: N token rows, B slots, H heads, T query rows, W key columns.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeRules:
+    """Lower bounds and multiples that every forward keeps. `exact` says whether the self-test found them sufficient."""
+
+    min_rows: int
+    min_queries: int
+    column_multiple: int
+    exact: bool
+
+    def columns(self, num_columns: int, capacity: int) -> int:
+        """Round a key count up, within the cache's capacity (itself a multiple)."""
+        return min(capacity, -(-max(num_columns, 1) // self.column_multiple) * self.column_multiple)
+
+
+_CANDIDATES = ((16, 4, 32), (16, 4, 64), (32, 8, 128), (32, 8, 512))
+
+
+def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
+    """`functional.linear` on at least `min_rows` rows; the padding is cut off again."""
+    num_rows = rows_NK.shape[0]
+    if num_rows >= min_rows:
+        return functional.linear(rows_NK, weight_MK, bias_M)
+    padded = rows_NK.new_zeros(min_rows, rows_NK.shape[1])
+    padded[:num_rows] = rows_NK
+    return functional.linear(padded, weight_MK, bias_M)[:num_rows]
+
+
+def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: Tensor) -> Tensor:
+    """Softmax attention with an additive bias that also carries the mask; queries are already scaled. [B, H, T, d]."""
+    key, value = key_BHWd.flatten(0, 1), value_BHWd.flatten(0, 1)
+    scores = torch.baddbmm(bias_BHTW.flatten(0, 1), query_BHTd.flatten(0, 1), key.transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), value).view(query_BHTd.shape)
+
+
+@functools.lru_cache(maxsize=8)
+def choose_rules(width: int, inner: int, vocab_size: int, num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
+    """Return the cheapest rules under which rows agree bit by bit on this machine; tens of milliseconds, cached.
+
+    `threads` is part of the question, since it moves the boundaries between kernels. Without any sufficient candidate the
+    strictest one comes back with exact=False.
+    """
+    for min_rows, min_queries, multiple in _CANDIDATES:
+        if _linear_exact(width, inner, vocab_size, dtype, min_rows) and _attention_exact(
+            num_heads, width // num_heads, dtype, min_queries, multiple
+        ):
+            return ShapeRules(min_rows, min_queries, multiple, exact=True)
+    return ShapeRules(*_CANDIDATES[-1], exact=False)
+
+
+def _linear_exact(width: int, inner: int, vocab_size: int, dtype: torch.dtype, min_rows: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for num_in, num_out in ((width, width), (width, inner), (inner, width), (width, vocab_size)):
+        weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
+        rows = torch.randn(512, num_in, generator=generator).to(dtype)
+        whole = functional.linear(rows, weight)
+        for count in (min_rows, min_rows + 1, min_rows + 5, 47, 64, 129, 300):
+            if not torch.equal(functional.linear(rows[:count], weight), whole[:count]):
+                return False
+    return True
+
+
+def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, min_queries: int, multiple: int) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    num_slots, num_queries, num_visible = 5, min_queries + 9, min(100, multiple * 3)
+    longest = -(-512 // multiple) * multiple
+    query, key, value = (
+        torch.randn(num_slots, num_heads, count, head_width, generator=generator).to(dtype)
+        for count in (num_queries, longest, longest)
+    )
+    bias = torch.randn(num_slots, num_heads, num_queries, longest, generator=generator).to(dtype)
+    bias[..., num_visible:] = -torch.inf
+    whole = attend(query, key, value, bias)
+    for slots in (1, 2, num_slots):
+        for queries in (min_queries, min_queries + 1, min_queries + 4):
+            for columns in {-(-num_visible // multiple) * multiple + step * multiple for step in (0, 1, 3)}:
+                part = attend(
+                    query[:slots, :, :queries],
+                    key[:slots, :, :columns],
+                    value[:slots, :, :columns],
+                    bias[:slots, :, :queries, :columns],
+                )
+                if not torch.equal(part, whole[:slots, :, :queries]):
+                    return False
+    return True

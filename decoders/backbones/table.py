@@ -1,0 +1,87 @@
+"""An exact toy any-subset model: a table of logits for every position and every set of visible tokens.
+
+Vocabulary and canvas are tiny, so that the law of a whole decoder can be enumerated. Its conditionals are arbitrary, not the
+conditionals of one joint: a decoder that looks at the wrong context is then always found out. Hidden states are the logits
+themselves, so draft heads of the same width work on it.
+
+Legend: as in backbones/base.py; P positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import Rows
+
+
+class TableBackbone:
+    """Random conditionals p(x_i | any set of other tokens), float64.
+
+    The row of the table for a context is its code in base V + 1, a position without a visible token counting as digit V.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 4,
+        num_positions: int = 4,
+        seed: int = 0,
+        spread: float = 1.5,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_contexts = (vocab_size + 1) ** num_positions
+        self.vocab_size, self.width = vocab_size, vocab_size
+        self.device, self.dtype = torch.device(device), torch.float64
+        self.num_positions = num_positions
+        self.num_rows_computed = 0
+        table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
+        self.table_PXV = table.to(self.device)
+        self.embedding_VD = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64).to(self.device)
+        self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room; fresh cells hold junk on purpose, so that a read of a dead column shows."""
+        shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
+        tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
+        order = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        rows, columns = self.tokens_SW.shape
+        tokens[:rows, :columns], order[:rows, :columns] = self.tokens_SW, self.order_SW
+        self.tokens_SW, self.order_SW = tokens, order
+
+    def set_order(self, slot: int, order_L: Tensor) -> None:
+        """Give the positions of a slot's columns."""
+        if len(order_L) > self.num_positions:
+            raise ValueError(f"canvas length {len(order_L)} exceeds the table's {self.num_positions} positions")
+        self.order_SW[slot, : len(order_L)] = order_L
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy a slot."""
+        self.tokens_SW[target], self.order_SW[target] = self.tokens_SW[source], self.order_SW[source]
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Look up the logits of every query row, [B, Q, V]; see backbones/base.py."""
+        batch, content = rows.content_valid_BC.nonzero(as_tuple=True)
+        slots, columns = rows.slots_B[batch], rows.content_columns_BC[batch, content]
+        self.tokens_SW[slots, columns] = rows.content_tokens_BC[batch, content]
+        self.num_rows_computed = int(rows.content_valid_BC.sum()) + rows.query_valid_BQ.numel()
+        positions_BQ = self.order_SW[rows.slots_B].gather(1, rows.query_columns_BQ)
+        return self.table_PXV[positions_BQ, self._context(rows)]
+
+    def _context(self, rows: Rows) -> Tensor:
+        weights = (self.vocab_size + 1) ** self.order_SW[rows.slots_B]
+        digits = self.tokens_SW[rows.slots_B] - self.vocab_size
+        columns = torch.arange(digits.shape[1], device=self.device)
+        seen_BQW = columns < rows.query_limits_BQ.unsqueeze(-1)
+        empty = (self.vocab_size + 1) ** self.num_positions - 1
+        return empty + ((digits * weights).unsqueeze(1) * seen_BQW).sum(-1)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Hidden states are logits."""
+        return hidden_RD
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Random embeddings, for draft heads."""
+        return self.embedding_VD[tokens_R]

@@ -1,0 +1,276 @@
+"""XLNet's two-stream attention over a slot cache, for inference.
+
+The content state of a decided token depends only on tokens decided before it, so its keys and values are computed once and
+cached; a forward then runs just the new content rows and the query rows. Both streams share every weight: rows of either
+kind go through the same matrix products and differ only in where they start (word embedding or mask embedding), in what they
+see, and in whether they write keys and values.
+
+Source: Yang et al., "XLNet" (2019), equations for the two streams and the relative positional attention; the layout of the
+checkpoint is transformers' XLNetLMHeadModel. A row that sees nothing (first query of an empty prompt) has attention output
+zero: a softmax over nothing would read what is not yet decided.
+
+Legend: N token rows (content first, then queries), B slots, S all slots, T rows of a slot, C content, Q queries, W columns,
+P positions, H heads, d head width, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decoders.backbones.base import Rows
+from decoders.backbones.invariance import ShapeRules, attend, choose_rules, linear_rows
+from decoders.masks import visible
+
+_ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+    "gelu_new": lambda rows: functional.gelu(rows, approximate="tanh"),
+}
+# Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
+_MAX_BIAS_NUMBERS: Final = 1 << 24
+_NO_RULES: Final = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, exact=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    query_DD: Tensor
+    key_value_DD: Tensor
+    output_DD: Tensor
+    relative_DHd: Tensor
+    content_bias_Hd: Tensor
+    position_bias_Hd: Tensor
+    attention_norm: tuple[Tensor, Tensor]
+    inner_1: tuple[Tensor, Tensor]
+    inner_2: tuple[Tensor, Tensor]
+    inner_norm: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the flat token rows of one forward sit in its padded [B, T] rectangle, and what they see."""
+
+    num_content: int
+    num_slots: int
+    num_rows: int
+    span: int
+    rectangle_N: Tensor
+    content_slots_N: Tensor
+    content_columns_N: Tensor
+    slots: Tensor | slice
+    hidden_BTW: Tensor
+    distance_BTW: Tensor
+    blind_N: Tensor
+
+
+class XLNetBackbone:
+    """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
+
+    def __init__(
+        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        self.vocab_size, self.width = int(config["vocab_size"]), int(config["d_model"])
+        self.num_heads, self.head_width = int(config["n_head"]), int(config["d_head"])
+        self.num_layers, self.clamp_len = int(config["n_layer"]), int(config["clamp_len"])
+        self.eps = float(config["layer_norm_eps"])
+        self.activation = _ACTIVATIONS[str(config["ff_activation"])]
+        self.num_rows_computed = 0
+        ready = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
+        self.embedding_VD = ready["transformer.word_embedding.weight"]
+        self.mask_embedding_D = ready["transformer.mask_emb"].reshape(self.width)
+        self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
+        self.output_bias_V = ready["lm_loss.bias"]
+        self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
+        self.rules = self._rules(int(config["d_inner"]))
+        self.cache = torch.zeros(self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device)
+        self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self.relative: list[Tensor] = []
+
+    def _rules(self, inner: int) -> ShapeRules:
+        if self.device.type != "cpu":
+            return _NO_RULES
+        return choose_rules(self.width, inner, self.vocab_size, self.num_heads, self.dtype, torch.get_num_threads())
+
+    def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
+        attention, inner = prefix + "rel_attn.", prefix + "ff."
+        inner_width = self.num_heads * self.head_width
+        into_heads = {name: weights[attention + name].reshape(self.width, inner_width).T for name in ("q", "k", "v")}
+        # The scale of the scores is folded into the queries once instead of into every score.
+        scale = self.head_width**-0.5
+
+        def pair(name: str) -> tuple[Tensor, Tensor]:
+            return weights[name + ".weight"], weights[name + ".bias"]
+
+        return _Layer(
+            query_DD=(into_heads["q"] * scale).contiguous(),
+            key_value_DD=torch.cat([into_heads["k"], into_heads["v"]]).contiguous(),
+            output_DD=weights[attention + "o"].reshape(self.width, inner_width).contiguous(),
+            relative_DHd=weights[attention + "r"],
+            content_bias_Hd=weights[attention + "r_w_bias"] * scale,
+            position_bias_Hd=weights[attention + "r_r_bias"] * scale,
+            attention_norm=pair(attention + "layer_norm"),
+            inner_1=pair(inner + "layer_1"),
+            inner_2=pair(inner + "layer_2"),
+            inner_norm=pair(inner + "layer_norm"),
+        )
+
+    # ---- the cache -----------------------------------------------------------------------------------------------
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Grow the cache to at least so many slots and columns, keeping what it holds; also the table of distances."""
+        multiple = self.rules.column_multiple
+        num_slots = max(num_slots, self.order_SW.shape[0])
+        num_columns = max(-(-num_columns // multiple) * multiple, self.order_SW.shape[1])
+        slots, columns = self.order_SW.shape
+        if (num_slots, num_columns) == (slots, columns):
+            return
+        shape = (self.num_layers, 2, num_slots, self.num_heads, num_columns, self.head_width)
+        cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        cache[:, :, :slots, :, :columns] = self.cache
+        order = torch.zeros(num_slots, num_columns, dtype=torch.int64, device=self.device)
+        order[:slots, :columns] = self.order_SW
+        self.cache, self.order_SW = cache, order
+        self.relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
+
+    def _relative_keys(self, layer: _Layer, num_positions: int) -> Tensor:
+        """Keys of the distances -P .. P - 1, [H, d, 2P]: sinusoids (float64 angles) through the layer's projection."""
+        distance = torch.arange(-num_positions, num_positions, dtype=torch.float64)
+        if self.clamp_len > 0:
+            distance = distance.clamp(-self.clamp_len, self.clamp_len)
+        frequency = 10000.0 ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+        angle = distance.unsqueeze(1) * frequency
+        sinusoid = torch.cat([angle.sin(), angle.cos()], dim=1).to(device=self.device, dtype=self.dtype)
+        return torch.einsum("pD,Dhd->hdp", sinusoid, layer.relative_DHd).contiguous()
+
+    def set_order(self, slot: int, order_L: Tensor) -> None:
+        """Give the positions of a slot's columns, int64 [L]."""
+        self.order_SW[slot, : len(order_L)] = order_L
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy the cache and the order of one slot onto another."""
+        self.cache[:, :, target] = self.cache[:, :, source]
+        self.order_SW[target] = self.order_SW[source]
+
+    # ---- the forward ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows) -> Tensor:
+        """Write the content rows' keys and values and return the query rows' last hidden states, [B, Q, D]."""
+        layout = self._layout(rows)
+        content_BC, query_BQ = rows.content_valid_BC, rows.query_valid_BQ
+        num_query = layout.rectangle_N.shape[0] - layout.num_content
+        states_ND = torch.cat(
+            [self.embedding_VD[rows.content_tokens_BC[content_BC]], self.mask_embedding_D.expand(num_query, self.width)]
+        )
+        self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
+        for index, layer in enumerate(self.layers):
+            states_ND = self._layer_forward(layer, index, states_ND, layout)
+        hidden_BQD = states_ND.new_zeros(*query_BQ.shape, self.width)
+        hidden_BQD[query_BQ] = states_ND
+        return hidden_BQD
+
+    def _layout(self, rows: Rows) -> _Layout:
+        num_content_columns = rows.content_valid_BC.shape[1]
+        num_slots, num_queries = rows.query_valid_BQ.shape
+        num_rows = max(num_content_columns + num_queries, self.rules.min_queries)
+        content_B, content_C = rows.content_valid_BC.nonzero(as_tuple=True)
+        query_B, query_Q = rows.query_valid_BQ.nonzero(as_tuple=True)
+        rectangle_N = torch.cat([content_B * num_rows + content_C, query_B * num_rows + num_content_columns + query_Q])
+        limits_BT = torch.ones(num_slots, num_rows, dtype=torch.int64, device=self.device)
+        columns_BT = torch.zeros_like(limits_BT)
+        limits_BT[:, :num_content_columns] = rows.content_limits_BC
+        limits_BT[:, num_content_columns : num_content_columns + num_queries] = rows.query_limits_BQ
+        columns_BT[:, :num_content_columns] = rows.content_columns_BC
+        columns_BT[:, num_content_columns : num_content_columns + num_queries] = rows.query_columns_BQ
+        num_columns = self.rules.columns(rows.num_columns, self.order_SW.shape[1])
+        order_BP = self.order_SW[rows.slots_B]
+        positions_BT = order_BP.gather(1, columns_BT.clamp(max=order_BP.shape[1] - 1))
+        # Half the number of distances looked at: the longest canvas of the batch.
+        span = self.rules.columns(rows.num_positions, self.order_SW.shape[1])
+        return _Layout(
+            num_content=content_B.shape[0],
+            num_slots=num_slots,
+            num_rows=num_rows,
+            span=span,
+            rectangle_N=rectangle_N,
+            content_slots_N=rows.slots_B[content_B],
+            content_columns_N=rows.content_columns_BC[content_B, content_C],
+            slots=self._slot_index(rows.slots_B),
+            hidden_BTW=~visible(limits_BT.clamp(min=1), num_columns),
+            distance_BTW=(positions_BT.unsqueeze(2) - order_BP[:, None, :num_columns] + span).clamp(0, 2 * span - 1),
+            blind_N=(limits_BT.flatten()[rectangle_N] == 0).nonzero().squeeze(1),
+        )
+
+    def _slot_index(self, slots_B: Tensor) -> Tensor | slice:
+        # A prefix of the slots is read in place; any other choice has to be copied out of the cache.
+        count = slots_B.shape[0]
+        prefix = torch.equal(slots_B, torch.arange(count, device=slots_B.device))
+        return slice(0, count) if prefix else slots_B
+
+    def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _Layout) -> Tensor:
+        min_rows = self.rules.min_rows
+        self._write(layer, index, states_ND, layout)
+        start = layout.num_content if index == self.num_layers - 1 else 0
+        rows_ND, rectangle_N = states_ND[start:], layout.rectangle_N[start:]
+        query_ND = linear_rows(rows_ND, layer.query_DD, None, min_rows)
+        mixed_ND = self._attention(layer, index, query_ND, rectangle_N, layout)
+        if len(layout.blind_N):
+            blind = layout.blind_N[layout.blind_N >= start] - start
+            mixed_ND[blind] = 0.0
+        rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
+        rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
+        inner = self.activation(linear_rows(rows_ND, *layer.inner_1, min_rows))
+        return functional.layer_norm(
+            rows_ND + linear_rows(inner, *layer.inner_2, min_rows), (self.width,), *layer.inner_norm, self.eps
+        )
+
+    def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _Layout) -> None:
+        content_ND = states_ND[: layout.num_content]
+        key_value = linear_rows(content_ND, layer.key_value_DD, None, self.rules.min_rows)
+        key_value_N2Hd = key_value.view(-1, 2, self.num_heads, self.head_width)
+        for which in (0, 1):
+            self.cache[index, which, layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
+
+    def _attention(
+        self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout
+    ) -> Tensor:
+        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]."""
+        num_slots, num_rows = layout.num_slots, layout.num_rows
+        spread = query_ND.new_zeros(num_slots * num_rows, query_ND.shape[1])
+        spread[rectangle_N] = query_ND
+        query_BTHd = spread.view(num_slots, num_rows, self.num_heads, self.head_width)
+        num_columns = layout.hidden_BTW.shape[2]
+        key, value = self.cache[index, 0, layout.slots], self.cache[index, 1, layout.slots]
+        at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
+        parts = []
+        for first in range(0, num_slots, at_once):
+            part = slice(first, first + at_once)
+            content = (query_BTHd[part] + layer.content_bias_Hd).transpose(1, 2)
+            position = (query_BTHd[part] + layer.position_bias_Hd).transpose(1, 2)
+            bias = self._relative_bias(index, position, layout, part)
+            mixed = attend(content, key[part, :, :num_columns], value[part, :, :num_columns], bias)
+            parts.append(mixed.transpose(1, 2).flatten(2))
+        return torch.cat(parts).flatten(0, 1)[rectangle_N]
+
+    def _relative_bias(self, index: int, query_BHTd: Tensor, layout: _Layout, part: slice) -> Tensor:
+        """Scores of the relative positions, -inf where a column is not to be seen; [B, H, T, W]."""
+        middle = self.relative[index].shape[2] // 2
+        keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
+        scores_BHTp = torch.matmul(query_BHTd, keys_Hdp)
+        distance_BHTW = layout.distance_BTW[part].unsqueeze(1).expand(-1, self.num_heads, -1, -1)
+        return scores_BHTp.gather(3, distance_BHTW).masked_fill_(layout.hidden_BTW[part].unsqueeze(1), -torch.inf)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits [R, V] through the tied output layer, float32 or better."""
+        raw = linear_rows(hidden_RD, self.output_VD, self.output_bias_V, self.rules.min_rows)
+        return raw if raw.dtype == torch.float64 else raw.float()
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Return word embeddings [R, D]."""
+        return self.embedding_VD[tokens_R]

@@ -1,0 +1,139 @@
+"""The nouns that every decoder shares: Request, Outcome, Counters, and the Decoder interface.
+
+Knows nothing of Ray, files or jobs. Imports no torch, so that planners and stores can use it cheaply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+HOLE = -1
+"""Marks a masked position of a canvas; never a token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample to decode: its canvas and its own noise.
+
+    `index` is the caller's handle and comes back in the Outcome. `key` (0 <= key < 2**64) seeds all of the sample's
+    randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
+    """
+
+    index: int
+    key: int
+    canvas: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One decoder iteration of one sample, for `trace: steps`."""
+
+    iteration: int
+    nfe: int
+    proposed: list[int]
+    committed: list[int]
+    positions: list[int]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one request: tokens, why it ended, and what was counted for this sample alone.
+
+    `tokens` holds the generated ids in canvas order. `accept_hist[j]` counts the iterations that committed j tokens.
+    Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
+    `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
+    sample failed and `tokens` is empty.
+    """
+
+    index: int
+    tokens: NDArray[np.int32]
+    finish: str
+    logprob: float | None
+    nfe: int
+    nfe_draft: int
+    iterations: int
+    proposed: int
+    accepted: int
+    accept_hist: list[int]
+    wait_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    device_s: float
+    batch_rows: float
+    pad_fraction: float
+    started_at_s: float
+    error_kind: str | None = None
+    error: str | None = None
+    trace: list[TraceStep] | None = None
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals of one decoder since it was built; the worker reports their differences.
+
+    lane_eff = active_slot_steps / slot_steps; token_padding_eff = useful_rows / computed_rows;
+    spec_eff = committed / verified.
+    """
+
+    steps: int = 0
+    forward_s: float = 0.0
+    active_slot_steps: int = 0
+    slot_steps: int = 0
+    useful_rows: int = 0
+    computed_rows: int = 0
+    committed: int = 0
+    verified: int = 0
+
+
+class Decoder(Protocol):
+    """A batch of slots that one algorithm moves forward, one forward evaluation a step.
+
+    The caller keeps the slots full: `while has_room(length): admit(...)`, then `step()`, which returns the finished
+    samples and frees their slots. An exception out of `step` leaves the decoder unusable until `clear`.
+    """
+
+    stats: EngineStats
+
+    @property
+    def active(self) -> int:
+        """Number of samples that hold a slot."""
+        ...
+
+    def room(self, length: int) -> int:
+        """How many samples of canvas length `length` could be admitted now (0 if none)."""
+        ...
+
+    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
+        """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) dates the start of waiting."""
+        ...
+
+    def step(self) -> list[Outcome]:
+        """Run one forward for the active slots and return the samples that finished."""
+        ...
+
+    def clear(self) -> list[int]:
+        """Free every slot without an outcome; returns the indices of the requests that were dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a checkpoint without loading its weights.
+
+    `max_length` is the longest canvas it takes, None where there is no limit. `decoders` names the decoder kinds that
+    run on it. `suppressed` are the ids that are never generated (the mask, ids without a token).
+    """
+
+    family: str
+    vocab_size: int
+    mask_id: int | None
+    max_length: int | None
+    decoders: tuple[str, ...]
+    num_parameters: int
+    suppressed: tuple[int, ...] = field(default=())

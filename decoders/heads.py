@@ -1,0 +1,139 @@
+"""Draft heads: small networks that repair a proposal made without seeing the latest tokens.
+
+A query row of an any-subset model that was computed before some tokens were decided is *stale*. A draft head moves
+its hidden state towards what a fresh row would have given, from the embeddings of the tokens it has not seen.
+Heads only shape the draft law q; the target law p never depends on them, so they cannot change any output law.
+
+Knows nothing of slots, caches or sampling. Weights live beside the model they were trained for, in
+`draft_head.safetensors` (keys `markov.*`, `chain.*`) with their sizes in `draft_head.json`.
+
+Legend: R any leading shape, D = model width, H = hidden width of the head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+MAX_DISTANCE = 16
+MAX_UNSEEN = 8
+
+
+def distance_index(position: Tensor, other: Tensor) -> Tensor:
+    """Index of the clipped signed distance `position - other`, in [0, 2 * MAX_DISTANCE]."""
+    return (position - other).clamp(-MAX_DISTANCE, MAX_DISTANCE) + MAX_DISTANCE
+
+
+class MarkovHead(nn.Module):
+    """Corrects a stale row with the one or two tokens just before it in decoding order that it has not seen.
+
+    h' = h + MLP([h, e(prev) + distance, (e(before) + distance) where unseen, age]); the logits are the model's own tied
+    output layer applied to h'.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.distance_prev = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.distance_before = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.age = nn.Embedding(MAX_UNSEEN + 1, width)
+        self.norm = nn.LayerNorm(3 * width)
+        self.up = nn.Linear(3 * width, hidden)
+        self.down = nn.Linear(hidden, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+        for table in (self.distance_prev, self.distance_before, self.age):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(
+        self,
+        hidden_RD: Tensor,
+        *,
+        prev_RD: Tensor,
+        prev_distance_R: Tensor,
+        before_RD: Tensor,
+        before_distance_R: Tensor,
+        num_unseen_R: Tensor,
+    ) -> Tensor:
+        """Return the corrected hidden states.
+
+        `prev_RD` embeds the token at the preceding rank, `before_RD` the one before that; `num_unseen_R` counts the
+        tokens decided or drafted between the row's context and the row (at least 1). The second token enters only where
+        two or more are unseen. Distances are indices from `distance_index(row position, token position)`.
+        """
+        prev = prev_RD + self.distance_prev(prev_distance_R)
+        before = before_RD + self.distance_before(before_distance_R)
+        before = torch.where((num_unseen_R >= 2).unsqueeze(-1), before, torch.zeros_like(before))
+        prev = prev + self.age(num_unseen_R.clamp(max=MAX_UNSEEN))
+        features = self.norm(torch.cat([hidden_RD, prev, before], dim=-1))
+        return hidden_RD + self.down(nn.functional.gelu(self.up(features)))
+
+
+class ChainHead(nn.Module):
+    """Rolls a recurrent state forward from the row that decided the last token, one draft at a time.
+
+    z' = z + MLP([z, e(prev) + distance, e(left neighbour) where known, e(right neighbour) where known]).
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.distance = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.no_left = nn.Parameter(torch.zeros(width))
+        self.no_right = nn.Parameter(torch.zeros(width))
+        self.norm = nn.LayerNorm(4 * width)
+        self.up = nn.Linear(4 * width, hidden)
+        self.down = nn.Linear(hidden, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+        nn.init.normal_(self.distance.weight, std=0.02)
+
+    def forward(
+        self,
+        state_RD: Tensor,
+        *,
+        prev_RD: Tensor,
+        distance_R: Tensor,
+        left_RD: Tensor,
+        has_left_R: Tensor,
+        right_RD: Tensor,
+        has_right_R: Tensor,
+    ) -> Tensor:
+        """Return the next state; `left`/`right` embed the tokens at position - 1 and position + 1 where decided or drafted."""
+        left = torch.where(has_left_R.unsqueeze(-1), left_RD, self.no_left)
+        right = torch.where(has_right_R.unsqueeze(-1), right_RD, self.no_right)
+        features = self.norm(torch.cat([state_RD, prev_RD + self.distance(distance_R), left, right], dim=-1))
+        return state_RD + self.down(nn.functional.gelu(self.up(features)))
+
+
+class DraftHeads(nn.Module):
+    """The heads that ship with one model: `markov` for stale and parallel rows, `chain` for `fused: chain`."""
+
+    def __init__(self, *, width: int, markov_hidden: int, chain_hidden: int) -> None:
+        super().__init__()
+        self.markov = MarkovHead(width, markov_hidden)
+        self.chain = ChainHead(width, chain_hidden)
+
+
+def load_heads(folder: Path) -> DraftHeads | None:
+    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None where the folder has neither.
+
+    Raises ValueError where only one of the two files exists or the weights do not fit the sizes.
+    """
+    config_path, weights_path = folder / "draft_head.json", folder / "draft_head.safetensors"
+    if not config_path.exists() and not weights_path.exists():
+        return None
+    if not (config_path.exists() and weights_path.exists()):
+        raise ValueError(f"decoder.head: {folder} needs both draft_head.json and draft_head.safetensors")
+    sizes = json.loads(config_path.read_text())
+    heads = DraftHeads(
+        width=int(sizes["width"]), markov_hidden=int(sizes["markov_hidden"]), chain_hidden=int(sizes["chain_hidden"])
+    )
+    weights = {name: tensor.float() for name, tensor in load_file(weights_path).items()}
+    try:
+        heads.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"decoder.head: {weights_path} does not fit {config_path}: {error}") from error
+    return heads.eval()

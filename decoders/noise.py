@@ -1,0 +1,122 @@
+"""The noise field: every random number of a sample is a pure function of its key and of what the number is for.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in wrapping int64 tensor arithmetic, so
+that the same integers come out on every device. The counter is (token // 4, position, purpose, draw); one block of four
+32-bit words serves four neighbouring token ids. Knows nothing of models or slots.
+
+Legend: R rows, V vocabulary, Q = V / 4 blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Purposes keep the streams of one sample apart; their numbers are part of every result and never change.
+TARGET: Final = 0
+DRAFT: Final = 1
+ACCEPT: Final = 2
+RESIDUAL: Final = 3
+BONUS: Final = 4
+ORDER: Final = 5
+JACOBI: Final = 6
+MASK: Final = 7
+
+_MASK32: Final = 0xFFFFFFFF
+_MULTIPLIER_0: Final = 0xD2511F53
+_MULTIPLIER_1: Final = 0xCD9E8D57
+_WEYL_0: Final = 0x9E3779B9
+_WEYL_1: Final = 0xBB67AE85
+_ROUNDS: Final = 10
+_BLOCK: Final = 4
+# Rows x blocks worked on at once: small enough that the ten rounds stay in the second-level cache.
+_CHUNK_BLOCKS: Final = 1 << 16
+
+
+def sample_key(job_seed: int, sample_id: str) -> int:
+    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8.
+
+    Raises ValueError where the seed does not fit a signed 64-bit integer.
+    """
+    if not -(2**63) <= job_seed < 2**63:
+        raise ValueError(f"seed: {job_seed} does not fit 64 bits; allowed: -2**63 .. 2**63 - 1")
+    payload = job_seed.to_bytes(8, "little", signed=True) + sample_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+
+
+def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """Split 64-bit keys into int64 [R, 2] of (low, high) 32-bit words."""
+    return torch.tensor([[key & _MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
+
+
+def _multiply(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    # The int64 product wraps, but its 64 bits are those of the unsigned product.
+    product = value * multiplier
+    return (product >> 32) & _MASK32, product & _MASK32
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters and keys broadcast."""
+    word_0, word_1, word_2, word_3 = counter
+    key_0, key_1 = key
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _multiply(word_0, _MULTIPLIER_0)
+        high_1, low_1 = _multiply(word_2, _MULTIPLIER_1)
+        word_0, word_1, word_2, word_3 = high_1 ^ word_1 ^ key_0, low_1, high_0 ^ word_3 ^ key_1, low_0
+        key_0, key_1 = (key_0 + _WEYL_0) & _MASK32, (key_1 + _WEYL_1) & _MASK32
+    return word_0, word_1, word_2, word_3
+
+
+def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+    position, draw = positions_R.to(torch.int64).unsqueeze(1), draws_R.to(torch.int64).unsqueeze(1)
+    counter = (blocks_RQ, position, torch.full_like(position, purpose), draw)
+    words = philox(counter, (keys_R2[:, :1], keys_R2[:, 1:]))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
+
+
+def _to_uniform(words: Tensor) -> Tensor:
+    # Half a step away from both ends: in float64 this is never 0 or 1.
+    return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+    """Return one uniform in (0, 1) a row (token 0 of the field), float64 [R]."""
+    blocks = torch.zeros(keys_R2.shape[0], 1, dtype=torch.int64, device=keys_R2.device)
+    return _to_uniform(_words(keys_R2, positions_R, blocks, purpose, draws_R)[:, 0, 0])
+
+
+def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpose: int = TARGET) -> Tensor:
+    """Return the Gumbel noise of every token at each row's position, float32 [R, V]."""
+    num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
+    noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=keys_R2.device)
+    blocks = torch.arange(num_blocks, dtype=torch.int64, device=keys_R2.device).unsqueeze(0)
+    rows_at_once = max(1, _CHUNK_BLOCKS // num_blocks) if keys_R2.device.type == "cpu" else max(num_rows, 1)
+    for start in range(0, num_rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        draws = torch.zeros_like(positions_R[part])
+        words = _words(keys_R2[part], positions_R[part], blocks, purpose, draws).flatten(1)[:, :vocab_size]
+        noise[part] = _gumbel(_to_uniform(words))
+    return noise
+
+
+def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RK: Tensor, *, purpose: int = TARGET) -> Tensor:
+    """Return the Gumbel noise of the named tokens only, float32 [R, K]: the same values as in `gumbel_rows`."""
+    words = _words(keys_R2, positions_R, tokens_RK // _BLOCK, purpose, torch.zeros_like(positions_R))
+    chosen = words.gather(-1, (tokens_RK % _BLOCK).unsqueeze(-1)).squeeze(-1)
+    return _gumbel(_to_uniform(chosen)).to(torch.float32)
+
+
+def _gumbel(uniforms: Tensor) -> Tensor:
+    return uniforms.log_().neg_().log_().neg_()
+
+
+def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
+    """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
+    where = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))
+    keys = key_words([key]).expand(len(where), 2)
+    return uniform_rows(keys, where, purpose, torch.full_like(where, draw)).numpy()

@@ -1,0 +1,100 @@
+"""From logits to tokens: the warp, the coupled draw, and the rejection rule. Pure functions over rows.
+
+p is the target's law, q the draft's. Laws are log-probabilities in float32 (float64 where the logits are), normalised after
+temperature, top-k and top-p; at temperature 0 a law is one-hot on the lowest index of the maximum, so that both acceptance
+rules need no special case. Knows nothing of slots, models or where a number came from.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoders.settings import Sampling
+
+
+def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
+    """Warp logits into normalised log-probabilities, [R, V]; suppressed ids must already be -inf.
+
+    Order of the warps: temperature, then top-k, then top-p (nucleus), as in the usual libraries. Ties at the k-th logit are
+    all kept; ties inside the nucleus are broken towards the lower index.
+    """
+    if sampling.temperature == 0.0:
+        return _one_hot(logits_RV)
+    scaled = logits_RV / sampling.temperature
+    if sampling.top_k is not None and sampling.top_k < scaled.shape[-1]:
+        threshold = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    law = torch.log_softmax(scaled, dim=-1)
+    if sampling.top_p is not None and sampling.top_p < 1.0:
+        law = torch.log_softmax(law.masked_fill(~_nucleus(law, sampling.top_p), -torch.inf), dim=-1)
+    return law
+
+
+def _one_hot(logits_RV: Tensor) -> Tensor:
+    law = torch.full_like(logits_RV, -torch.inf)
+    return law.scatter_(-1, logits_RV.argmax(-1, keepdim=True), 0.0)
+
+
+def _nucleus(law_RV: Tensor, top_p: float) -> Tensor:
+    """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty."""
+    ordered, index = law_RV.exp().sort(dim=-1, descending=True, stable=True)
+    before = ordered.to(torch.float64).cumsum(-1) - ordered
+    return torch.zeros_like(law_RV, dtype=torch.bool).scatter_(-1, index, before < top_p)
+
+
+def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
+    """Return argmax(log p + g) in each row; without noise (temperature 0) the argmax itself. Ties go to the lowest index."""
+    return (law_RV if gumbel_RV is None else law_RV + gumbel_RV).argmax(-1)
+
+
+def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """Draw one index a row in proportion to non-negative mass: the number of cumulative values <= u x total, [R].
+
+    Accumulates in float64 over ascending token ids. A row whose mass is all zero or NaN gives an in-range index.
+    """
+    cumulative = mass_RV.to(torch.float64).cumsum(-1)
+    below = cumulative <= (uniform_R.to(torch.float64) * cumulative[..., -1]).unsqueeze(-1)
+    # u x total can round up to the total itself: the last index with mass must still be the answer.
+    last = cumulative.shape[-1] - 1 - (mass_RV > 0).flip(-1).to(torch.int8).argmax(-1)
+    return torch.minimum(below.sum(-1), last)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one draft in each row: `accepted` bool [R], and `tokens` int64 [R], the token to commit."""
+
+    accepted_R: Tensor
+    tokens_R: Tensor
+
+
+def rejection_verdict(
+    p_RV: Tensor, q_RV: Tensor, drafts_R: Tensor, *, accept_R: Tensor, recover_R: Tensor
+) -> Verdict:
+    """Accept each draft with probability min(1, p/q); else draw from the normalised positive part of p - q.
+
+    `p_RV`, `q_RV` are log laws; `accept_R`, `recover_R` uniforms in (0, 1). This is the rule of ASSD's Algorithm 1 and of
+    Leviathan et al. (2023). Where the residual has no mass (rounding), the recovered token is drawn from p.
+    """
+    log_p = p_RV.gather(-1, drafts_R.unsqueeze(-1)).squeeze(-1)
+    log_q = q_RV.gather(-1, drafts_R.unsqueeze(-1)).squeeze(-1)
+    accepted = accept_R < (log_p.to(torch.float64) - log_q.to(torch.float64)).exp()
+    recovered = inverse_cdf_draw(residual(p_RV, q_RV), recover_R)
+    return Verdict(accepted, torch.where(accepted, drafts_R, recovered))
+
+
+def residual(p_RV: Tensor, q_RV: Tensor) -> Tensor:
+    """Return the unnormalised positive part of p - q, or p where that has no mass, [R, V]."""
+    p_mass = p_RV.exp()
+    positive = (p_mass - q_RV.exp()).clamp_(min=0.0)
+    return torch.where(positive.sum(-1, keepdim=True) > 0, positive, p_mass)
+
+
+def coupled_verdict(p_RV: Tensor, drafts_R: Tensor, gumbel_RV: Tensor | None) -> Verdict:
+    """Accept a draft iff it is the token that the target draws with the same noise; commit the target's token always."""
+    tokens = coupled_draw(p_RV, gumbel_RV)
+    return Verdict(tokens == drafts_R, tokens)
