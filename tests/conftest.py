@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests"
 
 os.environ.update(
     # Ray turns token authentication on by default and writes a token file into the home folder; a cluster that listens
@@ -19,9 +18,8 @@ os.environ.update(
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
-    # Ray's workers see neither pytest's `pythonpath` nor changes to sys.path, and functions of test modules are pickled
-    # by reference, so both folders have to be on the path of every child process.
-    PYTHONPATH=os.pathsep.join([str(ROOT), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    # Child processes see neither pytest's `pythonpath` nor changes to sys.path.
+    PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     AWS_EC2_METADATA_DISABLED="true",
@@ -50,4 +48,4 @@ def ray_session() -> Iterator[ModuleType]:
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The folder of golden data: what the original public code computed, one folder per model family."""
-    return TESTS / "data"
+    return ROOT / "tests" / "data"
