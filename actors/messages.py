@@ -1,0 +1,118 @@
+"""The frozen messages between the driver and its workers.
+
+Plain data, cheap to pickle, without tensors, tables or text. A `WorkUnit` goes out; a `Receipt` or a `Failure` comes
+back inside a `TurnReport`. Nothing here knows Ray, files or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from decoders.base import EngineStats
+
+if TYPE_CHECKING:
+    from storage.commit import CommittedUnit
+
+FailureKind = Literal["TASK", "INFRA"]
+"""TASK: an exception that this unit's data raised. INFRA: the store or the machine; the data is not to blame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Rows [start, stop) of a unit that are never decoded again: they come back failed with this error."""
+
+    start: int
+    stop: int
+    kind: str
+    stage: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkUnit:
+    """A unit as it is leased to one worker.
+
+    `lease` names this very assignment; answers carry it back. `attempt` counts from 1. A probe decodes only the rows
+    [start, stop) and commits nothing: it asks whether a worker survives them.
+    """
+
+    lease: int
+    unit: int
+    rows: int
+    tokens: int
+    attempt: int
+    pass_: int
+    start: int
+    stop: int
+    probe: bool = False
+    verdicts: tuple[Verdict, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Sums over the rows of one unit, or of many: what the tables at the end of a run are made of."""
+
+    rows: int = 0
+    ok: int = 0
+    failed: int = 0
+    skipped: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    nfe: int = 0
+    nfe_draft: int = 0
+    iterations: int = 0
+    proposed: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in Tally.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A unit is committed (or a probe survived, then `committed` is None)."""
+
+    lease: int
+    unit: int
+    worker: str
+    node: str
+    committed: CommittedUnit | None
+    tally: Tally
+    error_kinds: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A leased unit came to nothing, and why."""
+
+    lease: int
+    unit: int
+    worker: str
+    kind: FailureKind
+    error_kind: str
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """What a worker's decode loop did, for the efficiency figures.
+
+    `engine` holds differences. `wall_s` is the loop's time with samples on hand, `tail_s` the part of it in which slots
+    stood idle because no more samples were at hand.
+    """
+
+    engine: EngineStats = field(default_factory=EngineStats)
+    wall_s: float = 0.0
+    tail_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReport:
+    """What one call of a worker gives back: news, and the effort since the last one."""
+
+    news: tuple[Receipt | Failure, ...]
+    effort: Effort
+    tokens_done: int
+    samples_done: int

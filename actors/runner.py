@@ -1,0 +1,320 @@
+"""UnitRunner: the decode loop of a worker. It keeps the decoder's slots full from the units it holds.
+
+One thread decodes; another, the clerk's, reads and tokenizes the rows of the next unit and writes the files of ended
+ones, so that neither stalls the slots. The loop sees no text, no file and no Ray. Samples go in longest first, those of
+the older unit before those of the newer; a unit that runs out of samples is topped up from the next, never drained.
+
+When the decoder raises, its samples are decoded again one at a time: who fails alone is quarantined, its neighbours come
+back ok. When memory runs out, the rows are halved and stay so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
+from decoders.base import Decoder, EngineStats, Outcome, Request
+from storage.errors import RowError, StoreError, UserError
+
+HOLD = 2
+"""Units at a time: the one that is decoded and the one that the slots are refilled from."""
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
+
+    `index` is its place in the unit. `note` is the clerk's own.
+    """
+
+    index: int
+    key: int = 0
+    canvas: NDArray[np.int32] | None = None
+    error: RowError | None = None
+    outcome: Outcome | None = None
+    note: Any = None
+
+
+class Clerk(Protocol):
+    """The side of a worker that knows rows, text and files. Called from one thread only, never from the decode loop's."""
+
+    def open_unit(self, unit: WorkUnit) -> list[Sample]:
+        """Read the unit's rows and make their canvases; a row that fails is a Sample with its error."""
+        ...
+
+    def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
+        """Make the result rows and commit them (a probe: make them only)."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Open:
+    """A unit in hand. `left` counts the samples without an outcome; `job` is what the clerk does for it now, if anything."""
+
+    unit: WorkUnit
+    job: Future[Any] | None
+    samples: list[Sample] = field(default_factory=list)
+    waiting: deque[Sample] = field(default_factory=deque)
+    left: int = 0
+    queued_at_s: float = 0.0
+    closing: bool = False
+
+
+class UnitRunner:
+    """Decodes up to two units at once with one decoder; the owner calls `add` and `step`."""
+
+    def __init__(self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker") -> None:
+        self.decoder = decoder
+        self.clerk = clerk
+        self.worker = worker
+        self.row_limit: int | None = None  # set when memory ran out
+        self._open: dict[int, Open] = {}
+        self._resident: dict[int, tuple[Open, Sample]] = {}
+        self._suspects: deque[tuple[Open, Sample]] = deque()
+        self._handles = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
+        self._news: list[Receipt | Failure] = []
+        self._meter = Meter(decoder)
+
+    @property
+    def held(self) -> int:
+        """Number of units in hand."""
+        return len(self._open)
+
+    def add(self, unit: WorkUnit) -> None:
+        """Take a unit in; its rows are read while the slots go on."""
+        assert self.held < HOLD, "a worker holds at most two units"
+        self._open[unit.lease] = Open(unit, self._thread.submit(self.clerk.open_unit, unit))
+
+    def drop(self, lease: int) -> None:
+        """Forget a unit that nobody waits for any more; its samples that hold a slot are ignored when they end."""
+        self._open.pop(lease, None)
+        if not self._open:
+            self.decoder.clear()
+            self._resident.clear()
+            self._suspects.clear()
+
+    def step(self) -> list[Receipt | Failure]:
+        """Move every slot on by one forward; returns the units that ended.
+
+        Waits only if there is nothing to decode while the clerk still reads or writes.
+        """
+        self._meter.start(bool(self._open))
+        self._collect(block=not self._resident and not self._ready)
+        self._decode()
+        self._meter.stop(drained=not self._ready)
+        news, self._news = self._news, []
+        return news
+
+    def take_effort(self) -> tuple[Effort, Tally]:
+        """What was done since the last call, and the sums over the samples that ended."""
+        return self._meter.take()
+
+    def close(self) -> None:
+        """Wait for the clerk and end its thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    # ---- the clerk's side
+
+    @property
+    def _ready(self) -> bool:
+        """Whether a sample waits for a slot."""
+        return bool(self._suspects) or any(unit.waiting for unit in self._open.values())
+
+    def _collect(self, *, block: bool) -> None:
+        """Take in what the clerk has finished; `block` until it has, if it is at work."""
+        jobs = [unit.job for unit in self._open.values() if unit.job is not None]
+        if block and jobs:
+            wait(jobs, return_when=FIRST_COMPLETED)
+        for unit in list(self._open.values()):
+            if unit.job is not None and unit.job.done():
+                self._clerk_did(unit, unit.job)
+
+    def _clerk_did(self, unit: Open, job: Future[Any]) -> None:
+        unit.job = None
+        error = job.exception()
+        if error is not None:
+            self._fail_unit(unit, error)
+        elif unit.closing:
+            self._news.append(job.result())
+            self._open.pop(unit.unit.lease)
+        else:
+            self._opened(unit, job.result())
+
+    def _opened(self, unit: Open, samples: list[Sample]) -> None:
+        unit.samples = samples
+        unit.queued_at_s = time.perf_counter()
+        runnable = [sample for sample in samples if sample.canvas is not None]
+        runnable.sort(key=lambda sample: (-_length(sample), sample.index))
+        unit.waiting.extend(runnable)
+        unit.left = len(runnable)
+        self._close_if_ended(unit)
+
+    def _close_if_ended(self, unit: Open) -> None:
+        if unit.left == 0 and unit.unit.lease in self._open:
+            unit.closing = True
+            unit.job = self._thread.submit(self.clerk.close_unit, unit.unit, unit.samples)
+
+    def _fail_unit(self, unit: Open, error: BaseException) -> None:
+        self._open.pop(unit.unit.lease)
+        infra = isinstance(error, StoreError | UserError | OSError)
+        failure = Failure(
+            lease=unit.unit.lease,
+            unit=unit.unit.unit,
+            worker=self.worker,
+            kind="INFRA" if infra else "TASK",
+            error_kind="store" if infra else "worker_error",
+            stage="store" if unit.closing else "read",
+            error=f"{type(error).__name__}: {error}",
+        )
+        self._news.append(failure)
+
+    # ---- the decoder's side
+
+    def _decode(self) -> None:
+        """The worker's boundary: whatever the decoder raises ends the samples that caused it, not the worker."""
+        try:
+            self._admit()
+            outcomes = self.decoder.step() if self._resident else []
+        except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the culprit is then found and named
+            self._decoder_failed(error)
+            return
+        for outcome in outcomes:
+            self._finished(*self._resident.pop(outcome.index), outcome)
+
+    def _admit(self) -> None:
+        if self._suspects:
+            if not self._resident:
+                self._give_slots([self._suspects.popleft()])
+            return
+        for unit in list(self._open.values()):
+            while unit.waiting:
+                room = self._room(_length(unit.waiting[0]))
+                if not room:
+                    return
+                count = min(room, len(unit.waiting))
+                self._give_slots([(unit, unit.waiting.popleft()) for _ in range(count)])
+
+    def _room(self, length: int) -> int:
+        room = self.decoder.room(length)
+        if not self._resident:
+            room = max(room, 1)  # one that does not fit an empty decoder is admitted, and fails by name
+        return room if self.row_limit is None else min(room, self.row_limit - len(self._resident))
+
+    def _give_slots(self, samples: list[tuple[Open, Sample]]) -> None:
+        requests = []
+        for unit, sample in samples:
+            assert sample.canvas is not None
+            self._resident[self._handles] = (unit, sample)
+            requests.append(Request(self._handles, sample.key, sample.canvas))
+            self._handles += 1
+        self.decoder.admit(requests, queued_at_s=[unit.queued_at_s for unit, _ in samples])
+
+    def _decoder_failed(self, error: Exception) -> None:
+        dropped = [self._resident[handle] for handle in sorted(self._resident)]
+        self._resident.clear()
+        self.decoder.clear()
+        starved = _is_memory(error)
+        if len(dropped) == 1:
+            unit, sample = dropped[0]
+            kind = "out_of_memory" if starved else "decode_error"
+            sample.error = RowError(kind, "decode", f"{type(error).__name__}: {error}")
+            self._sample_ended(unit, sample)
+        elif starved:
+            self.row_limit = max(1, len(dropped) // 2)
+            for unit, sample in reversed(dropped):
+                unit.waiting.appendleft(sample)
+        else:
+            self._suspects.extend(dropped)
+
+    def _finished(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
+        sample.outcome = outcome
+        if outcome.error_kind is not None:
+            sample.error = RowError(outcome.error_kind, "decode", outcome.error or outcome.error_kind)
+        self._sample_ended(unit, sample)
+
+    def _sample_ended(self, unit: Open, sample: Sample) -> None:
+        unit.left -= 1
+        self._meter.count(sample)
+        self._close_if_ended(unit)
+
+
+class Meter:
+    """Adds up what the loop does between two calls of `take`."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._before = dataclasses.replace(decoder.stats)
+        self._since_s: float | None = None
+        self._step = (0, 0)
+        self._wall_s = 0.0
+        self._tail_s = 0.0
+        self._samples: list[Sample] = []
+
+    def start(self, busy: bool) -> None:
+        """A step begins; with units in hand (`busy`), the time since the last step counts too."""
+        if self._since_s is None or not busy:
+            self._since_s = time.perf_counter()
+        self._step = (self._decoder.stats.slot_steps, self._decoder.stats.active_slot_steps)
+
+    def stop(self, *, drained: bool) -> None:
+        """A step ended; `drained`: no sample was left that could have filled an idle slot."""
+        now_s = time.perf_counter()
+        took_s = now_s - (self._since_s or now_s)
+        slots = self._decoder.stats.slot_steps - self._step[0]
+        active = self._decoder.stats.active_slot_steps - self._step[1]
+        self._wall_s += took_s
+        self._tail_s += took_s * (1 - active / slots) if drained and slots else 0.0
+        self._since_s = now_s
+
+    def count(self, sample: Sample) -> None:
+        """A sample has ended."""
+        self._samples.append(sample)
+
+    def take(self) -> tuple[Effort, Tally]:
+        """Differences since the last call."""
+        now = dataclasses.replace(self._decoder.stats)
+        names = [item.name for item in dataclasses.fields(EngineStats)]
+        spent = EngineStats(**{name: getattr(now, name) - getattr(self._before, name) for name in names})
+        effort = Effort(spent, self._wall_s, self._tail_s)
+        tally = tally_of(self._samples)
+        self._before, self._wall_s, self._tail_s, self._samples = now, 0.0, 0.0, []
+        return effort, tally
+
+
+def tally_of(samples: Iterable[Sample]) -> Tally:
+    """Sum up samples that have ended."""
+    samples = list(samples)
+    fine = [sample.outcome for sample in samples if sample.error is None and sample.outcome is not None]
+    return Tally(
+        rows=len(samples),
+        ok=len(fine),
+        failed=len(samples) - len(fine),
+        prompt_tokens=sum(_length(sample) for sample in samples if sample.error is None)
+        - sum(len(outcome.tokens) for outcome in fine),
+        new_tokens=sum(len(outcome.tokens) for outcome in fine),
+        nfe=sum(outcome.nfe for outcome in fine),
+        nfe_draft=sum(outcome.nfe_draft for outcome in fine),
+        iterations=sum(outcome.iterations for outcome in fine),
+        proposed=sum(outcome.proposed for outcome in fine),
+        accepted=sum(outcome.accepted for outcome in fine),
+    )
+
+
+def _length(sample: Sample) -> int:
+    return 0 if sample.canvas is None else len(sample.canvas)
+
+
+def _is_memory(error: Exception) -> bool:
+    """Whether memory ran out, on the host or on a device; torch's own class is a RuntimeError, so the text decides."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text

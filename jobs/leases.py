@@ -1,0 +1,218 @@
+"""The scheduler's books: what is known of units, leases and workers, kept consistent with each other. No policy."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from actors.messages import Verdict, WorkUnit
+from jobs.inquest import Inquest, Range
+
+HOLD = 2
+"""Leases per worker: the unit it decodes and the one it refills its slots from."""
+
+COPIES = 2
+"""Workers that may hold the same unit at the end of a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit of the plan: its number, its rows and its cost in tokens."""
+
+    unit: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is borne before something is done about it.
+
+    `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers a unit may take with it before it
+    runs alone. `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker
+    wanted, and `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job
+    gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further one.
+    """
+
+    attempts: int = 3
+    deaths: int = 2
+    infra: int = 8
+    starts: int = 2
+    fruitless: int = 30
+    lease_s: float = 600.0
+    rest_s: float = 1.0
+    max_rest_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Unit:
+    """What is known of a unit that is not done; made when it is first leased."""
+
+    size: UnitSize
+    leases: list[int] = field(default_factory=list)
+    task_failures: int = 0
+    infra_failures: int = 0
+    deaths: int = 0
+    alone: bool = False
+    rounds: int = 0
+    resting_until_s: float | None = None
+    inquest: Inquest | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def attempt(self) -> int:
+        """The number of the next attempt, from 1."""
+        return 1 + self.task_failures + self.infra_failures + self.deaths
+
+
+@dataclass(slots=True)
+class Lease:
+    """One assignment. `rows` is the probed range, None for the unit as a whole."""
+
+    number: int
+    unit: int
+    worker: str
+    rows: Range | None
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker that is starting or up, and the leases it holds, oldest first."""
+
+    name: str
+    up: bool = False
+    leases: list[int] = field(default_factory=list)
+
+
+class Ledger:
+    """Every unit is in one place: among the waiting or the delicate, leased, resting, or done.
+
+    `waiting` is a heap of (-tokens, unit), longest first; entries of units that were done meanwhile are dropped when they
+    surface. `delicate` holds the units with work to lease that must run alone on its worker. `touched` has the history of
+    every unit that was leased and is not done.
+    """
+
+    def __init__(self, units: Iterable[UnitSize], pass_: int) -> None:
+        self.pass_ = pass_
+        self.sizes = {size.unit: size for size in units}
+        self.touched: dict[int, Unit] = {}
+        self.done: set[int] = set()
+        self.delicate: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.workers: dict[str, Worker] = {}
+        self.waiting = [(-size.tokens, size.unit) for size in self.sizes.values()]
+        heapq.heapify(self.waiting)
+        self._num_leases = 0
+        self._num_workers = 0
+
+    def hire(self) -> Worker:
+        """Enter a worker that is starting, under a name that was never used."""
+        worker = Worker(f"w{self._num_workers}")
+        self._num_workers += 1
+        self.workers[worker.name] = worker
+        return worker
+
+    def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float) -> WorkUnit:
+        """Enter a lease of the unit (or, for a probe, of its `rows`); returns the message that hands it out."""
+        unit = self.touched.setdefault(number, Unit(self.sizes[number]))
+        lease = Lease(self._num_leases, number, worker.name, rows, expires_s)
+        self._num_leases += 1
+        self.leases[lease.number] = lease
+        worker.leases.append(lease.number)
+        unit.leases.append(lease.number)
+        start, stop = rows or (0, unit.size.rows)
+        return WorkUnit(
+            lease=lease.number,
+            unit=number,
+            rows=unit.size.rows,
+            tokens=unit.size.tokens,
+            attempt=unit.attempt,
+            pass_=self.pass_,
+            start=start,
+            stop=stop,
+            probe=rows is not None,
+            verdicts=unit.verdicts,
+        )
+
+    def release(self, number: int) -> Lease:
+        """Strike out a lease; the caller says what becomes of its unit."""
+        lease = self.leases.pop(number)
+        self.touched[lease.unit].leases.remove(number)
+        if lease.worker in self.workers:
+            self.workers[lease.worker].leases.remove(number)
+        return lease
+
+    def dismiss(self, name: str) -> tuple[Worker, list[Lease]] | None:
+        """Strike out a worker with its leases; None if it is unknown."""
+        worker = self.workers.pop(name, None)
+        return (worker, [self.release(number) for number in worker.leases]) if worker else None
+
+    def hands(self) -> list[Worker]:
+        """The workers that may be given something: up, and not alone with a suspect; fewest leases first."""
+        free = [w for w in self.workers.values() if w.up and not any(self.is_alone(number) for number in w.leases)]
+        return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
+
+    def enqueue(self, number: int) -> None:
+        """Put a unit where work is leased from, if there is any that no lease covers."""
+        unit = self.touched[number]
+        if unit.inquest is not None and not unit.inquest.waiting:
+            return
+        if unit.alone:
+            self.delicate.add(number)
+        else:
+            heapq.heappush(self.waiting, (-unit.size.tokens, number))
+
+    def next_waiting(self) -> int | None:
+        """Take the longest waiting unit."""
+        self.prune()
+        return heapq.heappop(self.waiting)[1] if self.waiting else None
+
+    def prune(self) -> None:
+        """Drop done units from the head of the waiting ones, so that `waiting` is false when none waits."""
+        while self.waiting and self.waiting[0][1] in self.done:
+            heapq.heappop(self.waiting)
+
+    def finish(self, number: int) -> list[Lease]:
+        """Enter a unit as done, wherever it was, and forget its history; returns the leases that it still had."""
+        self.done.add(number)
+        self.delicate.discard(number)
+        state = self.touched.get(number)
+        leases = [self.release(lease) for lease in list(state.leases)] if state else []
+        self.touched.pop(number, None)
+        return leases
+
+    def is_alone(self, lease: int) -> bool:
+        """Whether the worker of this lease may hold nothing else."""
+        return self.touched[self.leases[lease].unit].alone
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with each other; for tests, and for whoever doubts."""
+        waiting = [number for _, number in self.waiting if number not in self.done]
+        assert len(waiting) == len(set(waiting)), "a unit waits twice"
+        resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}
+        held = {lease.unit for lease in self.leases.values()}
+        places = [set(waiting), self.delicate, resting, held, self.done]
+        assert set().union(*places) == set(self.sizes), "a unit is lost"
+        for number in self.sizes:
+            homes = [number in place for place in places]
+            probed = number in self.touched and self.touched[number].inquest is not None
+            assert sum(homes) == 1 or (probed and not homes[0] and not homes[4]), f"unit {number} is in two places"
+        self._check_leases()
+
+    def _check_leases(self) -> None:
+        for number, lease in self.leases.items():
+            assert number in self.workers[lease.worker].leases and number in self.touched[lease.unit].leases
+            assert lease.rows is None or lease.rows in (self.touched[lease.unit].inquest or Inquest()).asked
+        for worker in self.workers.values():
+            assert worker.up or not worker.leases
+            assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else HOLD)
+            assert all(self.leases[number].worker == worker.name for number in worker.leases)
+        for unit in self.touched.values():
+            assert all(number in self.leases for number in unit.leases)
+            assert unit.inquest is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
+            if unit.inquest is not None:
+                ranges = sorted(unit.inquest.waiting + unit.inquest.asked)
+                assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "probes overlap"

@@ -1,0 +1,152 @@
+"""The decode loop: slots stay full across units, failures stay with their samples, files are whole."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from actors.messages import Failure, Receipt, WorkUnit
+from actors.runner import UnitRunner
+from decoders.base import Request
+from storage.errors import StoreError
+from tests.actors.fakes import FakeClerk, FakeDecoder, work
+
+
+def run_all(runner: UnitRunner) -> list[Receipt | Failure]:
+    news: list[Receipt | Failure] = []
+    while runner.held:
+        news += runner.step()
+    return news
+
+
+def test_a_unit_is_closed_whole_and_its_samples_are_in_row_order():
+    clerk = FakeClerk({0: [3, 1, 2]})
+    runner = UnitRunner(FakeDecoder(), clerk)
+    runner.add(work(0, 3))
+    (receipt,) = run_all(runner)
+    assert isinstance(receipt, Receipt) and (receipt.tally.rows, receipt.tally.ok, receipt.tally.new_tokens) == (
+        3,
+        3,
+        6,
+    )
+    assert [sample.index for sample in clerk.closed[0]] == [0, 1, 2]
+    assert [len(sample.outcome.tokens) for sample in clerk.closed[0] if sample.outcome] == [3, 1, 2]
+
+
+def test_the_longest_samples_get_slots_first():
+    decoder = FakeDecoder(max_rows=1)
+    runner = UnitRunner(decoder, FakeClerk({0: [1, 5, 3, 5]}))
+    runner.add(work(0, 4))
+    run_all(runner)
+    assert decoder.admitted == [5, 5, 3, 1]
+
+
+def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
+    decoder = FakeDecoder(max_rows=2)
+    clerk = FakeClerk({0: [9, 1], 1: [2] * 4})
+    both_are_open = threading.Event()
+    clerk.on_open = lambda unit: both_are_open.set() if unit.unit == 1 else None
+    runner = UnitRunner(decoder, clerk)
+    runner.add(work(0, 2))
+    runner.add(work(1, 4))
+    both_are_open.wait(10)
+    runner._thread.submit(int).result(10)  # the clerk has answered for both
+    run_all(runner)
+    assert decoder.widths == [2] * 9
+
+
+def test_a_row_that_failed_before_decoding_takes_no_slot():
+    clerk = FakeClerk({0: [2, -1]})
+    runner = UnitRunner(FakeDecoder(), clerk)
+    runner.add(work(0, 2))
+    (receipt,) = run_all(runner)
+    assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (1, 1)
+
+
+def test_a_unit_without_a_sample_to_decode_is_closed_all_the_same():
+    runner = UnitRunner(FakeDecoder(), FakeClerk({0: [-1, -1]}))
+    runner.add(work(0, 2))
+    assert [type(item) for item in run_all(runner)] == [Receipt]
+
+
+def test_the_sample_that_makes_the_decoder_raise_is_found_and_its_neighbours_are_fine():
+    def trouble(requests: list[Request]) -> None:
+        if any(len(request.canvas) == 7 for request in requests):
+            raise RuntimeError("bad luck")
+
+    clerk = FakeClerk({0: [3, 7, 2], 1: [4, 4]})
+    runner = UnitRunner(FakeDecoder(trouble=trouble), clerk)
+    runner.add(work(0, 3))
+    runner.add(work(1, 2))
+    run_all(runner)
+    errors = {(unit, s.index): s.error.kind for unit, samples in clerk.closed.items() for s in samples if s.error}
+    assert errors == {(0, 1): "decode_error"}
+
+
+def test_when_memory_runs_out_the_rows_are_halved_and_nothing_fails():
+    def trouble(requests: list[Request]) -> None:
+        if len(requests) > 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+
+    decoder = FakeDecoder(max_rows=8, trouble=trouble)
+    runner = UnitRunner(decoder, FakeClerk({0: [2] * 20}))
+    runner.add(work(0, 20))
+    (receipt,) = run_all(runner)
+    assert isinstance(receipt, Receipt) and receipt.tally.ok == 20
+    assert runner.row_limit == 2 and max(decoder.widths) <= 3
+
+
+def test_a_sample_for_which_memory_never_suffices_is_named():
+    def trouble(requests: list[Request]) -> None:
+        if any(len(request.canvas) == 9 for request in requests):
+            raise MemoryError
+
+    clerk = FakeClerk({0: [9, 2]})
+    runner = UnitRunner(FakeDecoder(trouble=trouble), clerk)
+    runner.add(work(0, 2))
+    run_all(runner)
+    assert [sample.error and sample.error.kind for sample in clerk.closed[0]] == ["out_of_memory", None]
+
+
+@pytest.mark.parametrize(("error", "kind"), [(StoreError("gone"), "INFRA"), (KeyError("x"), "TASK")])
+def test_a_failed_commit_or_a_bug_is_a_failure_of_its_kind(error: Exception, kind: str):
+    def fail(unit: WorkUnit) -> None:
+        raise error
+
+    clerk = FakeClerk({0: [1], 1: [1]})
+    clerk.on_close = lambda unit: fail(unit) if unit.unit == 0 else None
+    runner = UnitRunner(FakeDecoder(), clerk)
+    runner.add(work(0, 1))
+    runner.add(work(1, 1))
+    news = {item.unit: item for item in run_all(runner)}
+    assert isinstance(news[0], Failure) and news[0].kind == kind
+    assert isinstance(news[1], Receipt)
+
+
+def test_a_dropped_unit_says_nothing_and_leaves_no_one_behind():
+    clerk = FakeClerk({0: [50], 1: [2]})
+    decoder = FakeDecoder()
+    runner = UnitRunner(decoder, clerk)
+    runner.add(work(0, 1))
+    while not decoder.active:
+        runner.step()
+    runner.drop(0)
+    assert (runner.held, decoder.active) == (0, 0)
+    runner.add(work(1, 1))
+    assert [item.unit for item in run_all(runner)] == [1]
+
+
+def test_effort_is_reported_as_differences():
+    runner = UnitRunner(FakeDecoder(max_rows=2), FakeClerk({0: [2, 2], 1: [3]}))
+    runner.add(work(0, 2))
+    run_all(runner)
+    effort, tally = runner.take_effort()
+    assert (effort.engine.steps, effort.engine.active_slot_steps, effort.engine.slot_steps) == (2, 4, 4)
+    assert (tally.rows, tally.new_tokens) == (2, 4) and 0 <= effort.tail_s <= effort.wall_s
+    runner.add(work(1, 1))
+    run_all(runner)
+    effort, tally = runner.take_effort()
+    assert (effort.engine.steps, effort.engine.slot_steps, tally.rows) == (3, 6, 1)
+    assert np.isclose(effort.tail_s / effort.wall_s, 0.5, atol=0.5)
