@@ -1,0 +1,113 @@
+"""Inputs to rows: all of them in order, or the few that a unit needs. The face of the readers for everyone else.
+
+One bad row is one Row with an error; an exception means that an input as a whole is gone, damaged or unreadable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BufferedReader
+from itertools import islice
+from threading import Lock
+
+from storage.delimited import csv_reader
+from storage.errors import StoreError, UserError
+from storage.inputs import FIELD, STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, InputFile, list_inputs
+from storage.lines import Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
+from storage.rows import Row, default_id, failed
+from storage.sources import open_seekable, open_stream
+from storage.store import S3Options
+from storage.tables import Columns, pick_table_rows, table_rows
+
+__all__ = ["InputFile", "Row", "default_id", "iterate", "list_inputs", "read_rows"]
+
+_caches = Lock()
+"""Guards the open files that read_rows keeps, which have one position each."""
+
+
+def iterate(
+    file: InputFile,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chunk_chars: int | None = None,
+    s3: S3Options | None = None,
+) -> Iterator[Row]:
+    """Yield every row of the file in order, one at a time: memory does not grow with the file.
+
+    `columns` (task column -> file column) lets columnar files leave the others unread; values keep the file's own
+    names. `chunk_chars` cuts text files (txt too) into rows of at most so many characters. Raises UserError if the
+    file is gone or damaged as a whole.
+    """
+    try:
+        if file.format in TABLE_FORMATS:
+            yield from table_rows(file, _projection(columns), s3)
+        else:
+            with open_stream(file, s3=s3) as stream:
+                yield from _reader(file, chunk_chars)(stream, Start())
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
+
+
+def read_rows(
+    file: InputFile,
+    rows: Sequence[tuple[int, int | None]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    chunk_chars: int | None = None,
+    s3: S3Options | None = None,
+) -> Iterator[Row]:
+    """Yield exactly the rows asked for, in the order asked for, each as `iterate` yielded it.
+
+    `rows` holds (row, offset) of earlier Rows; with offsets only the bytes needed are read. A row that is not there
+    any more is a Row with an error. Open files, row groups and blocks are cached between calls, within fixed bounds.
+    Raises UserError if the file is gone or damaged as a whole.
+    """
+    wanted = sorted(set(rows), key=lambda item: item[0])
+    try:
+        with _caches:
+            if file.format in TABLE_FORMATS:
+                found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
+            else:
+                found = list(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3))
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
+    by_number = {row.row: row for row in found}
+    for number, offset in rows:
+        yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
+
+
+def _projection(columns: Mapping[str, str] | None) -> Columns:
+    return None if columns is None else tuple(sorted(set(columns.values())))
+
+
+def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
+    if chunk_chars is None and file.uri.startswith(f"{STDLIB}/"):
+        chunk_chars = STDLIB_CHUNK_CHARS
+    if file.format in {"txt", "text"} and chunk_chars is not None:
+        return piece_reader(chunk_chars)
+    if file.format == "csv":
+        return csv_reader("\t" if ".tsv" in file.name.lower() else ",")
+    return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
+
+
+def _pick_stream_rows(
+    file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: Reader, s3: S3Options | None
+) -> Iterator[Row]:
+    """Jump to each row where offsets and a seekable stream allow it, else read from the front to the last of them."""
+    stream = _seekable(file, s3) if all(offset is not None for _, offset in wanted) else None
+    if stream is None:
+        numbers = {row for row, _ in wanted}
+        with open_stream(file, s3=s3) as front:
+            rows = (row for row in reader(front, Start()) if row.row in numbers)
+            yield from islice(rows, len(numbers))
+        return
+    for row, offset in wanted:
+        assert offset is not None
+        stream.seek(offset)
+        yield from islice(reader(stream, Start(row, offset)), 1)
+
+
+@lru_cache(maxsize=4)
+def _seekable(file: InputFile, s3: S3Options | None) -> BufferedReader | None:
+    return open_seekable(file, s3=s3)

@@ -1,0 +1,166 @@
+"""Input bytes as one buffered stream, wherever they lie: local disk or S3, plain or compressed.
+
+Memory is flat: a stream holds one buffer, S3 blocks are cached up to a fixed number, and a compressed file that is
+read at random is unpacked once into an unnamed temporary file.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from typing import IO, Any
+
+import pyarrow as pa
+
+from storage.errors import StoreError
+from storage.inputs import InputFile, local_path
+from storage.rows import damaged
+from storage.store import NotFound, S3Options, Store, open_store
+
+BUFFER_BYTES = 2**20
+BLOCK_BYTES = 4 * 2**20
+CACHED_BLOCKS = 16
+SPOOL_BYTES = 16 * 2**30
+"""A compressed input whose content is larger is read from the front each time, rather than fill the disk."""
+
+
+def open_bytes(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
+    """Return the file's bytes as they lie, seekable. Raises StoreError, or FileNotFoundError as NotFound."""
+    if file.uri.startswith("s3://"):
+        return io.BufferedReader(_s3_file(file, s3), BUFFER_BYTES)
+    try:
+        return io.BufferedReader(io.FileIO(local_path(file)), BUFFER_BYTES)
+    except FileNotFoundError:
+        raise NotFound(f"{file.uri} is gone") from None
+    except OSError as error:
+        raise StoreError(f"{file.uri}: {error.strerror}") from None
+
+
+def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
+    """Return the file's content, decompressed, from the front; seekable only if it is not compressed.
+
+    Damaged compression is a UserError while reading.
+    """
+    source = open_bytes(file, s3=s3)
+    if file.compression is None:
+        return source
+    return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
+
+
+def open_seekable(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader | None:
+    """Return the file's content, decompressed and seekable; None if it is compressed and larger than SPOOL_BYTES."""
+    if file.compression is None:
+        return open_bytes(file, s3=s3)
+    with open_stream(file, s3=s3) as stream:
+        return _spooled(stream)
+
+
+def _spooled(stream: io.BufferedReader) -> io.BufferedReader | None:
+    spool: IO[bytes] = tempfile.TemporaryFile(prefix="draftmill-", buffering=BUFFER_BYTES)  # noqa: SIM115
+    size = 0
+    while data := stream.read(BUFFER_BYTES):
+        size += len(data)
+        if size > SPOOL_BYTES:
+            spool.close()
+            return None
+        spool.write(data)
+    spool.flush()
+    spool.seek(0)
+    assert isinstance(spool, io.BufferedRandom)
+    return io.BufferedReader(spool.detach(), BUFFER_BYTES)
+
+
+class _Decompressed(io.RawIOBase):
+    """gzip (of any number of members) or zstd (of any number of frames), which unlike the standard library's readers
+    notices that a stream was cut short."""
+
+    def __init__(self, file: InputFile, source: io.BufferedReader) -> None:
+        self._file, self._source = file, source
+        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), file.compression)
+        self._size = 0
+
+    def readable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            raise damaged(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
+        buffer[: len(data)] = data
+        self._size += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        """See io.RawIOBase."""
+        self._source.close()
+        super().close()
+
+
+class RangeFile(io.RawIOBase):
+    """An object of a store as a seekable file; blocks are shared between files and cached, CACHED_BLOCKS of them."""
+
+    def __init__(self, block: Callable[[int], bytes], size: int) -> None:
+        self._block, self._size, self._position = block, size, 0
+
+    def readable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def seekable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See io.RawIOBase."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """See io.RawIOBase."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        if self._position >= self._size:
+            return 0
+        index, inside = divmod(self._position, BLOCK_BYTES)
+        data = self._block(index)[inside : inside + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+def open_object(store: Store, name: str) -> io.BufferedReader:
+    """Return an object as a seekable stream that fetches only the blocks it needs; NotFound if there is none.
+
+    For a Parquet file of which a reader needs one row group.
+    """
+    stat = store.stat(name)
+    if stat is None:
+        raise NotFound(f"{store.url}/{name} does not exist")
+    etag = stat.etag
+    return io.BufferedReader(RangeFile(lambda index: _cached_block(store, name, etag, index), stat.size), 2**16)
+
+
+def _s3_file(file: InputFile, s3: S3Options | None) -> RangeFile:
+    bucket, _, key = file.uri.removeprefix("s3://").partition("/")
+    store = _bucket(bucket, s3)
+    assert file.size is not None, "a listing on S3 tells sizes"
+    return RangeFile(lambda index: _cached_block(store, key, file.etag, index), file.size)
+
+
+@lru_cache(maxsize=4)
+def _bucket(bucket: str, s3: S3Options | None) -> Store:
+    return open_store(f"s3://{bucket}", s3=s3)
+
+
+@lru_cache(maxsize=CACHED_BLOCKS)
+def _cached_block(store: Store, name: str, etag: str | None, index: int) -> bytes:
+    # The etag is part of the key only: another version of the object is another block.
+    return store.get_range(name, index * BLOCK_BYTES, BLOCK_BYTES)
