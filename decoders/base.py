@@ -22,11 +22,13 @@ class Request:
 
     `index` is the caller's handle and comes back in the Outcome. `key` (0 <= key < 2**64) seeds all of the sample's
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
+    `hole_order` gives the positions of the holes in the order of decoding; by default from left to right.
     """
 
     index: int
     key: int
     canvas: NDArray[np.int32]
+    hole_order: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ class Outcome:
 class EngineStats:
     """Totals of one decoder since it was built; the worker reports their differences.
 
-    lane_eff = active_slot_steps / slot_steps; token_padding_eff = useful_rows / computed_rows;
-    spec_eff = committed / verified.
+    lane_eff = active_slot_steps / slot_steps, where a step for newly admitted samples alone counts just their slots;
+    token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified.
     """
 
     steps: int = 0

@@ -46,6 +46,8 @@ class Backbone(Protocol):
     width: int
     device: torch.device
     dtype: torch.dtype
+    min_rows: int
+    """Products over fewer rows than this are padded, so that results do not depend on the batch (invariance.py)."""
     num_rows_computed: int
     """Token rows that the last forward computed, padding included."""
 

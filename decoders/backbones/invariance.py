@@ -11,6 +11,7 @@ Legend: N token rows, B slots, H heads, T query rows, W key columns.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,15 @@ def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_r
     padded = rows_NK.new_zeros(min_rows, rows_NK.shape[1])
     padded[:num_rows] = rows_NK
     return functional.linear(padded, weight_MK, bias_M)[:num_rows]
+
+
+def at_least_rows(min_rows: int, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """Call a row-wise function on tensors padded to `min_rows` rows; the padding is cut off its result."""
+    num_rows = rows[0].shape[0]
+    if num_rows >= min_rows:
+        return function(*rows)
+    padded = [torch.cat([part, part.new_zeros(min_rows - num_rows, *part.shape[1:])]) for part in rows]
+    return function(*padded)[:num_rows]
 
 
 def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class XLNetBackbone:
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = self._rules(int(config["d_inner"]))
+        self.min_rows = self.rules.min_rows
         self.cache = torch.zeros(self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device)
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.relative: list[Tensor] = []
@@ -159,7 +160,7 @@ class XLNetBackbone:
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, rows: Rows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [B, Q, D]."""
         layout = self._layout(rows)

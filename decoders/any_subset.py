@@ -1,0 +1,155 @@
+"""Any-subset models without speculation: `any_subset`, one token a forward, and `parallel`, all holes at once.
+
+`any_subset` is the baseline that the speculative decoders must equal. `parallel` draws every hole independently given the
+prompt: one forward, and lossy, since holes do not see each other.
+
+Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), the sequential
+sampler of their section on decoding. Legend: B slots, C content rows, Q query rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import Rows
+from decoders.base import Outcome
+from decoders.drafters import Draw
+from decoders.masks import content_limits
+from decoders.noise import gumbel_rows
+from decoders.sampling import coupled_draw
+from decoders.slots import Group, Resident, SlotDecoder
+from decoders.speculation import Acceptance
+
+
+class AnySubsetDecoder(SlotDecoder):
+    """What the decoders of any-subset models share: building a forward from what is cached and what is asked."""
+
+    def __init__(self, *args: Any, window: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.acceptance = Acceptance(
+            self.state,
+            coupled=self.sampling.acceptance == "coupled",
+            greedy=self.sampling.temperature == 0.0,
+            window=window,
+            vocab_size=self.info.vocab_size,
+        )
+
+    def _forward(self, group: Group, content_end_B: Tensor, ranks_BQ: Tensor, limits_BQ: Tensor, valid_BQ: Tensor) -> Tensor:
+        """Run the content columns [cached, content_end) and the queries; returns the queries' hidden states [B, Q, D]."""
+        state, slots_B = self.state, group.index_B
+        start_B = state.cached_S[slots_B]
+        num_content = int((content_end_B - start_B).max())
+        offsets = torch.arange(num_content, device=state.device)
+        valid_BC = offsets < (content_end_B - start_B).unsqueeze(1)
+        columns_BC = torch.where(valid_BC, start_B.unsqueeze(1) + offsets, 0)
+        ranks_BQ, limits_BQ = torch.where(valid_BQ, ranks_BQ, 0), torch.where(valid_BQ, limits_BQ, 0)
+        limits_BC = content_limits(columns_BC, state.prompt_S[slots_B])
+        rows = Rows(
+            slots_B=slots_B,
+            content_tokens_BC=state.tokens_SW[slots_B].gather(1, columns_BC),
+            content_columns_BC=columns_BC,
+            content_limits_BC=limits_BC,
+            content_valid_BC=valid_BC,
+            query_columns_BQ=ranks_BQ,
+            query_limits_BQ=limits_BQ,
+            query_valid_BQ=valid_BQ,
+            num_columns=max(int(limits_BC.max()) if num_content else 0, int(limits_BQ.max())),
+            num_positions=self._longest(group),
+        )
+        hidden_BQD = self.counting.forward(rows, group.slots)
+        state.cached_S[slots_B] = content_end_B
+        return hidden_BQD
+
+    @property
+    def law_dtype(self) -> torch.dtype:
+        """The dtype of every law: float32, or float64 on a float64 backbone."""
+        return torch.float64 if self.backbone.dtype == torch.float64 else torch.float32
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return suppressed logits [R, V]."""
+        return self._suppress(self.backbone.logits(hidden_RD))
+
+    def _spread(self, hidden_BQD: Tensor, valid_BQ: Tensor) -> Tensor:
+        """Suppressed logits of the valid rows in a [B, Q, V] rectangle; the other rows are zero and never used."""
+        logits_RV = self._logits(hidden_BQD[valid_BQ])
+        spread = logits_RV.new_zeros(*valid_BQ.shape, logits_RV.shape[1])
+        spread[valid_BQ] = logits_RV
+        return spread
+
+    def _draw(self, slots_B: Tensor, when_B: Tensor) -> Draw:
+        """Return the function that drafters call to turn logits into (q, tokens), with each rank's own noise."""
+
+        def draw(logits_BV: Tensor, ranks_B: Tensor) -> tuple[Tensor, Tensor]:
+            law_BV = self._law(self._suppress(logits_BV))
+            return law_BV, self.acceptance.draft(law_BV, slots_B, ranks_B, when_B)
+
+        return draw
+
+    def _tokens_from(self, slots_B: Tensor, ranks_B: Tensor, count: int) -> Tensor:
+        """The tokens that stand at `count` ranks from `ranks_B` on, [B, count]; junk beyond the canvas."""
+        offsets = torch.arange(count, device=self.state.device)
+        last = self.state.tokens_SW.shape[1] - 1
+        return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
+
+
+class Sequential(AnySubsetDecoder):
+    """One token a forward, in decoding order; NFE equals the number of holes."""
+
+    def _advance(self, group: Group) -> None:
+        state, slots_B = self.state, group.index_B
+        decided_B = state.decided_S[slots_B].clone()
+        ranks_B1 = decided_B.unsqueeze(1)
+        every_B = torch.ones_like(decided_B, dtype=torch.bool)
+        hidden_B1D = self._forward(group, decided_B, ranks_B1, ranks_B1, every_B.unsqueeze(1))
+        logits_BV = self._logits(hidden_B1D[:, 0])
+        law_BV = self._law(logits_BV)
+        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
+        one_B, none_B = torch.ones_like(decided_B), torch.zeros_like(decided_B)
+        self._commit(group, tokens_B.unsqueeze(1), one_B, self._log_p(logits_BV, law_BV, tokens_B).unsqueeze(1))
+        self.stats.verified += len(group.slots)
+        self._close_iteration(group, one_B, none_B, none_B, every_B)
+        self._trace(group, tokens_B.unsqueeze(1), none_B, decided_B, every_B)
+
+
+class Parallel(AnySubsetDecoder):
+    """All holes in one forward, each from its law given the prompt alone; the log-probability of the result is not known."""
+
+    def _knows_logprob(self) -> bool:
+        return False
+
+    def _advance(self, group: Group) -> None:
+        state, slots_B = self.state, group.index_B
+        decided_B, counts_B = state.decided_S[slots_B].clone(), (state.length_S - state.decided_S)[slots_B]
+        offsets_Q = torch.arange(int(counts_B.max()), device=state.device)
+        valid_BQ = offsets_Q < counts_B.unsqueeze(1)
+        ranks_BQ = decided_B.unsqueeze(1) + offsets_Q
+        limits_BQ = decided_B.unsqueeze(1).expand_as(ranks_BQ)
+        hidden_BQD = self._forward(group, decided_B, ranks_BQ, limits_BQ, valid_BQ)
+        tokens_BQ = torch.zeros_like(ranks_BQ)
+        log_p_BQ = torch.zeros(ranks_BQ.shape, dtype=torch.float64, device=state.device)
+        for row in range(len(group.slots)):
+            # One slot at a time: the logits of all holes of all slots need not fit in memory together.
+            own = valid_BQ[row]
+            logits_QV = self._logits(hidden_BQD[row, own])
+            law_QV = self._law(logits_QV)
+            ranks_Q = ranks_BQ[row, own]
+            tokens_BQ[row, own] = self._draw(law_QV, slots_B[row].expand_as(ranks_Q), ranks_Q)
+            log_p_BQ[row, own] = self._log_p(logits_QV, law_QV, tokens_BQ[row, own])
+        self._commit(group, tokens_BQ, counts_B, log_p_BQ)
+        self._trace(group, tokens_BQ, torch.zeros_like(counts_B), decided_B, counts_B > 0)
+
+    def _draw(self, law_QV: Tensor, slots_Q: Tensor, ranks_Q: Tensor) -> Tensor:
+        if self.sampling.temperature == 0.0:
+            return coupled_draw(law_QV, None)
+        # Every rank is drawn once, so its noise need not be kept.
+        positions_Q = self.state.order_SW[slots_Q, ranks_Q]
+        return coupled_draw(law_QV, gumbel_rows(self.state.key_S2[slots_Q], positions_Q, self.info.vocab_size))
+
+    def _outcome(self, slot: int, resident: Resident) -> Outcome:
+        outcome = super()._outcome(slot, resident)
+        outcome.iterations = 1
+        outcome.accept_hist = [0] * int(self.state.length_S[slot] - self.state.prompt_S[slot]) + [1]
+        return outcome

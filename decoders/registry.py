@@ -1,0 +1,68 @@
+"""From settings to a running decoder: which class runs which `decoder.kind`.
+
+Knows every decoder and no job.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from decoders.any_subset import Parallel, Sequential
+from decoders.assd import AssdDecoder
+from decoders.backbones.base import Backbone
+from decoders.base import ModelInfo
+from decoders.heads import DraftHeads, load_heads
+from decoders.one_pass import OnePassDecoder
+from decoders.settings import AnySubset, Assd, Sampling, Settings
+from decoders.settings import Parallel as ParallelSettings
+from decoders.slots import SlotDecoder
+
+
+def check_family(settings: Settings, info: ModelInfo) -> None:
+    """Raise ValueError where the decoder does not run on the model's family, naming what would."""
+    kind = str(getattr(settings, "kind", ""))
+    if kind not in info.decoders:
+        allowed = ", ".join(info.decoders)
+        raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
+
+
+def find_heads(settings: Settings, model_folder: Path, backbone: Backbone) -> DraftHeads | None:
+    """Load the draft head that the settings name ('auto' is the model's own, where it has one), on the backbone's device."""
+    if not isinstance(settings, Assd) or settings.head == "none":
+        return None
+    named = settings.head != "auto"
+    heads = load_heads(Path(settings.head) if named else model_folder)
+    if heads is None:
+        if named:
+            raise ValueError(f"decoder.head: {settings.head} has no draft_head.json and draft_head.safetensors")
+        return None
+    width = heads.markov.up.in_features // 3
+    if width != backbone.width:
+        raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
+    return heads.to(device=backbone.device, dtype=backbone.dtype)
+
+
+def build_decoder(
+    backbone: Backbone,
+    info: ModelInfo,
+    settings: Settings,
+    sampling: Sampling,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    heads: DraftHeads | None = None,
+    trace: bool = False,
+) -> SlotDecoder:
+    """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
+    check_family(settings, info)
+    size = {"max_rows": max_rows, "max_tokens": max_tokens, "trace": trace}
+    match settings:
+        case AnySubset():
+            return Sequential(backbone, info, sampling, **size)
+        case ParallelSettings():
+            return Parallel(backbone, info, sampling, **size)
+        case Assd(fused="none"):
+            return AssdDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
+        case Assd():
+            return OnePassDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
+    raise AssertionError(f"no decoder for {type(settings).__name__}")

@@ -1,0 +1,380 @@
+"""The state of a batch: one slot a sample, ragged, refilled the moment a sample ends.
+
+A slot's columns are the ranks of its decoding order. Occupied slots are kept dense ([0, active)), so that a forward reads
+the cache in place: a freed slot is refilled by the next admission, or else the last slot moves into it. SlotDecoder is what
+every decoder shares (admission, harvest, counters); a subclass says what one step does. Knows nothing of Ray, files or jobs.
+
+    rank      0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
+    holds     the prompt    | generated           | drafts and junk
+    cached    |<------ cached columns hold the content of the token that stands there ----->|
+
+Legend: S all slots, B slots of this step, W columns, T tokens of a slot, H histogram bins, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import Backbone, CountingBackbone
+from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
+from decoders.masks import decoding_order
+from decoders.noise import key_words
+from decoders.sampling import log_law
+from decoders.settings import Sampling
+
+_COLUMN_STEP = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The slots of one step: on the host, on the device, and whether this is their first forward."""
+
+    slots: list[int]
+    index_B: Tensor
+    fresh: bool
+
+    def part(self, keep_B: Tensor) -> Group:
+        """The slots where `keep_B` (bool)."""
+        index_B = self.index_B[keep_B]
+        return Group(index_B.tolist(), index_B, self.fresh)
+
+
+class SlotState:
+    """Struct of arrays, one row a slot; every tensor registered here moves with its sample."""
+
+    def __init__(self, num_slots: int, device: torch.device, *, max_commit: int) -> None:
+        self.num_slots, self.device = num_slots, device
+        self._columns: list[Tensor] = []
+        self.tokens_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+        self.order_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
+        self.key_S2 = self.column(2)
+        self.prompt_S, self.length_S = self.column(), self.column()
+        self.decided_S, self.cached_S = self.column(), self.column()
+        self.iterations_S, self.proposed_S, self.accepted_S = self.column(), self.column(), self.column()
+        self.lookups_S = self.column()
+        self.histogram_SH = self.column(max_commit + 1)
+        self.logprob_S = self.column(dtype=torch.float64)
+
+    def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Register and return a zeroed tensor [S, *shape]."""
+        tensor = torch.zeros(self.num_slots, *shape, dtype=dtype, device=self.device)
+        self._columns.append(tensor)
+        return tensor
+
+    def widen(self, num_columns: int) -> None:
+        """Make room for canvases of `num_columns` tokens."""
+        have = self.tokens_SW.shape[1]
+        if num_columns > have:
+            extra = torch.zeros(self.num_slots, num_columns - have, dtype=torch.int64, device=self.device)
+            self.tokens_SW = torch.cat([self.tokens_SW, extra], 1)
+            self.order_SW = torch.cat([self.order_SW, extra], 1)
+
+    def start(self, slot: int, request: Request) -> Tensor:
+        """Put a request into a slot and return its order; junk of the slot's last sample stays in unreachable columns."""
+        order, num_prompt = decoding_order(request.canvas, request.hole_order)
+        order_L = torch.from_numpy(order).to(self.device)
+        length = len(order)
+        for tensor in self._columns:
+            tensor[slot] = 0
+        self.order_SW[slot, :length] = order_L
+        prompt = request.canvas[order[:num_prompt]].astype(np.int64)
+        self.tokens_SW[slot, :num_prompt] = torch.from_numpy(prompt).to(self.device)
+        self.prompt_S[slot] = self.decided_S[slot] = num_prompt
+        self.length_S[slot] = length
+        self.key_S2[slot] = key_words([request.key], self.device)[0]
+        return order_L
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample from one slot to another."""
+        for tensor in (self.tokens_SW, self.order_SW, *self._columns):
+            tensor[target] = tensor[source]
+
+
+@dataclass(slots=True)
+class Resident:
+    """The host's side of a slot: its request and its times (perf_counter seconds)."""
+
+    request: Request
+    queued_s: float
+    admitted_s: float
+    started_at_s: float
+    trace: list[TraceStep] | None
+
+
+class SlotDecoder(ABC):
+    """Keeps up to `max_rows` samples in slots, within `max_tokens` cached columns; see decoders.base.Decoder.
+
+    `max_commit` is the most tokens that one iteration can commit.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        info: ModelInfo,
+        sampling: Sampling,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        trace: bool = False,
+        max_commit: int = 1,
+    ) -> None:
+        if max_rows < 1 or max_tokens < 1:
+            raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
+        self.backbone, self.info, self.sampling = backbone, info, sampling
+        self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, trace
+        self.counting = CountingBackbone(backbone, max_rows)
+        self.state = SlotState(max_rows, backbone.device, max_commit=max_commit)
+        self.stats = EngineStats()
+        self._residents: list[Resident | None] = [None] * max_rows
+        self._num_dense = 0
+        self._holes: list[int] = []
+        self._fresh: list[int] = []
+        self._instant: list[Outcome] = []
+        self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=backbone.device)
+
+    # ---- admission -----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Number of samples inside: in a slot, or finished without needing one."""
+        return self._num_dense - len(self._holes) + len(self._instant)
+
+    def room(self, length: int) -> int:
+        """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
+        inside = self._num_dense - len(self._holes)
+        longest = max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])
+        budget = self.max_tokens // longest - inside
+        return max(min(self.max_rows - inside, budget), 1 if inside == 0 else 0)
+
+    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
+        """Give each request a slot; a canvas without holes is finished at once."""
+        now = time.perf_counter()
+        for number, request in enumerate(requests):
+            queued = now if queued_at_s is None else queued_at_s[number]
+            resident = Resident(request, queued, now, time.time(), [] if self.tracing else None)
+            if not (request.canvas < 0).any():
+                self._instant.append(_untouched(resident))
+                continue
+            self._place(resident)
+
+    def _place(self, resident: Resident) -> None:
+        slot = self._holes.pop() if self._holes else self._num_dense
+        assert slot < self.max_rows, "admit called without room"
+        self._num_dense = max(self._num_dense, slot + 1)
+        length = len(resident.request.canvas)
+        columns = -(-length // _COLUMN_STEP) * _COLUMN_STEP
+        self.state.widen(columns)
+        self.backbone.allocate(self.max_rows, columns)
+        self.backbone.set_order(slot, self.state.start(slot, resident.request))
+        self.counting.counters.reset(slot)
+        self._residents[slot] = resident
+        self._fresh.append(slot)
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Outcome]:
+        """One forward for the samples that have not had one yet, else for all; returns the samples that ended."""
+        done, self._instant = self._instant, []
+        self._close_holes()
+        if self._num_dense:
+            group = self._next_group()
+            self._advance(group)
+            self._count(group)
+            done += self._harvest(group)
+        return done
+
+    @abstractmethod
+    def _advance(self, group: Group) -> None:
+        """Run one forward for the group and commit what it decided."""
+
+    def _close_holes(self) -> None:
+        for hole in sorted(self._holes, reverse=True):
+            last = self._num_dense - 1
+            if hole != last:
+                self._move(last, hole)
+            self._residents[last] = None
+            self._num_dense = last
+        self._holes.clear()
+
+    def _move(self, source: int, target: int) -> None:
+        self.state.move(source, target)
+        self.backbone.move_slot(source, target)
+        self.counting.counters.move(source, target)
+        self._residents[target] = self._residents[source]
+        self._fresh = [target if slot == source else slot for slot in self._fresh]
+
+    def _next_group(self) -> Group:
+        # Prefills go together: their many content rows would pad every other slot.
+        slots, fresh = (sorted(self._fresh), True) if self._fresh else (list(range(self._num_dense)), False)
+        self._fresh = []
+        return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh)
+
+    def _count(self, group: Group) -> None:
+        stats, counting = self.stats, self.counting
+        stats.steps += 1
+        stats.slot_steps += self.max_rows if not group.fresh else len(group.slots)
+        stats.active_slot_steps = counting.active_slot_steps
+        stats.forward_s = counting.forward_s
+        stats.useful_rows, stats.computed_rows = counting.useful_rows, counting.computed_rows
+
+    def _harvest(self, group: Group) -> list[Outcome]:
+        state = self.state
+        finished = (state.decided_S[group.index_B] >= state.length_S[group.index_B]).tolist()
+        done = [slot for slot, is_done in zip(group.slots, finished, strict=True) if is_done]
+        return [self._release(slot) for slot in done]
+
+    def _release(self, slot: int) -> Outcome:
+        resident = self._residents[slot]
+        assert resident is not None, f"slot {slot} holds nothing"
+        outcome = self._outcome(slot, resident)
+        self._residents[slot] = None
+        self._holes.append(slot)
+        return outcome
+
+    def clear(self) -> list[int]:
+        """Free every slot; returns the indices of the requests that were inside."""
+        dropped = [r.request.index for r in self._residents if r is not None] + [o.index for o in self._instant]
+        self._residents = [None] * self.max_rows
+        self._num_dense, self._holes, self._fresh, self._instant = 0, [], [], []
+        return dropped
+
+    # ---- what subclasses use -------------------------------------------------------------------------------------
+
+    def _suppress(self, logits_RV: Tensor) -> Tensor:
+        """Give the mask and ids without a token probability zero, in place, before any softmax."""
+        return logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
+
+    def _law(self, logits_RV: Tensor) -> Tensor:
+        """Return the warped log law of suppressed logits."""
+        return log_law(logits_RV, self.sampling)
+
+    def _log_p(self, logits_RV: Tensor, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
+        """Return each token's log-probability under the model itself (temperature 1, no truncation), float64 [R]."""
+        plain = self.sampling.temperature == 1.0 and self.sampling.top_k is None and self.sampling.top_p is None
+        law = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
+        return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+
+    def _commit(self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> None:
+        """Decide the next `counts_B` tokens of each slot: write them, add their log-probabilities."""
+        state, slots_B = self.state, group.index_B
+        offsets_T = torch.arange(tokens_BT.shape[1], device=state.device)
+        keep_BT = offsets_T < counts_B.unsqueeze(1)
+        ranks_BT = state.decided_S[slots_B].unsqueeze(1) + offsets_T
+        which_B = slots_B.unsqueeze(1).expand_as(keep_BT)
+        state.tokens_SW[which_B[keep_BT], ranks_BT[keep_BT]] = tokens_BT[keep_BT]
+        state.logprob_S[slots_B] += torch.where(keep_BT, log_p_BT, torch.zeros_like(log_p_BT)).sum(1)
+        state.decided_S[slots_B] += counts_B
+        self.stats.committed += int(counts_B.sum())
+
+    def _close_iteration(
+        self, group: Group, counts_B: Tensor, proposed_B: Tensor, accepted_B: Tensor, ended_B: Tensor
+    ) -> None:
+        """Count one draft-verify round for the slots where `ended_B` (bool) says that one ended."""
+        state = self.state
+        slots_B = group.index_B[ended_B]
+        state.iterations_S[slots_B] += 1
+        state.proposed_S[slots_B] += proposed_B[ended_B]
+        state.accepted_S[slots_B] += accepted_B[ended_B]
+        state.histogram_SH[slots_B, counts_B[ended_B]] += 1
+
+    def _trace(self, group: Group, proposed: Tensor, num_proposed_B: Tensor, before_B: Tensor, ended_B: Tensor) -> None:
+        """Record one round of each slot where `ended_B`; `before_B` is what was decided when it began."""
+        if not self.tracing:
+            return
+        for row, slot in enumerate(group.slots):
+            resident = self._residents[slot]
+            if not bool(ended_B[row]) or resident is None or resident.trace is None:
+                continue
+            span = slice(int(before_B[row]), int(self.state.decided_S[slot]))
+            resident.trace.append(
+                TraceStep(
+                    iteration=len(resident.trace),
+                    nfe=self.counting.counters.nfe[slot],
+                    proposed=proposed[row, : int(num_proposed_B[row])].tolist(),
+                    committed=self.state.tokens_SW[slot, span].tolist(),
+                    positions=self.state.order_SW[slot, span].tolist(),
+                )
+            )
+
+    def _longest(self, group: Group) -> int:
+        """Length of the longest canvas in the group."""
+        return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
+
+    # ---- outcomes ------------------------------------------------------------------------------------------------
+
+    def _knows_logprob(self) -> bool:
+        return True
+
+    def _outcome(self, slot: int, resident: Resident) -> Outcome:
+        state, counters = self.state, self.counting.counters
+        now = time.perf_counter()
+        prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
+        logprob = float(state.logprob_S[slot])
+        wait_s, prefill_s = resident.admitted_s - resident.queued_s, counters.first_forward_s[slot]
+        decode_s = now - resident.admitted_s - prefill_s
+        broken = not np.isfinite(logprob)
+        canvas_order = state.order_SW[slot, prompt:length].argsort()
+        tokens = state.tokens_SW[slot, prompt:length][canvas_order].to("cpu", torch.int32).numpy()
+        return Outcome(
+            index=resident.request.index,
+            tokens=tokens[:0] if broken else tokens,
+            finish="filled",
+            logprob=logprob if self._knows_logprob() and not broken else None,
+            nfe=counters.nfe[slot],
+            nfe_draft=int(state.lookups_S[slot]),
+            iterations=int(state.iterations_S[slot]),
+            proposed=int(state.proposed_S[slot]),
+            accepted=int(state.accepted_S[slot]),
+            accept_hist=_trim(state.histogram_SH[slot].tolist()),
+            wait_s=wait_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            total_s=wait_s + prefill_s + decode_s,
+            device_s=counters.device_s[slot],
+            batch_rows=counters.active_rows[slot] / counters.nfe[slot],
+            pad_fraction=1.0 - counters.used_rows[slot] / counters.computed_rows[slot],
+            started_at_s=resident.started_at_s,
+            error_kind="nan_logits" if broken else None,
+            error="the model gave logits that are not finite" if broken else None,
+            trace=resident.trace,
+        )
+
+
+def _trim(histogram: list[int]) -> list[int]:
+    while histogram and histogram[-1] == 0:
+        histogram.pop()
+    return histogram
+
+
+def _untouched(resident: Resident) -> Outcome:
+    """The outcome of a canvas without holes: nothing to do, nothing counted."""
+    wait_s = resident.admitted_s - resident.queued_s
+    return Outcome(
+        index=resident.request.index,
+        tokens=np.zeros(0, dtype=np.int32),
+        finish="filled",
+        logprob=0.0,
+        nfe=0,
+        nfe_draft=0,
+        iterations=0,
+        proposed=0,
+        accepted=0,
+        accept_hist=[],
+        wait_s=wait_s,
+        prefill_s=0.0,
+        decode_s=0.0,
+        total_s=wait_s,
+        device_s=0.0,
+        batch_rows=0.0,
+        pad_fraction=0.0,
+        started_at_s=resident.started_at_s,
+        trace=resident.trace,
+    )
