@@ -1,0 +1,314 @@
+"""A row of the input -> a canvas with holes, and a decoded canvas -> text. Pure: no files, no model.
+
+Masks that hide tokens (random, spans, span_fraction, given) see the row's tokens. Masks that hide text (marker, lines,
+sentences, and spans by characters) encode the visible and the hidden pieces one by one, so that what is visible stays
+as it is written, to the character:
+
+    text     "def f(x):\n    return x\n"      hidden: "    return x"
+    pieces   "def f(x):\n" | "    return x" | "\n"
+    canvas   [ 41  7  .. ] | [-1 -1 -1 ] | [ 9 ]          holes ((4, 7),)
+
+Where a vocabulary can't encode pieces (Tokenizer.joins is false), the tokens that overlap a hidden range are the hole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.masking import (
+    STAGE,
+    Range,
+    bad_mask,
+    line_ranges,
+    masked_count,
+    masked_positions,
+    merged,
+    sentence_ranges,
+    split_sentences,
+)
+from actors.rows import missing, text_of
+from actors.task import Columns, Infill, Lines, Marker, Random, Sentences, SpanFraction, Spans
+from actors.text import Tokenizer
+from decoders.base import HOLE, ModelInfo
+from storage.errors import RowError
+
+Values = Mapping[str, Any]
+_CLOSING = ">])}"
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges."""
+
+    tokens: NDArray[np.int32]
+    holes: tuple[Range, ...]
+
+    @property
+    def num_masked(self) -> int:
+        """How many tokens are to be generated."""
+        return sum(end - start for start, end in self.holes)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a planner needs of a canvas: its length in tokens, and how many of them are to be generated."""
+
+    length: int
+    masked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A decoded row as text; `text` and the fills' texts are None without a tokenizer."""
+
+    text: str | None
+    fills: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CanvasMaker:
+    """All that a row's canvas depends on, apart from the row and its key."""
+
+    task: Infill
+    columns: Columns
+    tokenizer: Tokenizer | None
+    info: ModelInfo
+
+    def make(self, values: Values, key: int) -> Canvas:
+        """Return the row's canvas; RowError where the row does not fit the mask or the model."""
+        mask = self.task.mask
+        if self.columns.tokens is not None:
+            tokens = self._given_tokens(values, nulls=mask.kind == "given")
+            return (
+                self._punched(tokens, key) if isinstance(mask, Random | Spans | SpanFraction) else self._checked(tokens)
+            )
+        if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
+            return self._punched(self._encode(text_of(values, self.columns)), key)
+        if isinstance(mask, Marker):
+            return self._checked(self._joined(self._marked_pieces(mask, values)))
+        text, ranges = self._hidden_text(values, key)
+        return self._checked(self._without_ranges(text, ranges))
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        mask = self.task.mask
+        if (
+            self.columns.tokens is None
+            and isinstance(mask, Random | Spans | SpanFraction)
+            and self.columns.spans is None
+        ):
+            return self._sizes_of_texts(mask, [values for values, _ in rows])
+        return [self._size(values, key) for values, key in rows]
+
+    # ---- sizes
+
+    def _size(self, values: Values, key: int) -> Size | RowError:
+        try:
+            canvas = self.make(values, key)
+        except RowError as error:
+            return error
+        return Size(len(canvas.tokens), canvas.num_masked)
+
+    def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
+        """The mask hides a known number of tokens, so no noise is drawn, and all texts are encoded at once."""
+        found: list[str | RowError] = [_attempt(values, self.columns) for values in rows]
+        encoded = iter(self._tokenizer().encode_batch([text for text in found if isinstance(text, str)]))
+        return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in found]
+
+    def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> Size | RowError:
+        try:
+            self._check_ids(np.asarray(ids, dtype=np.int64))
+            self._check_length(len(ids))
+            return Size(len(ids), masked_count(mask, len(ids)))
+        except RowError as error:
+            return error
+
+    # ---- tokens
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the spec asks for tokens where there is no tokenizer"
+        return self.tokenizer
+
+    def _encode(self, text: str) -> NDArray[np.int32]:
+        ids = np.asarray(self._tokenizer().encode(text), dtype=np.int64)
+        self._check_ids(ids)
+        return ids.astype(np.int32)
+
+    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+        wrong = ids[(ids < 0) | (ids >= self.info.vocab_size)]
+        if len(wrong):
+            raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model has the ids 0 to {self.info.vocab_size - 1}")
+
+    def _check_length(self, length: int) -> None:
+        most = self.info.max_length
+        if most is not None and length > most:
+            raise RowError("too_long", STAGE, f"{length} tokens; the model takes {most}")
+
+    def _given_tokens(self, values: Values, *, nulls: bool) -> NDArray[np.int32]:
+        assert self.columns.tokens is not None
+        given = values.get(self.columns.tokens)
+        if given is None:
+            raise missing(values, self.columns.tokens)
+        if not isinstance(given, list | tuple | np.ndarray):
+            raise RowError("bad_tokens", STAGE, f"{self.columns.tokens!r} is {type(given).__name__}, not a list of ids")
+        for token in given:
+            if not _is_id(token) and not (nulls and token is None):
+                raise RowError(
+                    "bad_tokens", STAGE, f"{token!r} is no token id{'' if nulls else ' (mask kind given takes null)'}"
+                )
+        self._check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64))
+        return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
+
+    def _checked(self, tokens: NDArray[np.int32]) -> Canvas:
+        self._check_length(len(tokens))
+        return Canvas(tokens, tuple(runs(tokens == HOLE)))
+
+    def _punched(self, tokens: NDArray[np.int32], key: int) -> Canvas:
+        mask = self.task.mask
+        assert isinstance(mask, Random | Spans | SpanFraction)
+        self._check_length(len(tokens))
+        punched = tokens.copy()
+        punched[masked_positions(mask, key, len(tokens))] = HOLE
+        return self._checked(punched)
+
+    def _joined(self, pieces: Sequence[str | int]) -> NDArray[np.int32]:
+        """Tokens of pieces: text, or a number of holes."""
+        self._check_length(sum(piece for piece in pieces if isinstance(piece, int)))
+        parts = [
+            self._encode(piece) if isinstance(piece, str) else np.full(piece, HOLE, dtype=np.int32) for piece in pieces
+        ]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+
+    # ---- text
+
+    def _marked_pieces(self, mask: Marker, values: Values) -> list[str | int]:
+        names = (self.columns.prefix, self.columns.suffix)
+        if names != (None, None):
+            prefix, suffix = ("" if name is None else text_of(values, Columns(text=name)) for name in names)
+            return [prefix, mask.length, suffix]
+        text = text_of(values, self.columns)
+        parts = marker_pattern(mask.marker).split(text)
+        if len(parts) == 1:
+            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
+        return [_hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
+
+    def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
+        mask = self.task.mask
+        if isinstance(mask, Sentences) and self.columns.sentences is not None:
+            text, sentences = _own_sentences(values, self.columns.sentences, mask.separator)
+            return text, sentence_ranges(mask, key, sentences)
+        text = text_of(values, self.columns)
+        if isinstance(mask, Sentences):
+            return text, sentence_ranges(mask, key, split_sentences(text)) if text else []
+        if isinstance(mask, Lines):
+            return text, line_ranges(mask, key, text)
+        assert isinstance(mask, Spans) and self.columns.spans is not None
+        return text, merged(_own_spans(values, self.columns.spans), len(text))
+
+    def _without_ranges(self, text: str, ranges: Sequence[Range]) -> NDArray[np.int32]:
+        if not self._tokenizer().joins:
+            return self._without_overlapping(text, ranges)
+        pieces: list[str | int] = []
+        shown = 0
+        for start, end in ranges:
+            pieces += [text[shown:start], len(self._encode(text[start:end]))]
+            shown = end
+        return self._joined([*pieces, text[shown:]])
+
+    def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> NDArray[np.int32]:
+        ids, offsets = self._tokenizer().offsets(text)
+        tokens = np.asarray(ids, dtype=np.int64)
+        self._check_ids(tokens)
+        where = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        for start, end in ranges:
+            tokens[(where[:, 0] < end) & (where[:, 1] > start)] = HOLE
+        return tokens.astype(np.int32)
+
+
+def finish_row(canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None) -> Finished:
+    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's own.
+
+    A character whose bytes lie on both sides of a hole's edge shows as U+FFFD in that fill's text, not in the whole one.
+    """
+    filled = canvas.tokens.copy()
+    assert len(tokens) == canvas.num_masked, "one generated token for each masked position"
+    filled[filled == HOLE] = tokens
+    fills = [
+        {
+            "start": start,
+            "end": end,
+            "text": None if tokenizer is None else tokenizer.decode(filled[start:end].tolist()),
+        }
+        for start, end in canvas.holes
+    ]
+    return Finished(None if tokenizer is None else tokenizer.decode(filled.tolist()), fills)
+
+
+def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
+    """Yield the maximal [start, end) ranges where `hidden` is true."""
+    edges = np.flatnonzero(np.diff(hidden.astype(np.int8), prepend=0, append=0))
+    yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
+
+
+@lru_cache(maxsize=16)
+def marker_pattern(marker: str) -> re.Pattern[str]:
+    """Matches the marker; its one group is the length in the form `<mask:12>`, which needs a closing bracket."""
+    if marker[-1] in _CLOSING and len(marker) > 1:
+        return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
+    return re.compile(f"{re.escape(marker)}()")
+
+
+def _hole_length(written: str, mask: Marker) -> int:
+    if not written:
+        return mask.length
+    if len(written) > 10 or int(written[1:]) == 0:
+        raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
+    return int(written[1:])
+
+
+def _attempt(values: Values, columns: Columns) -> str | RowError:
+    try:
+        return text_of(values, columns)
+    except RowError as error:
+        return error
+
+
+def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, list[Range]]:
+    given = values.get(column)
+    if given is None:
+        raise missing(values, column)
+    if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+        raise RowError("bad_row", "read", f"{column!r} must be a list of strings")
+    ranges, start = [], 0
+    for sentence in given:
+        ranges.append((start, start + len(sentence)))
+        start += len(sentence) + len(separator)
+    return separator.join(given), ranges
+
+
+def _own_spans(values: Values, column: str) -> list[Range]:
+    given = values.get(column)
+    if given is None:
+        raise missing(values, column)
+    if not isinstance(given, list | tuple):
+        raise bad_mask(f"{column!r} must be a list of [start, end) pairs")
+    return [_pair(item, column) for item in given]
+
+
+def _pair(item: Any, column: str) -> Range:
+    if isinstance(item, Mapping):
+        item = (item.get("start"), item.get("end"))
+    if not isinstance(item, list | tuple) or len(item) != 2 or not all(_is_id(number) for number in item):
+        raise bad_mask(f"{item!r} in {column!r} is no [start, end) pair of characters")
+    return int(item[0]), int(item[1])
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

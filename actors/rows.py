@@ -1,0 +1,62 @@
+"""What a row says of itself: its id, its key, its text. Pure; knows the columns and no mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.task import Columns
+from decoders.noise import sample_key
+from storage.errors import RowError
+
+Values = Mapping[str, Any]
+
+MAX_ID_CHARS = 4096
+
+
+def missing(values: Values, column: str) -> RowError:
+    """The error of a row without a value in a column that it needs."""
+    what = "is null" if column in values else f"is not there; the row has {', '.join(map(repr, values)) or 'nothing'}"
+    return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
+
+
+def row_id(values: Values, columns: Columns) -> str | None:
+    """Return the row's own id, None where it has none and needs none (then file and row name it).
+
+    Raises RowError where the spec names a column and the row has no usable value there.
+    """
+    column = columns.id or "id"
+    value = values.get(column)
+    if value is None and columns.id is None:
+        return None
+    if value is None:
+        raise missing(values, column)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
+    text = str(value)
+    if len(text) > MAX_ID_CHARS:
+        raise RowError("bad_row", "read", f"the id is longer than {MAX_ID_CHARS} characters")
+    return text
+
+
+def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) -> int:
+    """Return the sample's 64-bit key; a row's own seed stands in for the job's. RowError where it is no 64-bit number."""
+    if columns.seed is None:
+        return sample_key(job_seed, sample_id)
+    seed = values.get(columns.seed)
+    if seed is None:
+        raise missing(values, columns.seed)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise RowError("bad_row", "read", f"the seed {seed!r} is no 64-bit whole number"[:1000])
+    return sample_key(seed, sample_id)
+
+
+def text_of(values: Values, columns: Columns) -> str:
+    """Return the row's text; RowError where there is none."""
+    column = columns.text or ("text" if "text" in values or "prompt" not in values else "prompt")
+    value = values.get(column)
+    if value is None:
+        raise missing(values, column)
+    if not isinstance(value, str):
+        raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
+    return value

@@ -1,0 +1,95 @@
+"""Text to token ids and back, exactly: nothing is added, cleaned up or parsed as a special token.
+
+Wraps the tokenizer of a Hugging Face checkpoint. transformers is imported when the first tokenizer is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from storage.errors import UserError
+
+_FIELD = "model.tokenizer"
+_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+_PROBE = ("a b", "c\n d", "  e")
+
+
+class Tokenizer:
+    """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @property
+    def size(self) -> int:
+        """Ids are below this."""
+        return len(self._inner)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; what spells a special token in it is text like any other."""
+        return list(self._call(text)["input_ids"])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each; faster than one at a time."""
+        return [list(ids) for ids in self._call(list(texts))["input_ids"]] if texts else []
+
+    def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text`, and the [start, end) characters that each stands for."""
+        found = self._call(text, return_offsets_mapping=True)
+        return list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens included; bytes that form no character become U+FFFD. Never raises."""
+        text: str = self._inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether the pieces of a text, encoded one by one, decode to the text: so with byte-level vocabularies."""
+        return self.decode([token for piece in _PROBE for token in self.encode(piece)]) == "".join(_PROBE)
+
+    def _call(self, text: str | list[str], **options: Any) -> Any:
+        return self._inner(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+            **options,
+        )
+
+
+def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bool = False) -> Tokenizer | None:
+    """Return the tokenizer of a model folder (`auto`), of another folder (a path), or None (`none`).
+
+    Raises UserError where there is none, or it can't be loaded.
+    """
+    if setting == "none":
+        return None
+    place = folder if setting == "auto" else Path(setting).expanduser()
+    if not any((place / name).is_file() for name in _FILES):
+        raise UserError(
+            f"{setting!r}: {place} holds no tokenizer ({', '.join(_FILES)}); allowed: auto, a folder, or none for rows "
+            "that give tokens",
+            field=_FIELD,
+        )
+    return Tokenizer(_load(place, trust_remote_code))
+
+
+def _load(place: Path, trust_remote_code: bool) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from transformers import AutoTokenizer
+
+    try:
+        inner = AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # the libraries raise anything for a damaged file, bare Exception included
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD) from error
+    if not inner.is_fast:
+        raise UserError(f"the tokenizer in {place} has no fast form, which draftmill needs", field=_FIELD)
+    return inner

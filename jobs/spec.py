@@ -1,0 +1,179 @@
+"""The job spec: every key of a job's YAML file, checked before anything is loaded. Pure pydantic, no torch.
+
+Frozen, and unknown keys are errors at every level. What a key means stands in contract form in README.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, ValidationError, model_validator
+
+from actors.task import Columns, Given, Infill, Lines, Marker, Mask, Sentences, Spans
+from decoders.settings import DecoderSettings, Sampling, Settings
+from jobs.spec_errors import spec_error
+from jobs.spec_file import apply_override, read_mapping
+from storage.store import S3Options
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class InputSettings(Settings):
+    """Where the rows are. `chunk_chars` cuts text files into rows of at most so many characters."""
+
+    path: Text
+    columns: Columns = Columns()
+    limit: Positive | None = None
+    chunk_chars: Positive | None = None
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"{name!r} is not allowed; allowed: auto, cpu, cuda, cuda:N")
+    return name
+
+
+class ModelSettings(Settings):
+    """Which checkpoint, and how it is loaded."""
+
+    path: Text
+    family: Text = "auto"
+    revision: str | None = None
+    mask_id: Annotated[int, Field(ge=0)] | None = None
+    tokenizer: Text = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
+    trust_remote_code: bool = False
+
+
+class BatchingSettings(Settings):
+    """How much a worker decodes at once, and how many rows are sorted together."""
+
+    max_tokens: Auto | Positive = "auto"
+    max_rows: Auto | Positive = "auto"
+    window: Positive = 65536
+
+
+class WorkerSettings(Settings):
+    """How many workers, and what each of them gets; a fraction of a GPU is allowed."""
+
+    count: Auto | Positive = "auto"
+    gpus: Auto | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
+    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
+
+
+class ErrorSettings(Settings):
+    """How many samples may fail, and how often a unit is tried."""
+
+    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    max_count: Annotated[int, Field(ge=0)] | None = None
+    attempts: Positive = 3
+
+
+class OutputSettings(Settings):
+    """Where the results go."""
+
+    path: Text
+    trace: Literal["none", "steps"] = "none"
+    unit_rows: Auto | Positive = "auto"
+
+
+class S3Settings(Settings):
+    """How to reach S3, for inputs, models and results alike."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    checksums: Literal["auto", "when_required", "when_supported"] = "auto"
+
+    def options(self) -> S3Options:
+        """The same as storage takes it."""
+        return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
+
+
+class JobSpec(Settings):
+    """A whole job."""
+
+    name: Text = "job"
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    task: Infill
+    input: InputSettings
+    model: ModelSettings
+    decoder: DecoderSettings
+    sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
+    batching: BatchingSettings = BatchingSettings()
+    workers: WorkerSettings = WorkerSettings()
+    errors: ErrorSettings = ErrorSettings()
+    output: OutputSettings
+    s3: S3Settings = S3Settings()
+
+    @model_validator(mode="after")
+    def _mask_has_its_columns(self) -> JobSpec:
+        problem = mask_problem(self.task.mask, self.input.columns, has_tokenizer=self.model.tokenizer != "none")
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    def results_key(self) -> dict[str, Any]:
+        """What of the spec changes results, plain and JSON-able: it enters the fingerprint, the rest does not.
+
+        Checkpoint, tokenizer and inputs are known by their content, which the planner adds.
+        """
+        full = self.model_dump(mode="json")
+        return {
+            "seed": self.seed,
+            "task": full["task"],
+            "decoder": full["decoder"],
+            "sampling": full["sampling"],
+            "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")},
+            "model": {"dtype": self.model.dtype},
+        }
+
+
+def mask_problem(mask: Mask, columns: Columns, *, has_tokenizer: bool) -> str | None:
+    """Why this mask can't be applied to rows of these columns, led by the field path; None where it can."""
+    named = columns.named()
+    if isinstance(mask, Given) and "tokens" not in named:
+        return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
+    if "tokens" in named and isinstance(mask, Marker | Lines | Sentences):
+        return f"task.mask.kind: {mask.kind!r} needs text, but the rows give tokens; allowed: given, random, spans, span_fraction"
+    if not has_tokenizer and "tokens" not in named:
+        return "model.tokenizer: with 'none' every row gives its tokens: name their column in input.columns.tokens"
+    return _surplus_column(mask, named)
+
+
+def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
+    for name, kind in (("prefix", Marker), ("suffix", Marker), ("spans", Spans), ("sentences", Sentences)):
+        if name in named and not isinstance(mask, kind):
+            allowed = kind.model_fields["kind"].annotation
+            return f"input.columns.{name}: mask kind {mask.kind!r} does not use it; {get_args(allowed)[0]!r} does"
+    if isinstance(mask, Spans) and "spans" in named:
+        if mask.count is not None or mask.length is not None:
+            return "task.mask: count and length are for random spans, but input.columns.spans gives each row its own"
+        if "tokens" in named:
+            return "input.columns.spans: ranges of characters need text, but the rows give tokens"
+    return None
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. A job without a name takes the file's.
+
+    Raises UserError, with the field path, the value and what is allowed.
+    """
+    data = read_mapping(Path(path))
+    for override in overrides:
+        apply_override(data, override)
+    return check_spec({"name": Path(path).stem} | data)
+
+
+def check_spec(data: dict[str, Any]) -> JobSpec:
+    """Return the spec that a mapping describes; raises UserError as `load_spec` does."""
+    try:
+        return JobSpec.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise spec_error(JobSpec, data, error) from None

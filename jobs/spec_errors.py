@@ -1,0 +1,152 @@
+"""What is wrong with a spec, in words: field path, value, what is allowed, and the nearest known key.
+
+Turns pydantic's errors, whose locations name union members too, into paths that stand in the user's file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from storage.errors import UserError
+
+MOST = 5
+"""More problems than this are only counted."""
+
+_LED_BY_PATH = re.compile(r"^(?:[a-z0-9_]+(?:\.[a-z0-9_]+)+): ")
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "a string",
+    "bool_type": "true or false",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "at least this long:", "pattern": "of the form"}
+
+
+def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> UserError:
+    """Return the UserError that names every problem, one a line, those of one key together."""
+    found: dict[str, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_path(item, data), []).append(item)
+    problems = [_problem(model, data, path, items) for path, items in _without_consequences(found).items()]
+    if len(problems) > MOST:
+        problems = [*problems[:MOST], ("", f"and {len(problems) - MOST} more problems")]
+    lines = [f"{path}: {text}" if path else text for path, text in problems[1:]]
+    return UserError("\n".join([problems[0][1], *lines]), field=problems[0][0] or None)
+
+
+def _path(item: Any, data: Any) -> str:
+    """The location without the names of union members, which are no keys of the user's file."""
+    keys: list[str] = []
+    last = len(item["loc"]) - 1
+    for index, key in enumerate(item["loc"]):
+        if isinstance(data, Mapping) and key in data:
+            data = data[key]
+        elif isinstance(data, list | tuple) and isinstance(key, int):
+            data = data[key] if key < len(data) else None
+        elif not (item["type"] == "missing" and index == last):
+            continue
+        keys.append(str(key))
+    if item["type"].startswith("union_tag"):
+        keys.append("kind")
+    return ".".join(keys)
+
+
+def _without_consequences(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Where a `kind` is wrong, what else is said of its section means nothing."""
+    bad = [path.removesuffix("kind") for path in found if path.rpartition(".")[2] == "kind"]
+    return {
+        path: items
+        for path, items in found.items()
+        if path.rpartition(".")[2] == "kind" or not any(path.startswith(section) for section in bad)
+    }
+
+
+def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: list[Any]) -> tuple[str, str]:
+    item = items[0]
+    if item["type"] == "extra_forbidden":
+        return path, _unknown(model, item["loc"], path)
+    if item["type"] == "missing":
+        return path, "missing"
+    if item["type"] == "union_tag_not_found":
+        return path, f"missing; allowed: {_kinds(model, item['loc'])}"
+    if item["type"] == "union_tag_invalid":
+        return (
+            path,
+            f"{item['ctx']['tag']!r} is not known; allowed: {item['ctx']['expected_tags'].replace(chr(39), '')}",
+        )
+    if item["type"] == "value_error":
+        return _own_words(path, str(item["ctx"]["error"]))
+    value = f"{item['input']!r}"
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    return path, f"{shown} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}"
+
+
+def _own_words(path: str, message: str) -> tuple[str, str]:
+    """A message of our validators may lead with the path it is about."""
+    led = _LED_BY_PATH.match(message)
+    return (led[0][:-2], message[led.end() :]) if led else (path, message)
+
+
+def _allowed(item: Any) -> str:
+    if item["type"] == "literal_error":
+        return str(item["ctx"]["expected"]).replace("'", "")
+    context = item.get("ctx", {})
+    bounds = [f"{words} {context[name]}" for name, words in _BOUNDS.items() if name in context]
+    return ", ".join(bounds) or _TYPES.get(item["type"], item["msg"])
+
+
+def _kinds(model: type[BaseModel], location: Sequence[Any]) -> str:
+    return ", ".join(kind for found in _models_at(model, location) for kind in _kind_of(found))
+
+
+def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
+    name, section = str(location[-1]), path.rpartition(".")[0]
+    known = [key for found in _models_at(model, location[:-1]) for key in found.model_fields]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    elsewhere = [dotted for dotted in all_keys(model) if dotted.rpartition(".")[2] == name and dotted != path]
+    nearest = near or elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    suggestion = nearest[0] if nearest and nearest[0] not in known else ".".join(filter(None, [section, *nearest]))
+    return (
+        f"unknown key; did you mean {suggestion}? known {f'under {section}' if section else 'keys'}: {', '.join(known)}"
+    )
+
+
+def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a model and of the models inside it."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        for inner in _models_in(field.annotation):
+            yield from all_keys(inner, f"{prefix}{name}.")
+
+
+def _models_at(model: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
+    """The models that may stand at a location: a key leads to its field's models, a union member's name picks one."""
+    models = [model]
+    for key in location:
+        inner = [
+            found for one in models if key in one.model_fields for found in _models_in(one.model_fields[key].annotation)
+        ]
+        models = inner or [one for one in models if key in _kind_of(one)] or models
+    return models
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in _models_in(part)]
+
+
+def _kind_of(model: type[BaseModel]) -> tuple[str, ...]:
+    kind = model.model_fields.get("kind")
+    return () if kind is None else tuple(part for part in get_args(kind.annotation) if isinstance(part, str))

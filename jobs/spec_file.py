@@ -1,0 +1,74 @@
+"""YAML into a plain mapping, and `a.b=VALUE` overrides into it. Knows no key of a spec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from storage.errors import UserError
+
+MAX_BYTES = 4 * 2**20
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also refuses a key written twice and reads 1e-3 as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
+                if key_node.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key_node.value!r} is written twice", key_node.start_mark
+                    )
+                seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 asks for a dot in every float and so reads 1e-3 as a string.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file; UserError where it is missing, no YAML, or no mapping."""
+    try:
+        if path.is_file() and path.stat().st_size > MAX_BYTES:
+            raise UserError(f"spec {path}: larger than {MAX_BYTES // 2**20} MiB, so no spec")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"spec {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"spec {path}: not UTF-8: {error}") from None
+    data = _parse(text, f"spec {path}")
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        found = type(data).__name__ if not isinstance(data, dict) else "keys that are no strings"
+        raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {found}")
+    return data
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place; VALUE is read as YAML. Raises UserError where it has no '=', or no mapping to go into."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise UserError(f"--set {override!r}: write KEY=VALUE, for example decoder.k=4")
+    for index, key in enumerate(keys[:-1]):
+        inner = data.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--set {override!r}: {inner!r} has no keys in it", field=".".join(keys[: index + 1]))
+        data = inner
+    data[keys[-1]] = _parse(text, f"--set {override!r}")
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{what}: not YAML: {reason}") from None
