@@ -125,10 +125,12 @@ def _walk(folder: str) -> Iterator[str]:
 
 def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
     bucket, _, key = path.removeprefix("s3://").partition("/")
-    store = open_store(f"s3://{bucket}", s3=s3)
     root = key if not _WILD.search(key) else _fixed_part(key)
     try:
+        store = open_store(f"s3://{bucket}", s3=s3)
         found = [stat for stat in store.list(root) if not stat.name.endswith("/")]
+    except UserError as error:
+        raise UserError(error.message, field=error.field or FIELD) from None
     except StoreError as error:
         raise UserError(f"{path}: {error}", field=FIELD) from None
     if _WILD.search(key):

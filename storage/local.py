@@ -45,10 +45,8 @@ class LocalStore:
         path = self._path(name)
         with self._temporary(path, data) as temporary:
             failpoint("local.before_link")
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                raise AlreadyExists(self._stat(name, path)) from None
+            if not _linked(temporary, path):
+                raise AlreadyExists(self._stat(name, path))
             failpoint("local.after_link")
         _sync_folder(path.parent)
         return self._stat(name, path)
@@ -133,6 +131,18 @@ class LocalStore:
 def _order(entry: os.DirEntry[str]) -> str:
     # As S3 sorts whole names, a folder sorts with its slash.
     return f"{entry.name}/" if entry.is_dir() else entry.name
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Give the file its name; False if the name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # A network file system may do the work and lose the answer; two names for our file tell.
+        return temporary.stat().st_nlink > 1
+    except OSError as error:
+        raise UserError(f"{path}: this file system can't link files ({error.strerror}); choose another place") from None
+    return True
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import boto3
@@ -38,6 +39,7 @@ ATTEMPTS = 8
 MAX_WAIT_S = 10.0
 TIMEOUT_S = 60
 MAX_PUT_BYTES = 5 * 2**30
+PAGE_KEYS = 1000
 
 _PASSING = frozenset({"SlowDown", "RequestTimeout", "Throttling", "RequestLimitExceeded", "ConditionalRequestConflict"})
 _log = logging.getLogger(__name__)
@@ -114,17 +116,15 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         """See Store. One request for each thousand objects, as they are consumed."""
-        token: dict[str, str] = {}
+        query = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "MaxKeys": PAGE_KEYS}
         while True:
-            page = self._call(
-                "", self._client.list_objects_v2, Bucket=self._bucket, Prefix=self._prefix + prefix, **token
-            )
+            page = self._call("", self._client.list_objects_v2, **query)
             for item in page.get("Contents", ()):
                 name = item["Key"].removeprefix(self._prefix)
                 yield Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            query["ContinuationToken"] = page["NextContinuationToken"]
 
     def exists(self, name: str) -> bool:
         """See Store."""
@@ -167,7 +167,7 @@ class S3Store:
         """Try up to ATTEMPTS times, waiting exponentially with jitter, while the failure may pass."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),
-            wait=tenacity.wait_exponential_jitter(initial=0.1, max=MAX_WAIT_S, jitter=0.1),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_WAIT_S),
             retry=tenacity.retry_if_exception(_may_pass),
             before_sleep=lambda state: self._log_once(name, state),
             sleep=self._sleep,
@@ -203,7 +203,9 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
 
+@lru_cache(maxsize=8)
 def _client(options: S3Options) -> Any:
+    """A client for these options, shared by all stores and threads of the process."""
     addressing = options.addressing
     if addressing == "auto":
         addressing = "path" if options.endpoint else "auto"

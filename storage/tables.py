@@ -92,6 +92,9 @@ def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> I
             wanted = batch if columns is None else batch.select(_present(batch.schema.names, columns))
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 yield wanted.slice(first, BATCH_ROWS)
+        if not is_file and source.tell() != source.size():
+            # Zeros, and a second stream behind the first, look like the end of the stream.
+            raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes behind the end of the stream")
 
 
 def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:

@@ -1,0 +1,98 @@
+"""An S3 server in this process (moto over HTTP on loopback) whose answers can be made to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from socket import SHUT_RDWR
+from threading import Lock, Thread
+from typing import Any
+
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+_STATUS = {"503": "503 Slow Down", "500": "500 Internal Server Error", "409": "409 Conflict"}
+_CODES = {"503": "SlowDown", "500": "InternalError", "409": "ConditionalRequestConflict"}
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the next `times` requests of this method whose path holds `part`.
+
+    `kind`: 503, 500, 409 (nothing is done); reset (nothing is done, no answer); lost (done, but no answer);
+    ignore_conditions (done as if no condition had been set); cut (half of the body, then the end).
+    """
+
+    kind: str
+    method: str = "PUT"
+    part: str = ""
+    times: int = 1
+
+
+@dataclass
+class FaultyApp:
+    """A WSGI application in front of moto's."""
+
+    app: Callable[..., Iterable[bytes]]
+    faults: list[Fault] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    lock: Any = field(default_factory=Lock)
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        fault = self._next_fault(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        if fault in _STATUS:
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response(_STATUS[fault], [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{_CODES[fault]}</Code></Error>".encode()]
+        if fault == "reset":
+            return _hang_up(environ)
+        if fault == "ignore_conditions":
+            environ.pop("HTTP_IF_NONE_MATCH", None)
+            environ.pop("HTTP_IF_MATCH", None)
+        answer = self.app(environ, start_response)
+        if fault == "lost":
+            b"".join(answer)
+            return _hang_up(environ)
+        if fault == "cut":
+            body = b"".join(answer)
+            return [body[: len(body) // 2]]
+        return answer
+
+    def _next_fault(self, method: str, path: str) -> str:
+        with self.lock:
+            self.requests.append((method, path))
+            for fault in self.faults:
+                if fault.times and fault.method == method and fault.part in path:
+                    fault.times -= 1
+                    return fault.kind
+        return ""
+
+
+def _hang_up(environ: dict[str, Any]) -> Iterable[bytes]:
+    environ["werkzeug.socket"].shutdown(SHUT_RDWR)
+    raise ConnectionResetError
+
+
+class S3Server:
+    """The server, its address and its faults; `stop` ends it."""
+
+    def __init__(self) -> None:
+        self.app = FaultyApp(DomainDispatcherApplication(create_backend_app))
+        self._server = make_server("127.0.0.1", 0, self.app, threaded=True)
+        self.endpoint = f"http://127.0.0.1:{self._server.port}"
+        self._thread = Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def fail(self, kind: str, method: str = "PUT", part: str = "", times: int = 1) -> None:
+        """Let the next matching requests go wrong."""
+        self.app.faults.append(Fault(kind, method, part, times))
+
+    def calm(self) -> None:
+        """Forget faults and counted requests."""
+        self.app.faults.clear()
+        self.app.requests.clear()
+
+    def stop(self) -> None:
+        """End the server and its thread."""
+        self._server.shutdown()
+        self._thread.join()
