@@ -1,0 +1,341 @@
+"""The recipe of the builtin model: corpus, tokenizer, orders, two-stream model, training, draft heads, folder."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
+
+from decoders.heads import DraftHeads, load_heads
+from recipes import corpus, draft_heads, evaluation, folder, masking, training
+from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
+
+MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def files() -> list[corpus.SourceFile]:
+    return corpus.standard_library()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(files: list[corpus.SourceFile]) -> PreTrainedTokenizerFast:
+    return corpus.train_tokenizer(files[:40], MICRO.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def stream(files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast) -> corpus.TokenStream:
+    return corpus.tokenise(tokenizer, files[:20])
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def micro_plan(steps: int) -> training.Plan:
+    return training.Plan(steps=steps, batch_tokens=256, lengths=(16, 32), length_shares=(0.5, 0.5), warmup=2)
+
+
+def micro_trainer(stream: corpus.TokenStream, steps: int, seed: int = 3) -> training.Trainer:
+    model = TwoStream(MICRO, torch.Generator().manual_seed(seed))
+    return training.Trainer(model, micro_plan(steps), stream, torch.device("cpu"))
+
+
+def random_model(shape: Shape, scale: float = 0.2) -> TwoStream:
+    generator = torch.Generator().manual_seed(1)
+    model = TwoStream(shape, generator)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale
+    return model.requires_grad_(False)
+
+
+def canvas_of(ids: np.ndarray, masked: np.ndarray) -> tuple[Canvas, QueryRows]:
+    rank = torch.from_numpy(masking.decoding_ranks(masked))
+    index = torch.from_numpy(masked).flatten().nonzero().squeeze(1)
+    return Canvas(torch.from_numpy(ids), rank, torch.from_numpy((~masked).sum(1))), QueryRows(index, rank)
+
+
+def no_report(step: int, *values: float) -> None:
+    """Training reports nothing here."""
+
+
+def test_the_split_is_stable_and_no_text_is_on_both_sides(files: list[corpus.SourceFile]) -> None:
+    train, held_out = corpus.split(files)
+    assert len(train) + len(held_out) == len(files)
+    assert not {file.text for file in train} & {file.text for file in held_out}
+    assert not {file.path for file in train} & {file.path for file in held_out}
+    assert 0.02 < len(held_out) / len(files) < 0.10
+    # Known answers: the split must never change, or a shipped model has seen what it is measured on.
+    assert [corpus.is_held_out(path) for path in ("traceback.py", "sched.py", "ast.py", "os.py")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_corpus_has_no_tests_and_no_generated_tables(files: list[corpus.SourceFile]) -> None:
+    assert files == sorted(files, key=lambda file: file.path)
+    for file in files:
+        assert not corpus.EXCLUDED_FOLDERS & set(file.path.split("/")[:-1])
+        assert not file.path.startswith("_sysconfigdata")
+
+
+def test_the_tokenizer_round_trips_any_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    draw = random.Random(0)
+    texts = ["", " ", "\n\n  \t\r\n x ,  'n't . !", "a <mask> b</s><eod>", "\x00\x7f", "日本語 é \U0001f600"]
+    ranges = ((0, 127), (0, 0xD7FF), (0xE000, 0x10FFFF), (9, 32))
+    for _ in range(300):
+        texts.append("".join(chr(draw.randint(*draw.choice(ranges))) for _ in range(draw.randint(1, 40))))
+    for text in texts:
+        ids = corpus.encode(tokenizer, text)
+        assert tokenizer.decode(ids) == text
+        assert all(index >= len(corpus.SPECIAL_TOKENS) for index in ids)
+
+
+def test_the_tokenizer_round_trips_the_standard_library(
+    files: list[corpus.SourceFile], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    sizes = corpus.token_bytes(tokenizer)
+    for file in files[::40]:
+        ids = corpus.encode(tokenizer, file.text)
+        assert tokenizer.decode(ids) == file.text
+        assert sizes[ids].sum() == len(file.text.encode())
+
+
+def test_special_ids_are_xlnets_and_every_byte_has_a_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.convert_ids_to_tokens(list(range(9))) == list(corpus.SPECIAL_TOKENS)
+    assert tokenizer.mask_token_id == corpus.MASK_ID
+    single = [piece for piece in tokenizer.convert_ids_to_tokens(list(range(9, len(tokenizer)))) if len(piece) == 1]
+    assert len(set(single)) == 256
+    assert len(tokenizer) == MICRO.vocab_size
+
+
+def test_line_starts_follow_newlines_and_file_starts(
+    stream: corpus.TokenStream, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert stream.line_starts[stream.bounds[:-1]].all()
+    place = int(np.flatnonzero(stream.line_starts)[5])
+    assert "\n" in tokenizer.decode([int(stream.ids[place - 1])])
+
+
+def test_ranks_put_the_prompt_first_and_then_go_left_to_right() -> None:
+    masked = np.array([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]], dtype=bool)
+    assert masking.decoding_ranks(masked).tolist() == [[0, 2, 3, 1, 4], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("pattern", masking.PATTERNS)
+def test_every_pattern_masks_exactly_what_it_was_asked_to(pattern: str) -> None:
+    rng = np.random.default_rng(0)
+    line_starts = rng.random(64) < 0.1
+    for num_masked in (1, 2, 31, 63, 64):
+        for _ in range(20):
+            masked = masking.draw_mask(rng, line_starts, num_masked, pattern)
+            assert masked.shape == (64,)
+            assert masked.sum() == num_masked
+    with pytest.raises(ValueError, match="unknown mask pattern"):
+        masking.draw_mask(rng, line_starts, 3, "nothing")
+
+
+def test_a_batch_depends_on_seed_and_step_only_and_covers_the_prompt_shares(stream: corpus.TokenStream) -> None:
+    schedule = masking.MaskSchedule(low=0.0, high=1.0, warmup=0)
+    first, again, other = (
+        masking.training_batch(stream, schedule, seed=0, step=step, count=16, length=32) for step in (7, 7, 8)
+    )
+    assert np.array_equal(first.ids, again.ids) and np.array_equal(first.limit, again.limit)
+    assert not np.array_equal(first.ids, other.ids)
+    shares = np.sort(1 - first.masked.mean(1))
+    assert np.all(np.abs(shares - (np.arange(16) + 0.5) / 16) <= 1 / 16)  # one window in each stratum
+    prompt = (~first.masked).sum(1, keepdims=True)
+    assert np.all(first.limit[first.masked] <= masking.decoding_ranks(first.masked)[first.masked])
+    assert np.all((first.limit >= prompt)[first.masked])
+
+
+def test_windows_stay_inside_one_file(stream: corpus.TokenStream) -> None:
+    index = masking.draw_windows(stream, np.random.default_rng(0), count=200, length=48)
+    owner = np.searchsorted(stream.bounds, index, side="right")
+    assert (owner[:, :1] == owner).all()
+
+
+@pytest.mark.parametrize("length", [2, 17])
+def test_the_model_is_transformers_xlnet(length: int) -> None:
+    shape = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=64)
+    model = random_model(shape)
+    config = XLNetConfig(**{key: value for key, value in folder.xlnet_config(shape).items() if key != "torch_dtype"})
+    reference = XLNetLMHeadModel(config).eval()
+    missing = reference.load_state_dict(model.state_dict(), strict=False)
+    assert not missing.unexpected_keys and missing.missing_keys in ([], ["lm_loss.weight"])  # the weight is tied
+    rng = np.random.default_rng(0)
+    ids, masked = rng.integers(9, 64, (3, length)), rng.random((3, length)) < 0.6
+    masked[:, 0] = False  # an empty context is our own rule, transformers has another
+    canvas, query = canvas_of(ids, masked)
+    ours = model.logits(model.read(canvas, model.context(canvas), query))
+    prompt = ~masked
+    rank = canvas.rank.numpy()
+    hidden = (rank[:, :, None] <= rank[:, None, :]) & ~(prompt[:, :, None] & prompt[:, None, :])
+    theirs = reference(
+        canvas.ids,
+        perm_mask=torch.from_numpy(hidden).float(),
+        target_mapping=torch.eye(length).expand(3, length, length),
+        use_mems=False,
+    ).logits.flatten(0, 1)[query.index]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_without_context_attends_to_nothing() -> None:
+    model = random_model(MICRO)
+    masked = np.ones((2, 6), dtype=bool)
+    rng = np.random.default_rng(0)
+    one, query = canvas_of(rng.integers(9, 320, (2, 6)), masked)
+    two, _ = canvas_of(rng.integers(9, 320, (2, 6)), masked)
+    first, second = (model.read(c, model.context(c), query).view(2, 6, -1)[:, 0] for c in (one, two))
+    assert torch.equal(first, second)
+    assert torch.equal(first[0], first[1])
+    alone, only = canvas_of(np.array([[7]]), np.ones((1, 1), dtype=bool))
+    assert model.read(alone, model.context(alone), only).isfinite().all()
+
+
+def test_a_query_row_sees_only_the_ranks_below_its_limit() -> None:
+    model = random_model(MICRO)
+    rng = np.random.default_rng(0)
+    ids, masked = rng.integers(9, 320, (1, 12)), rng.random((1, 12)) < 0.7
+    canvas, query = canvas_of(ids, masked)
+    stale = QueryRows(query.index, draft_heads.stale_limit(canvas, 2))
+    before = model.read(canvas, model.context(canvas), stale)
+    changed = canvas.ids.clone()
+    last = int(canvas.rank.argmax())
+    second_to_last = int((canvas.rank == canvas.rank.max() - 1).flatten().nonzero())
+    changed[0, [last, second_to_last]] = 11
+    other = Canvas(changed, canvas.rank, canvas.num_prompt)
+    assert torch.equal(before, model.read(other, model.context(other), stale))
+    fresh = model.read(canvas, model.context(canvas), query)
+    assert not torch.equal(fresh, model.read(other, model.context(other), query))
+
+
+def test_the_rate_warms_up_stays_and_falls_to_zero() -> None:
+    plan = training.Plan(steps=100, warmup=10, decay_share=0.2, learning_rate=1.0)
+    assert [plan.rate(step) for step in (0, 9, 50, 80, 90, 100)] == pytest.approx([0.1, 1, 1, 1, 0.5, 0])
+
+
+def test_training_is_deterministic_and_lowers_the_loss(stream: corpus.TokenStream) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = micro_trainer(stream, 30)
+        runs.append([trainer.advance() for _ in range(30)])
+    assert runs[0] == runs[1]
+    assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
+
+
+def test_a_resumed_training_ends_with_the_same_bits(stream: corpus.TokenStream, tmp_path: Path) -> None:
+    straight = micro_trainer(stream, 6)
+    assert training.run(straight, None, training.Pace(), no_report)
+    first = micro_trainer(stream, 6)
+    for _ in range(3):
+        first.advance()
+    first.save(tmp_path)
+    second = micro_trainer(stream, 6, seed=99)
+    assert second.restore(tmp_path)
+    assert (second.step, second.tokens) == (3, first.tokens)
+    assert training.run(second, tmp_path, training.Pace(), no_report)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+    assert not micro_trainer(stream, 6).restore(tmp_path / "nothing")
+
+
+def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(
+    stream: corpus.TokenStream, tmp_path: Path
+) -> None:
+    trainer = micro_trainer(stream, 1000)
+    assert not training.run(trainer, tmp_path, training.Pace(minutes=0.0), no_report)
+    assert training.checkpoint_state(tmp_path / "checkpoint.safetensors")["step"] == trainer.step == 1
+
+
+def test_acceptance_and_both_losses_of_a_draft_law() -> None:
+    p = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
+    q = torch.tensor([[0.2, 0.3, 0.5, 0.0]]).log()
+    assert draft_heads.acceptance(p, q).item() == pytest.approx(0.7)
+    divergence = 0.5 * np.log(2.5) + 0.2 * np.log(0.4)
+    assert draft_heads.head_loss(p, q, by_acceptance=False).item() == pytest.approx(divergence, abs=1e-6)
+    assert draft_heads.head_loss(p, q, by_acceptance=True).item() == pytest.approx(-np.log(0.7), abs=1e-6)
+
+
+def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank() -> None:
+    ids = np.array([[10, 11, 12, 13, 14]])
+    masked = np.array([[True, False, True, True, False]])
+    windows = masking.Windows(ids, masked, masking.decoding_ranks(masked))
+    rows = draft_heads.rows_of(windows, torch.device("cpu"))
+    assert rows.token.tolist() == [10, 12, 13]
+    assert rows.offset.tolist() == [0, 1, 2]
+    left, has_left = rows.neighbour(-1)
+    right, has_right = rows.neighbour(1)
+    assert has_left.tolist() == [False, True, True] and left[1:].tolist() == [11, 12]
+    assert has_right.tolist() == [True, False, True] and right[[0, 2]].tolist() == [11, 14]
+
+
+def test_heads_learn_and_training_them_is_deterministic(stream: corpus.TokenStream) -> None:
+    model = random_model(MICRO, scale=0.3)
+    plan = draft_heads.HeadPlan(steps=40, count=4, length=24, markov_hidden=32, chain_hidden=32, warmup=4)
+    losses: list[list[float]] = [[], []]
+    trained = []
+    for run in range(2):
+
+        def report(step: int, loss: float, kept: list[float] = losses[run]) -> None:
+            kept.append(loss)
+
+        trained.append(draft_heads.train_heads(model, stream, plan, report))
+    assert losses[0] == losses[1]
+    assert np.mean(losses[0][20:26]) < np.mean(losses[0][:4])
+    for one, two in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(stream: corpus.TokenStream) -> None:
+    model = random_model(MICRO)
+    heads = DraftHeads(width=MICRO.d_model, markov_hidden=16, chain_hidden=16)
+    found = evaluation.draft_acceptance(model, heads, stream, length=32, revealed=0.3, limit=4)
+    assert found["stale"] == pytest.approx(found["markov"])
+    windows = next(evaluation.held_out_windows(stream, length=32, revealed=0.3, seed=0))
+    rows = draft_heads.rows_of(windows, torch.device("cpu"))
+    fresh, again = draft_heads.read_frozen(model, rows, [rows.canvas.rank, rows.canvas.rank], bfloat16=False)
+    law = draft_heads.log_law(model, fresh)
+    torch.testing.assert_close(
+        draft_heads.acceptance(law, draft_heads.log_law(model, again)), torch.ones(len(law)), atol=1e-5, rtol=0
+    )
+    assert (law[:, corpus.MASK_ID] == -torch.inf).all()
+
+
+def test_bits_per_byte_of_a_uniform_model_are_known(
+    stream: corpus.TokenStream, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    model = random_model(MICRO, scale=0.0)
+    sizes = corpus.token_bytes(tokenizer)
+    score = evaluation.quality(model, stream, sizes, length=64, revealed=0.5, limit=20)
+    assert score.nats_per_token == pytest.approx(np.log(MICRO.vocab_size - 1), rel=1e-5)  # all but the mask token
+    assert score.tokens == 20 * 32
+    with pytest.raises(ValueError, match="no held-out file"):
+        evaluation.quality(model, stream, sizes, length=10**6, revealed=0.5)
+
+
+def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = random_model(MICRO)
+    folder.save_model(tmp_path, model, tokenizer)
+    heads = DraftHeads(width=MICRO.d_model, markov_hidden=16, chain_hidden=24)
+    folder.save_draft_heads(tmp_path, heads)
+    loaded = folder.load_model(tmp_path, torch.device("cpu"))
+    reference = XLNetLMHeadModel.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name].half().float())
+        assert torch.equal(tensor, reference.state_dict()[name])
+    stored = load_heads(tmp_path)
+    assert stored is not None
+    assert torch.equal(stored.chain.up.weight, heads.chain.up.weight.half().float())
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(again, PreTrainedTokenizerFast)
+    text = "def f(x):\n\n        return '<mask>'  # é\t\n"
+    assert corpus.encode(again, text) == corpus.encode(tokenizer, text)
+    assert again.decode(corpus.encode(again, text)) == text
