@@ -1,0 +1,58 @@
+"""Helpers of the decoder tests: toy requests, and a loop that keeps a decoder's slots full."""
+
+import numpy as np
+import torch
+
+from decoders.base import ModelInfo, Request
+from decoders.heads import DraftHeads
+from decoders.noise import sample_key
+from decoders.registry import build_decoder
+
+KINDS = ("any_subset", "assd", "parallel")
+
+
+def table_info(vocab_size, suppressed=()):
+    return ModelInfo("table", vocab_size, None, None, KINDS, 0, tuple(suppressed))
+
+
+def toy_requests(count, *, vocab_size, longest, share=0.7, seed=0, shortest=1):
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        canvas = rng.integers(0, vocab_size, rng.integers(shortest, longest + 1)).astype(np.int32)
+        canvas[rng.random(len(canvas)) < share] = -1
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+def toy_heads(width, seed=0):
+    """Random draft heads that really change what is drafted."""
+    torch.manual_seed(seed)
+    heads = DraftHeads(width=width, markov_hidden=8, chain_hidden=8).double()
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return heads.requires_grad_(False)
+
+
+def run_all(decoder, requests):
+    """Decode requests, refilling slots as they free up; outcomes by index, each exactly once."""
+    queue, outcomes = list(requests), {}
+    while queue or decoder.active:
+        while queue and decoder.room(len(queue[0].canvas)):
+            decoder.admit([queue.pop(0)])
+        for outcome in decoder.step():
+            assert outcome.index not in outcomes
+            outcomes[outcome.index] = outcome
+    assert set(outcomes) == {request.index for request in requests}
+    return outcomes
+
+
+def decode(backbone, info, settings, sampling, requests, *, rows=3, heads=None, max_tokens=1 << 20, trace=False):
+    decoder = build_decoder(
+        backbone, info, settings, sampling, max_rows=rows, max_tokens=max_tokens, heads=heads, trace=trace
+    )
+    return run_all(decoder, requests)
+
+
+def texts(outcomes):
+    return {index: outcome.tokens.tolist() for index, outcome in outcomes.items()}
