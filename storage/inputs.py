@@ -105,22 +105,34 @@ def _list_local(path: str) -> list[InputFile]:
         files = list(_local_files(os.path.dirname(path), [path]))
     else:
         root = _fixed_part(path)
-        files = list(_local_files(root, (name for name in glob.glob(path, recursive=True) if os.path.isfile(name))))
+        files = list(_local_files(root, glob.glob(path, recursive=True)))
     return _checked(path, files)
 
 
 def _local_files(root: str, paths: Iterable[str]) -> Iterator[InputFile]:
     for path in paths:
+        if not os.path.isfile(path):
+            continue  # a dangling link, a socket
         found = os.stat(path)
-        name = os.path.relpath(path, root or ".").replace(os.sep, "/")
+        name = _printable(os.path.relpath(path, root or ".").replace(os.sep, "/"))
         format_, compression = format_of(path) or ("", None)
         yield InputFile(os.path.abspath(path), name, found.st_size, None, found.st_mtime, format_, compression)
 
 
 def _walk(folder: str) -> Iterator[str]:
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_refuse):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         yield from (os.path.join(place, name) for name in names if not _is_hidden(name))
+
+
+def _refuse(error: OSError) -> None:
+    # os.walk would pass over a folder that it may not read, and its rows would vanish quietly.
+    raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
+
+
+def _printable(name: str) -> str:
+    """A name on disk may hold bytes that are no UTF-8; ids are made of it, so they are shown as \\udcXX."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:

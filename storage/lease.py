@@ -123,7 +123,12 @@ def process_is_dead(owner: str) -> bool:
     machine, _, pid = rest.partition(":")
     if (host, machine) != (socket.gethostname(), _machine()) or not pid.isdecimal():
         return False
-    return not psutil.pid_exists(int(pid))
+    try:
+        return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def _machine() -> str:

@@ -18,6 +18,7 @@ try:
 except ImportError:  # not on Windows, where `replace` is then not safe between processes
     fcntl = None  # type: ignore[assignment]
 
+_THE_USERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 TEMPORARY = ".tmp-"
 LOCK = ".lock"
 
@@ -63,6 +64,8 @@ class LocalStore:
     def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """See Store. Replacers are kept apart by a lock that the system drops when its holder dies."""
         path = self._path(name)
+        if not path.exists():
+            raise Conflict(f"{path} does not exist")
         with _locked(path):
             found = self.stat(name)
             if found is None or found.etag != etag:
@@ -84,9 +87,11 @@ class LocalStore:
 
     def stat(self, name: str) -> Stat | None:
         """See Store."""
+        path = self._path(name)
         try:
-            return self._stat(name, self._path(name))
-        except (FileNotFoundError, NotADirectoryError):
+            with _translated(path):
+                return self._stat(name, path)
+        except NotFound:
             return None
 
     def delete(self, name: str) -> None:
@@ -98,9 +103,11 @@ class LocalStore:
         return self.root / checked_name(name)
 
     def _names(self, folder: str) -> Iterator[str]:
+        place = self.root / folder
         try:
-            entries = sorted(os.scandir(self.root / folder), key=_order)
-        except (FileNotFoundError, NotADirectoryError):
+            with _translated(place):
+                entries = sorted(os.scandir(place), key=_order)
+        except NotFound:
             return
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
@@ -120,7 +127,7 @@ class LocalStore:
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
             with _translated(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
+                _make_folder(path.parent)
                 _write_synced(temporary, data)
             yield temporary
         finally:
@@ -152,6 +159,15 @@ def _write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, durably."""
+    if folder.is_dir():
+        return
+    _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _sync_folder(folder.parent)
+
+
 def _sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
     if os.name == "nt":
@@ -165,7 +181,6 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(path.name + LOCK).open("ab") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -181,6 +196,6 @@ def _translated(path: Path) -> Iterator[Path]:
         raise NotFound(f"{path} does not exist") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}:
+        if error.errno in _THE_USERS:
             raise UserError(f"{path}: {reason}") from None
         raise StoreError(f"{path}: {reason}") from None

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from itertools import islice
+from pathlib import PurePosixPath
 from threading import Lock
 
 from storage.delimited import csv_reader
 from storage.errors import StoreError, UserError
 from storage.inputs import FIELD, STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, InputFile, list_inputs
-from storage.lines import Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
+from storage.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
 from storage.rows import Row, default_id, failed
 from storage.sources import open_seekable, open_stream
 from storage.store import S3Options
@@ -44,6 +45,7 @@ def iterate(
             yield from table_rows(file, _projection(columns), s3)
         else:
             with open_stream(file, s3=s3) as stream:
+                _refuse_json_array(file, stream)
                 yield from _reader(file, chunk_chars)(stream, Start())
     except StoreError as error:
         raise UserError(str(error), field=FIELD) from None
@@ -79,6 +81,12 @@ def read_rows(
 
 def _projection(columns: Mapping[str, str] | None) -> Columns:
     return None if columns is None else tuple(sorted(set(columns.values())))
+
+
+def _refuse_json_array(file: InputFile, stream: BufferedReader) -> None:
+    """A .json file may hold one array, of which every line would fail: better say so at once."""
+    if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(BOM).lstrip()[:1] == b"[":
+        raise UserError(f"{file.uri} holds a JSON array; give one object a line (jq -c '.[]')", field=FIELD)
 
 
 def _reader(file: InputFile, chunk_chars: int | None) -> Reader:

@@ -22,7 +22,7 @@ from storage.store import NotFound, S3Options, Store, open_store
 BUFFER_BYTES = 2**20
 BLOCK_BYTES = 4 * 2**20
 CACHED_BLOCKS = 16
-SPOOL_BYTES = 16 * 2**30
+SPOOL_BYTES = 4 * 2**30
 """A compressed input whose content is larger is read from the front each time, rather than fill the disk."""
 
 
@@ -50,26 +50,34 @@ def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedR
 
 
 def open_seekable(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader | None:
-    """Return the file's content, decompressed and seekable; None if it is compressed and larger than SPOOL_BYTES."""
+    """Return the file's content, decompressed and seekable.
+
+    None if it is compressed and larger than SPOOL_BYTES, or than the disk for temporary files takes.
+    """
     if file.compression is None:
         return open_bytes(file, s3=s3)
-    with open_stream(file, s3=s3) as stream:
-        return _spooled(stream)
-
-
-def _spooled(stream: io.BufferedReader) -> io.BufferedReader | None:
     spool: IO[bytes] = tempfile.TemporaryFile(prefix="draftmill-", buffering=BUFFER_BYTES)  # noqa: SIM115
+    with open_stream(file, s3=s3) as stream:
+        if not _spooled(stream, spool):
+            spool.close()
+            return None
+    assert isinstance(spool, io.BufferedRandom)
+    return io.BufferedReader(spool.detach(), BUFFER_BYTES)
+
+
+def _spooled(stream: io.BufferedReader, spool: IO[bytes]) -> bool:
+    """Copy the stream; False if it does not fit."""
     size = 0
     while data := stream.read(BUFFER_BYTES):
         size += len(data)
         if size > SPOOL_BYTES:
-            spool.close()
-            return None
-        spool.write(data)
-    spool.flush()
-    spool.seek(0)
-    assert isinstance(spool, io.BufferedRandom)
-    return io.BufferedReader(spool.detach(), BUFFER_BYTES)
+            return False
+        try:
+            spool.write(data)
+            spool.flush()
+        except OSError:
+            return False
+    return True
 
 
 class _Decompressed(io.RawIOBase):

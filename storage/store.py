@@ -136,10 +136,15 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
 def probe(store: Store) -> bool:
     """True if the store honours conditional creation: of two creates of one name, the second is refused.
 
-    Leaves nothing behind. Raises UserError if the store can't be written.
+    Leaves nothing behind. Raises UserError if the store can't be reached or written.
     """
     name = f"_probe-{secrets.token_hex(8)}"
-    store.create(name, b"first")
+    try:
+        store.create(name, b"first")
+    except UserError as error:
+        raise UserError(error.message, field=error.field or "output.path") from None
+    except StoreError as error:
+        raise UserError(str(error), field="output.path") from None
     try:
         store.create(name, b"second")
     except AlreadyExists:

@@ -143,8 +143,8 @@ def _pick_parquet(file: InputFile, rows: Sequence[int], columns: Columns, s3: S3
     inside = [row for row in rows if row < starts[-1]]
     for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
         wanted = list(numbers)
-        if opened.metadata.row_group(group).total_byte_size <= CACHED_GROUP_BYTES:
-            table = _row_group(file, s3, group, columns)
+        table = _row_group(file, s3, group, columns)
+        if table is not None:
             yield from _rows_of(table.take(pa.array([row - starts[group] for row in wanted])), wanted)
         else:
             yield from _pick_batches(_group_batches(opened, [group], columns), starts[group], wanted)
@@ -185,6 +185,16 @@ def _parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
 
 
 @lru_cache(maxsize=2)
-def _row_group(file: InputFile, s3: S3Options | None, group: int, columns: Columns) -> pa.Table:
+def _row_group(file: InputFile, s3: S3Options | None, group: int, columns: Columns) -> pa.Table | None:
+    """A row group that is small enough to keep, else None. The footer's size is of the coded values; repeated texts
+    may unpack to far more."""
     opened = _parquet(file, s3)
-    return opened.read_row_group(group, columns=_present(opened.schema_arrow.names, columns))
+    if opened.metadata.row_group(group).total_byte_size > CACHED_GROUP_BYTES:
+        return None
+    kept, num_bytes = [], 0
+    for batch in _group_batches(opened, [group], columns):
+        kept.append(batch)
+        num_bytes += batch.nbytes
+        if num_bytes > CACHED_GROUP_BYTES:
+            return None
+    return pa.Table.from_batches(kept)

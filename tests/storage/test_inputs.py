@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -85,6 +86,18 @@ def test_a_folder_passes_over_what_is_no_data(tmp_path: Path) -> None:
     write(tmp_path, "a.jsonl", ".hidden.jsonl", ".git/x.jsonl", "_SUCCESS", "_log/b.jsonl", "state.json", "x.png")
     write(tmp_path, "README.md", "LICENSE.txt")
     assert names(tmp_path) == ["a.jsonl"]
+
+
+def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    (tmp_path / "dangling.jsonl").symlink_to("absent")
+    (tmp_path / "folder.jsonl").mkdir()
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "wb") as file:
+        file.write(b'{"a": 1}\n')
+    files = list_inputs(str(tmp_path))
+    assert [file.name for file in files] == ["a.jsonl", "caf\\udce9.jsonl"]
+    assert [row.values for row in iterate(files[1])] == [{"a": 1}]
+    assert InputFile(**json.loads(json.dumps(dataclasses.asdict(files[1])))) == files[1]
 
 
 def test_a_folder_of_sources_keeps_its_private_modules(tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from storage.errors import UserError
+from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
 from storage.sources import BLOCK_BYTES, open_object
 from storage.store import AlreadyExists, Conflict, NotFound, Store, open_store, probe
@@ -136,6 +138,39 @@ def test_an_interrupted_creation_shows_nothing_and_leaves_nothing(
     assert list(store.list()) == []
     assert list((tmp_path / "data").iterdir()) == []
     store.create("data/a", b"x")
+
+
+def test_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(str(tmp_path))
+    store.create("data/a", b"kept")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(StoreError, match="No space left"):
+        store.create("data/b", b"x")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["a"]
+
+
+def test_a_link_whose_answer_was_lost_is_a_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def lost(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError
+
+    monkeypatch.setattr("os.link", lost)
+    assert open_store(str(tmp_path)).create("data/a", b"x").size == 1
+
+
+def test_a_file_system_without_links_is_the_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr("os.link", refuse)
+    with pytest.raises(UserError, match=r"^output\.path: .*can't link"):
+        probe(open_store(str(tmp_path)))
 
 
 def test_a_temporary_file_that_a_killed_writer_left_is_not_listed(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Errors cross process borders whole, and say where the user should look."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from storage.errors import RowError, UserError
+from storage.lease import LeaseHeld
+from storage.store import AlreadyExists, Stat
+
+
+def test_a_user_error_leads_with_its_field() -> None:
+    assert str(UserError("nothing is at 'x'", field="input.path")) == "input.path: nothing is at 'x'"
+    assert str(UserError("plain")) == "plain"
+    assert isinstance(UserError("plain"), ValueError)
+
+
+def test_a_row_error_has_kind_stage_and_message() -> None:
+    error = RowError("bad_json", "read", "line 3")
+    assert (error.kind, error.stage, error.message) == ("bad_json", "read", "line 3")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("message", field="a.b"),
+        RowError("bad_row", "read", "message"),
+        LeaseHeld("owner", 5.0),
+        AlreadyExists(Stat("a", 1, "e", {"unit": "1"})),
+    ],
+)
+def test_an_error_survives_the_way_between_processes(error: Exception) -> None:
+    again = copy.copy(error)  # by the same protocol that messages between workers use
+    assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
