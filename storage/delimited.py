@@ -25,26 +25,33 @@ class _Record:
 
 
 def csv_reader(delimiter: str) -> Reader:
-    """Return a reader of delimited records under a header line; all values are strings, blank lines are no rows.
+    """Return a reader, for one file, of delimited records under a header line.
+
+    All values are strings; blank lines are no rows.
 
     A record whose quotes don't end fails alone: reading goes on at the next line.
     """
 
+    header: list[str] | None = None  # kept, since a unit starts once for each of its rows
+
     def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
-        if start.offset:
+        nonlocal header
+        source = _Lines(stream, start.offset)
+        if start.offset == 0:
+            header = _header(source, delimiter)
+        elif header is None:
             stream.seek(0)
-        front = _Lines(stream, 0)
-        header = _header(next(_records(front, delimiter, 0), None))
-        if start.offset:
+            header = _header(_Lines(stream, 0), delimiter)
             stream.seek(start.offset)
-            front = _Lines(stream, start.offset)
-        for record in _records(front, delimiter, start.row):
+        for record in _records(source, delimiter, start.row):
             yield _row(record, header)
 
     return rows
 
 
-def _header(record: _Record | None) -> list[str]:
+def _header(source: _Lines, delimiter: str) -> list[str]:
+    """The column names, read from the front; `source` then stands behind them."""
+    record = next(_records(source, delimiter, 0), None)
     if record is None:
         return []
     problem = record.problem
