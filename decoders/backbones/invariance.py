@@ -99,7 +99,7 @@ def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, min_qu
     )
     bias = torch.randn(num_slots, num_heads, num_queries, longest, generator=generator).to(dtype)
     bias[..., num_visible:] = -torch.inf
-    whole = attend(query, key, value, bias)
+    whole, products = attend(query, key, value, bias), torch.matmul(query, key.transpose(2, 3))
     for slots in (1, 2, num_slots):
         for queries in (min_queries, min_queries + 1, min_queries + 4):
             for columns in {-(-num_visible // multiple) * multiple + step * multiple for step in (0, 1, 3)}:
@@ -109,6 +109,9 @@ def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, min_qu
                     value[:slots, :, :columns],
                     bias[:slots, :, :queries, :columns],
                 )
+                product = torch.matmul(query[:slots, :, :queries], key[:slots, :, :columns].transpose(2, 3))
                 if not torch.equal(part, whole[:slots, :, :queries]):
+                    return False
+                if not torch.equal(product, products[:slots, :, :queries, :columns]):
                     return False
     return True
