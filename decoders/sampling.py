@@ -1,4 +1,4 @@
-"""From logits to tokens: the warp, the coupled draw, and the rejection rule. Pure functions over rows.
+"""From logits to tokens: the warp, the draws, and the residual of the rejection rule. Pure functions over rows.
 
 p is the target's law, q the draft's. Laws are log-probabilities in float32 (float64 where the logits are), normalised after
 temperature, top-k and top-p; at temperature 0 a law is one-hot on the lowest index of the maximum, so that both acceptance
@@ -8,8 +8,6 @@ Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,37 +62,11 @@ def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
     return torch.minimum(below.sum(-1), last)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one draft in each row: `accepted` bool [R], and `tokens` int64 [R], the token to commit."""
-
-    accepted_R: Tensor
-    tokens_R: Tensor
-
-
-def rejection_verdict(
-    p_RV: Tensor, q_RV: Tensor, drafts_R: Tensor, *, accept_R: Tensor, recover_R: Tensor
-) -> Verdict:
-    """Accept each draft with probability min(1, p/q); else draw from the normalised positive part of p - q.
-
-    `p_RV`, `q_RV` are log laws; `accept_R`, `recover_R` uniforms in (0, 1). This is the rule of ASSD's Algorithm 1 and of
-    Leviathan et al. (2023). Where the residual has no mass (rounding), the recovered token is drawn from p.
-    """
-    log_p = p_RV.gather(-1, drafts_R.unsqueeze(-1)).squeeze(-1)
-    log_q = q_RV.gather(-1, drafts_R.unsqueeze(-1)).squeeze(-1)
-    accepted = accept_R < (log_p.to(torch.float64) - log_q.to(torch.float64)).exp()
-    recovered = inverse_cdf_draw(residual(p_RV, q_RV), recover_R)
-    return Verdict(accepted, torch.where(accepted, drafts_R, recovered))
-
-
 def residual(p_RV: Tensor, q_RV: Tensor) -> Tensor:
-    """Return the unnormalised positive part of p - q, or p where that has no mass, [R, V]."""
+    """Return the unnormalised positive part of p - q, or p where that has no mass (rounding), [R, V].
+
+    What the rejection rule draws from after it has refused a draft (ASSD, Algorithm 1; Leviathan et al., 2023).
+    """
     p_mass = p_RV.exp()
     positive = (p_mass - q_RV.exp()).clamp_(min=0.0)
     return torch.where(positive.sum(-1, keepdim=True) > 0, positive, p_mass)
-
-
-def coupled_verdict(p_RV: Tensor, drafts_R: Tensor, gumbel_RV: Tensor | None) -> Verdict:
-    """Accept a draft iff it is the token that the target draws with the same noise; commit the target's token always."""
-    tokens = coupled_draw(p_RV, gumbel_RV)
-    return Verdict(tokens == drafts_R, tokens)
