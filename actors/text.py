@@ -9,9 +9,12 @@ import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from storage.errors import UserError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -21,47 +24,39 @@ _PROBE = ("a b", "c\n d", "  e")
 class Tokenizer:
     """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        # A checkpoint's file may ask for truncation, padding, and special tokens found in the text: none of it here.
+        core.no_truncation()
+        core.no_padding()
+        core.encode_special_tokens = True
+        self._core = core
 
     @property
     def size(self) -> int:
         """Ids are below this."""
-        return len(self._inner)
+        return self._core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; what spells a special token in it is text like any other."""
-        return list(self._call(text)["input_ids"])
+        return self._core.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each; faster than one at a time."""
-        return [list(ids) for ids in self._call(list(texts))["input_ids"]] if texts else []
+        return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text`, and the [start, end) characters that each stands for."""
-        found = self._call(text, return_offsets_mapping=True)
-        return list(found["input_ids"]), [(int(start), int(end)) for start, end in found["offset_mapping"]]
+        found = self._core.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; bytes that form no character become U+FFFD. Never raises."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self._core.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
     def joins(self) -> bool:
         """Whether the pieces of a text, encoded one by one, decode to the text: so with byte-level vocabularies."""
         return self.decode([token for piece in _PROBE for token in self.encode(piece)]) == "".join(_PROBE)
-
-    def _call(self, text: str | list[str], **options: Any) -> Any:
-        return self._inner(
-            text,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-            **options,
-        )
 
 
 def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -78,7 +73,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
             "that give tokens",
             field=_FIELD,
         )
-    return Tokenizer(_load(place, trust_remote_code))
+    return Tokenizer(_load(place, trust_remote_code).backend_tokenizer)
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:

@@ -83,10 +83,17 @@ class OutputSettings(Settings):
     unit_rows: Auto | Positive = "auto"
 
 
-class S3Settings(Settings):
-    """How to reach S3, for inputs, models and results alike."""
+def _endpoint(url: str) -> str:
+    # The spec is copied into the run directory.
+    if "@" in url:
+        raise ValueError("no credentials in the spec; they come from the environment, as boto3 finds them")
+    return url
 
-    endpoint: str | None = None
+
+class S3Settings(Settings):
+    """How to reach S3, for inputs, models and results alike. Credentials come from the environment."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
     region: str | None = None
     addressing: Literal["auto", "path", "virtual"] = "auto"
     checksums: Literal["auto", "when_required", "when_supported"] = "auto"

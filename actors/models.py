@@ -1,0 +1,168 @@
+"""Checkpoints as local folders, wherever they come from, and the hashes by which a job knows them again.
+
+`builtin:NAME`, a local folder, `s3://bucket/prefix` or the id of a hub repository. Only weights in safetensors, JSON and
+tokenizer files are fetched, never code. Reads no tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from storage.errors import StoreError, UserError
+from storage.store import S3Options, Stat, Store, open_store
+
+FIELD = "model.path"
+BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"
+PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HEAD_FILES = ("draft_head.json", "draft_head.safetensors")
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_CHUNK_BYTES = 2**22
+
+
+def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None = None, field: str = FIELD) -> Path:
+    """Return the local folder of a checkpoint, fetching it if need be; a second call finds it in the cache.
+
+    Raises UserError, led by `field`, where there is no such model.
+    """
+    if path.startswith("builtin:"):
+        return _builtin(path, field)
+    if path.startswith("s3://"):
+        return _from_s3(path, s3, field)
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if "://" in path or not _HUB_ID.fullmatch(path) or folder.exists():
+        raise UserError(f"{path!r} is no folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field)
+    return _from_hub(path, revision, field)
+
+
+def builtin_models() -> list[str]:
+    """Names of the models that ship with the project."""
+    return sorted(place.name for place in BUILTIN.iterdir() if (place / "config.json").is_file())
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: DRAFTMILL_CACHE, or the user's cache folder."""
+    named = os.environ.get("DRAFTMILL_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftmill"
+
+
+def model_hash(folder: Path) -> str:
+    """SHA-256 over config.json, the weight files and the draft head, if there is one; by content, not by place.
+
+    Raises UserError where the checkpoint is incomplete.
+    """
+    from decoders.backbones.load import weight_files
+
+    try:
+        weights = weight_files(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise user_error(error, FIELD) from None
+    heads = [folder / name for name in _HEAD_FILES if (folder / name).is_file()]
+    return hash_files(folder, [folder / "config.json", *weights, *heads])
+
+
+def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
+    """SHA-256 over the tokenizer's files, `none` where there is to be none; `setting` as in model.tokenizer."""
+    if setting == "none":
+        return "none"
+    place = folder if setting == "auto" else Path(setting).expanduser()
+    return hash_files(place, [place / name for name in _TOKENIZER_FILES if (place / name).is_file()])
+
+
+def hash_files(folder: Path, files: Iterable[Path]) -> str:
+    """SHA-256 over the relative names, sizes and contents of files."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        try:
+            with file.open("rb") as stream:
+                digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
+                while data := stream.read(_CHUNK_BYTES):
+                    digest.update(data)
+        except OSError as error:
+            raise UserError(f"{file} can't be read: {error.strerror}", field=FIELD) from None
+    return digest.hexdigest()
+
+
+def user_error(error: Exception, field: str) -> UserError:
+    """An error of the decoders' side, whose message may lead with its field path, as a UserError."""
+    path, colon, message = str(error).partition(": ")
+    if colon and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", path):
+        return UserError(message, field=path)
+    return UserError(str(error), field=field)
+
+
+def _builtin(path: str, field: str) -> Path:
+    name = path.removeprefix("builtin:")
+    if name not in builtin_models():
+        raise UserError(
+            f"{path!r} does not exist; allowed: {_listed(f'builtin:{one}' for one in builtin_models())}", field=field
+        )
+    return BUILTIN / name
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none are installed"
+
+
+def _from_hub(path: str, revision: str | None, field: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=list(PATTERNS)))
+    except (OSError, ValueError) as error:  # the hub's own errors, those of its connections among them, are OSErrors
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{path!r} is neither a folder here nor a hub model that can be had: {reason}", field=field
+        ) from None
+
+
+def _from_s3(path: str, s3: S3Options | None, field: str) -> Path:
+    """A copy in the cache, named by the objects' etags: another version is another folder."""
+    bucket, _, prefix = path.removeprefix("s3://").partition("/")
+    prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+    try:
+        store = open_store(f"s3://{bucket}", s3=s3)
+        found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix))]
+        if not found:
+            raise UserError(f"{path!r} holds no model files ({', '.join(PATTERNS)})", field=field)
+        version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in found]).encode()).hexdigest()[:16]
+        target = cache_folder() / "models" / f"{bucket}-{version}"
+        if not target.is_dir():
+            _download(store, prefix, found, target)
+        return target
+    except StoreError as error:
+        raise UserError(f"{path}: {error}", field=field) from None
+
+
+def _is_wanted(name: str) -> bool:
+    return "/" not in name and any(Path(name).match(pattern) for pattern in PATTERNS)
+
+
+def _download(store: Store, prefix: str, found: list[Stat], target: Path) -> None:
+    """Fetch into a folder of our own and rename it: a folder of the final name is whole, whoever else fetches."""
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+    partial.mkdir(parents=True)
+    try:
+        for stat in found:
+            with (partial / stat.name.removeprefix(prefix)).open("wb") as file:
+                for start in range(0, stat.size, 2**26):
+                    file.write(store.get_range(stat.name, start, 2**26))
+        try:
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

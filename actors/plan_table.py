@@ -1,0 +1,135 @@
+"""The unit table of a run directory, as planners write it and workers read it: which rows make up each unit.
+
+    plan/part-00000.parquet      one row group per unit, units in order; a part holds some hundred units
+    _plan.json                   names the parts, among much else, and is written last
+
+A worker reads a part's footer once and then one row group per unit. Knows nothing of specs and models.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.errors import StoreError
+from storage.sources import open_object
+from storage.store import Store
+
+PLAN = "_plan.json"
+FOLDER = "plan/"
+
+ROW_SCHEMA: pa.Schema = pa.schema(
+    [
+        pa.field("file", pa.int32(), nullable=False),
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("offset", pa.int64()),
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("holes", pa.int32(), nullable=False),
+        pa.field("error_kind", pa.string()),
+    ]
+)
+"""One row per sample: `file` counts the plan's inputs, `row` and `offset` (bytes) find it there; `length` is its canvas
+in tokens, `holes` how many of them are to be generated; `error_kind` is set where it can't be read or tokenized."""
+
+TABLE_SCHEMA: pa.Schema = pa.schema([pa.field("unit", pa.int32(), nullable=False), *ROW_SCHEMA])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    """One row of the unit table; see ROW_SCHEMA."""
+
+    unit: int
+    file: int
+    row: int
+    offset: int | None
+    id: str
+    length: int
+    holes: int
+    error_kind: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file of the unit table: units [first, first + units)."""
+
+    name: str
+    first: int
+    units: int
+    rows: int
+
+
+def part_name(number: int) -> str:
+    """The name of a part in its run directory."""
+    return f"{FOLDER}part-{number:05d}.parquet"
+
+
+def part_bytes(units: Iterable[pa.Table]) -> bytes:
+    """Return units (tables of TABLE_SCHEMA) as one Parquet file with a row group for each."""
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink, TABLE_SCHEMA, compression="zstd", use_dictionary=["unit", "file", "error_kind"]
+    ) as writer:
+        for unit in units:
+            writer.write_table(unit, row_group_size=max(1, unit.num_rows))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+class PlanTable:
+    """Reads single units of the plan in `store`; keeps a few parts' footers, no rows."""
+
+    def __init__(self, store: Store, parts: Iterable[Part] | None = None) -> None:
+        self._store = store
+        self._parts = tuple(parts) if parts is not None else read_parts(store)
+        self._firsts = [part.first for part in self._parts]
+
+    def unit_rows(self, unit: int) -> list[PlannedRow]:
+        """Return the unit's rows in their order. Raises StoreError where the plan has no such unit or is damaged."""
+        index = bisect_right(self._firsts, unit) - 1
+        if index < 0 or unit >= self._parts[index].first + self._parts[index].units:
+            raise StoreError(f"{self._store.url}: the plan has no unit {unit}")
+        part = self._parts[index]
+        try:
+            table = _open_part(self._store, part.name).read_row_group(unit - part.first)
+        except (pa.ArrowException, OSError) as error:
+            raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
+        return _rows(table)
+
+    def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """Yield one table per unit, in order, one part in memory at a time."""
+        for part in self._parts:
+            try:
+                opened = pq.ParquetFile(io.BytesIO(self._store.get(part.name)))
+                for group in range(opened.num_row_groups):
+                    yield opened.read_row_group(group, columns=columns)
+            except (pa.ArrowException, OSError) as error:
+                raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
+
+
+def read_parts(store: Store) -> tuple[Part, ...]:
+    """Return the parts that `_plan.json` names; NotFound if there is no plan."""
+    return parts_of(json.loads(store.get(PLAN)))
+
+
+def parts_of(plan: dict[str, object]) -> tuple[Part, ...]:
+    """The parts in the mapping that `_plan.json` holds."""
+    listed = plan["parts"]
+    assert isinstance(listed, list)
+    return tuple(Part(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
+
+
+def _rows(table: pa.Table) -> list[PlannedRow]:
+    columns = [table.column(name).to_pylist() for name in TABLE_SCHEMA.names]
+    return [PlannedRow(*values) for values in zip(*columns, strict=True)]
+
+
+@lru_cache(maxsize=4)
+def _open_part(store: Store, name: str) -> pq.ParquetFile:
+    return pq.ParquetFile(open_object(store, name), pre_buffer=False)

@@ -1,0 +1,110 @@
+"""What makes two jobs the same: the fingerprint covers all that changes results, and nothing that does not. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from decoders.base import ModelInfo
+from jobs.spec import JobSpec
+from storage.reader import InputFile
+from storage.records import SCHEMA_VERSION
+
+SHOWN = 8
+"""Differing keys that are named; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, and a draft head from elsewhere."""
+
+    model: str
+    tokenizer: str
+    head: str | None = None
+
+
+def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
+    """Everything that results depend on, plain and JSON-able; where the checkpoint or the inputs lie is no part of it."""
+    key = spec.results_key()
+    key["model"] |= {
+        "weights": hashes.model,
+        "tokenizer": hashes.tokenizer,
+        "head": hashes.head,
+        "family": info.family,
+        "mask_id": info.mask_id,
+    }
+    key["input"] |= {"files": digest([identity(file) for file in inputs])}
+    return key | {"schema_version": SCHEMA_VERSION}
+
+
+def fingerprint(key: Mapping[str, Any]) -> str:
+    """SHA-256 of a results key, 64 hexadecimal digits."""
+    return digest(key)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a plain value in canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity(file: InputFile) -> dict[str, Any]:
+    """What tells one version of an input from another: its name and format, size, etag and date."""
+    return {key: value for key, value in asdict(file).items() if key != "uri"}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`decoder.k was 5, is 4`: one for each dotted key whose value differs, sorted."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return [
+        f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
+    """`a.jsonl (size was 10, is 12)`: one for each input that is new, gone or another version."""
+    old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            found.append(f"{name} (gone)")
+        elif name not in old:
+            found.append(f"{name} (new)")
+        elif old[name] != new[name]:
+            found.append(f"{name} ({', '.join(differences(old[name], new[name]))})")
+    return found
+
+
+def shortened(items: Sequence[str]) -> str:
+    """The first of many, and how many more there are."""
+    more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + more
+
+
+def code_version() -> str:
+    """The version of draftmill that runs."""
+    try:
+        return version("draftmill")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "not there"
+    text = json.dumps(values[key])
+    return text if len(text) <= 60 else f"{text[:12]}..."

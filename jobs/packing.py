@@ -1,0 +1,80 @@
+"""Lengths -> units, and what a packing costs. Pure numbers: no rows, no files.
+
+    window of 10 rows      lengths  7 3 9 1 8 2 6 9 4 5
+    sorted, longest first           9 9 8 7 6 5 4 3 2 1
+    units of at most 4 rows        [9 9 8 7][6 5 4][3 2 1]      even shares; a token budget may cut earlier
+
+Rows of a unit are of similar length, so a batch of them has little padding.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNIT_TOKENS = 2**19
+"""The most tokens of one unit: bounds the memory and the time of what is committed, retried and bisected together."""
+
+MIN_UNIT_ROWS, MAX_UNIT_ROWS, UNITS_PER_WINDOW = 32, 1024, 64
+
+Range = tuple[int, int]
+
+
+def auto_unit_rows(rows_in_first_window: int) -> int:
+    """Rows of a unit where the spec leaves it open: 64 units in the first window, within 32 and 1024 rows."""
+    return min(MAX_UNIT_ROWS, max(MIN_UNIT_ROWS, -(-rows_in_first_window // UNITS_PER_WINDOW)))
+
+
+def longest_first(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the order of a window's rows: longest first, equal ones as they come."""
+    return np.argsort(-lengths.astype(np.int64), kind="stable")
+
+
+def cut(lengths: NDArray[np.int32], *, max_rows: int, max_tokens: int = UNIT_TOKENS) -> list[Range]:
+    """Cut sorted rows into [start, end) units of at most `max_rows` rows and `max_tokens` tokens, in even shares.
+
+    A row that is longer than the budget is a unit of its own.
+    """
+    total = len(lengths)
+    if total == 0:
+        return []
+    share = -(-total // -(-total // max_rows))
+    sums = np.concatenate([[0], np.cumsum(lengths.astype(np.int64))])
+    units: list[Range] = []
+    start = 0
+    while start < total:
+        fits = int(np.searchsorted(sums, sums[start] + max_tokens, side="right")) - 1
+        end = max(start + 1, min(fits, start + share, total))
+        units.append((start, end))
+        start = end
+    return units
+
+
+def padding_efficiency(lengths: NDArray[np.int32], *, batch_rows: int) -> float:
+    """Useful over computed tokens when rows go through in this order, in batches padded to their longest row; 1 if empty."""
+    if len(lengths) == 0 or int(lengths.sum()) == 0:
+        return 1.0
+    batches = range(0, len(lengths), batch_rows)
+    computed = sum(int(lengths[at : at + batch_rows].max()) * len(lengths[at : at + batch_rows]) for at in batches)
+    return int(lengths.sum()) / computed
+
+
+def refill_makespan(costs: Sequence[float], slots: int) -> float:
+    """Time until all samples are done when each of `slots` takes the next one in order as soon as it is free."""
+    free = [0.0] * slots
+    for cost in costs:
+        heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def static_makespan(costs: Sequence[float], slots: int) -> float:
+    """The same when a batch of `slots` samples must end before the next begins."""
+    return float(sum(max(costs[at : at + slots]) for at in range(0, len(costs), slots)))
+
+
+def makespan_bound(costs: Sequence[float], slots: int) -> float:
+    """No schedule is faster: all work shared evenly, and the longest sample alone."""
+    return max(sum(costs) / slots, max(costs, default=0.0))

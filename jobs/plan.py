@@ -1,0 +1,227 @@
+"""The plan of a job: which rows there are, which unit each belongs to, and the fingerprint of all that results depend on.
+
+    inputs --survey--> rows with lengths --PlanWriter--> plan/part-*.parquet, then _plan.json, once and for ever
+
+A plan depends on the spec and the inputs alone: not on workers, devices or batch sizes. Building it twice gives the same
+bytes. Memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from actors.canvas import CanvasMaker
+from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
+from actors.rows import row_id
+from actors.text import Tokenizer
+from decoders.base import ModelInfo
+from jobs.duplicates import DuplicateFinder, Place
+from jobs.fingerprint import Hashes, changed_files, code_version, differences, fingerprint, results_key, shortened
+from jobs.leases import UnitSize
+from jobs.plan_writer import PlanWriter
+from jobs.spec import JobSpec, check_spec
+from jobs.survey import survey
+from storage.errors import UserError
+from storage.failpoints import failpoint
+from storage.reader import InputFile, default_id, iterate, read_rows
+from storage.records import SCHEMA_VERSION
+from storage.store import AlreadyExists, NotFound, Store
+
+FORMAT = 1
+"""Of `_plan.json` itself; SCHEMA_VERSION is that of the results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan as it stands in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows."""
+
+    fingerprint: str
+    code_version: str
+    spec: JobSpec
+    results: dict[str, Any]
+    files: tuple[InputFile, ...]
+    rows: int
+    units: int
+    tokens: int
+    holes: int
+    errors: dict[str, int]
+    parts: list[dict[str, Any]] = field(repr=False)
+    store: Store = field(repr=False)
+
+    def sizes(self) -> Iterator[UnitSize]:
+        """Rows and tokens of every unit, in order."""
+        for part in self.parts:
+            pairs = zip(part["unit_rows"], part["unit_tokens"], strict=True)
+            for number, (rows, tokens) in enumerate(pairs, start=part["first"]):
+                yield UnitSize(number, rows, tokens)
+
+    def unit_rows(self, unit: int) -> list[PlannedRow]:
+        """The rows of one unit, in the order in which its file holds them."""
+        return self._table().unit_rows(unit)
+
+    def unit_ids(self) -> Iterator[tuple[int, list[str]]]:
+        """Every unit with the ids of its rows, one part in memory at a time."""
+        for unit, table in enumerate(self._table().tables(columns=["id"])):
+            yield unit, table["id"].to_pylist()
+
+    def _table(self) -> PlanTable:
+        return PlanTable(self.store, parts_of({"parts": self.parts}))
+
+
+def build_plan(
+    spec: JobSpec,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    hashes: Hashes,
+    inputs: Sequence[InputFile],
+    store: Store,
+    *,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Plan:
+    """Read and measure every row, write the unit table and, last, `_plan.json`. `progress` hears how many rows were read.
+
+    Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
+    the spec names, or a file is damaged.
+    """
+    maker = CanvasMaker(spec.task, spec.input.columns, tokenizer, info)
+    unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows)
+    writer.discard()
+    try:
+        for table in checked(survey(spec, maker, inputs), spec, inputs):
+            writer.add(table)
+            progress(table.num_rows)
+        writer.finish()
+    except UserError:
+        writer.discard()
+        raise
+    failpoint("plan.before_plan")
+    content = _content(spec, results_key(spec, info, hashes, inputs), inputs, writer)
+    try:
+        store.create(PLAN, _text(content).encode())
+    except AlreadyExists:  # another driver's; it is ours if it says the same
+        plan = load_plan(store)
+        assert plan is not None
+        compare_plan(plan, content["results"], inputs)
+        return plan
+    return _plan_of(content, store)
+
+
+def load_plan(store: Store) -> Plan | None:
+    """Return the plan of a run directory, None if it has none; UserError if it can't be understood."""
+    try:
+        content = json.loads(store.get(PLAN))
+        if content["format"] != FORMAT:
+            raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
+        return _plan_of(content, store)
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{store.url}/{PLAN} is damaged: {error}") from None
+
+
+def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
+    """Raise UserError, naming what differs, unless `results` (results_key) is what the plan was made for."""
+    if fingerprint(results) == plan.fingerprint:
+        return
+    files = changed_files(plan.files, inputs)
+    if files:
+        raise UserError(
+            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
+            field="input.path",
+        )
+    changed = [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
+    raise UserError(
+        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
+        field="output.path",
+    )
+
+
+def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+    """Pass the survey on; UserError for no rows at all, an id that occurs twice, or a column that no row has."""
+    rows = lacking = 0
+    with DuplicateFinder() as finder:
+        for table in tables:
+            finder.add(table["id"].to_pylist(), table["file"].to_numpy(), table["row"].to_numpy())
+            rows += table.num_rows
+            lacking += table["error_kind"].to_pylist().count("missing_column")
+            if lacking == rows >= spec.batching.window:
+                break
+            yield table
+        if rows == 0:
+            raise UserError(f"{spec.input.path}: no rows in {len(inputs)} files", field="input.path")
+        if lacking == rows:
+            raise _no_column(spec, inputs)
+        twice = finder.first()
+        if twice is not None:
+            raise _twice(spec, inputs, *twice)
+
+
+def _no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
+    """Every row lacks what it needs: then the spec is wrong, not the rows."""
+    rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
+    there = next(rows).values or {}
+    needed = spec.input.columns.named() or {"text": "text"}
+    name, column = next((pair for pair in needed.items() if there.get(pair[1]) is None), ("text", "text"))
+    listed = ", ".join(map(repr, there)) or "nothing"
+    return UserError(
+        f"no row has a value in a column {column!r}; the first has {listed}", field=f"input.columns.{name}"
+    )
+
+
+def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:
+    name = _id_at(spec, inputs[second[0]], second[1])
+    places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
+    return UserError(f"the id {name!r} occurs twice: {places}; ids must be unique", field="input.columns.id")
+
+
+def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
+    found = next(read_rows(file, [(row, None)], chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
+    return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
+
+
+def _content(spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter) -> dict[str, Any]:
+    """What `_plan.json` holds."""
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(results),
+        "schema_version": SCHEMA_VERSION,
+        "code_version": code_version(),
+        "totals": {"units": len(writer.sums.rows)} | asdict(writer.totals),
+        "results": results,
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [asdict(file) for file in inputs],
+        "parts": writer.unit_table(),
+    }
+
+
+def _text(content: dict[str, Any]) -> str:
+    """JSON with a line for each part, so that a plan of a million units is neither one line nor a million."""
+    head = json.dumps({key: value for key, value in content.items() if key != "parts"}, indent=1)
+    parts = ",\n".join(f"  {json.dumps(part)}" for part in content["parts"])
+    return f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'
+
+
+def _plan_of(content: dict[str, Any], store: Store) -> Plan:
+    totals = content["totals"]
+    return Plan(
+        fingerprint=content["fingerprint"],
+        code_version=content["code_version"],
+        spec=check_spec(content["spec"]),
+        results=content["results"],
+        files=tuple(InputFile(**file) for file in content["inputs"]),
+        rows=totals["rows"],
+        units=totals["units"],
+        tokens=totals["tokens"],
+        holes=totals["holes"],
+        errors=totals["errors"],
+        parts=content["parts"],
+        store=store,
+    )

@@ -1,0 +1,122 @@
+"""Rows -> windows -> units -> the parts of the unit table. Memory holds one window and one part, however many rows come.
+
+Knows lengths and ids; whether they came from files or from a benchmark is all the same to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.plan_table import FOLDER, ROW_SCHEMA, Part, part_bytes, part_name
+from jobs.packing import auto_unit_rows, cut, longest_first
+from storage.store import Store
+
+PART_UNITS = 256
+"""Units of a part: its footer, which a worker reads whole, stays below some hundred kilobytes."""
+
+
+@dataclass(slots=True)
+class UnitSums:
+    """Rows and canvas tokens of every unit, twelve bytes a unit."""
+
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass(slots=True)
+class PlanTotals:
+    """What a plan adds up to; `errors` counts rows that can't be read or tokenized, by kind."""
+
+    rows: int = 0
+    tokens: int = 0
+    holes: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of a table of ROW_SCHEMA."""
+        self.rows += table.num_rows
+        self.tokens += pc.sum(table["length"]).as_py() or 0
+        self.holes += pc.sum(table["holes"]).as_py() or 0
+        if table["error_kind"].null_count < table.num_rows:
+            for pair in pc.value_counts(table["error_kind"].drop_null()).to_pylist():
+                self.errors[pair["values"]] = self.errors.get(pair["values"], 0) + pair["counts"]
+
+
+class PlanWriter:
+    """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window."""
+
+    def __init__(self, store: Store, *, window: int, unit_rows: int | None = None) -> None:
+        self.parts: list[Part] = []
+        self.totals = PlanTotals()
+        self.sums = UnitSums()
+        self.unit_rows = unit_rows
+        self._store = store
+        self._window = window
+        self._held: list[pa.Table] = []
+        self._held_rows = 0
+        self._units: list[pa.Table] = []
+
+    def add(self, rows: pa.Table) -> None:
+        """Take rows in, in tables of any size."""
+        assert rows.schema.equals(ROW_SCHEMA), rows.schema
+        self._held.append(rows)
+        self._held_rows += rows.num_rows
+        while self._held_rows >= self._window:
+            held = pa.concat_tables(self._held)
+            self._close_window(held.slice(0, self._window))
+            rest = held.slice(self._window)
+            self._held, self._held_rows = [rest], rest.num_rows
+
+    def finish(self) -> None:
+        """Pack what is left and write the last part."""
+        if self._held_rows:
+            self._close_window(pa.concat_tables(self._held))
+        self._held, self._held_rows = [], 0
+        self._write_part()
+
+    def discard(self) -> None:
+        """Delete every part that lies there: of a plan that came to nothing, this one or an earlier one."""
+        for stat in list(self._store.list(FOLDER)):
+            self._store.delete(stat.name)
+
+    def unit_table(self) -> list[dict[str, Any]]:
+        """The parts with the sizes of their units, as `_plan.json` lists them."""
+        listed = []
+        for part in self.parts:
+            units = slice(part.first, part.first + part.units)
+            sizes = {"unit_rows": self.sums.rows[units].tolist(), "unit_tokens": self.sums.tokens[units].tolist()}
+            listed.append(asdict(part) | sizes)
+        return listed
+
+    def _close_window(self, rows: pa.Table) -> None:
+        self.totals.add(rows)
+        if self.unit_rows is None:
+            self.unit_rows = auto_unit_rows(rows.num_rows)
+        lengths = rows["length"].to_numpy()
+        order = longest_first(lengths)
+        ordered = rows.take(pa.array(order)).combine_chunks()
+        for start, end in cut(lengths[order], max_rows=self.unit_rows):
+            self._close_unit(ordered.slice(start, end - start), int(lengths[order[start:end]].sum()))
+
+    def _close_unit(self, rows: pa.Table, tokens: int) -> None:
+        number = np.full(rows.num_rows, len(self.sums.rows), dtype=np.int32)
+        self.sums.rows.append(rows.num_rows)
+        self.sums.tokens.append(tokens)
+        self._units.append(rows.add_column(0, pa.field("unit", pa.int32(), nullable=False), pa.array(number)))
+        if len(self._units) == PART_UNITS:
+            self._write_part()
+
+    def _write_part(self) -> None:
+        if not self._units:
+            return
+        name, units = part_name(len(self.parts)), len(self._units)
+        self._store.put(name, part_bytes(self._units))
+        rows = sum(unit.num_rows for unit in self._units)
+        self.parts.append(Part(name, len(self.sums.rows) - units, units, rows))
+        self._units = []

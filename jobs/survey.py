@@ -1,0 +1,119 @@
+"""Reads every row of the inputs once and says how large its canvas is: the stream that a plan is packed from.
+
+A row that can't be read or tokenized is in the stream too, with its error's kind; it comes back as a failed row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from actors.canvas import CanvasMaker, Size
+from actors.plan_table import ROW_SCHEMA
+from actors.rows import row_id, row_key
+from jobs.spec import JobSpec
+from storage.errors import RowError
+from storage.reader import InputFile, Row, default_id, iterate
+
+BATCH_ROWS = 1024
+BATCH_CHARS = 4 * 2**20
+"""A batch is measured at one of these bounds, so that rows in memory stay few when they are long."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of one file, waiting to be measured together; `chars` is their size, roughly."""
+
+    file: int
+    rows: list[Row] = field(default_factory=list)
+    chars: int = 0
+
+
+def survey(spec: JobSpec, maker: CanvasMaker, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+    """Yield tables of ROW_SCHEMA in the order of the input, at most `input.limit` rows together.
+
+    Raises UserError if a file is gone or damaged as a whole.
+    """
+    for batch in _batches(spec, inputs):
+        yield _measured(spec, maker, inputs[batch.file], batch)
+
+
+def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:
+    left = spec.input.limit
+    for number, file in enumerate(inputs):
+        batch = Batch(number)
+        for row in iterate(
+            file, columns=spec.input.columns.wanted(), chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()
+        ):
+            if left == 0:
+                break
+            left = None if left is None else left - 1
+            batch.rows.append(row)
+            batch.chars += _chars(row.values)
+            if len(batch.rows) == BATCH_ROWS or batch.chars >= BATCH_CHARS:
+                yield batch
+                batch = Batch(number)
+        if batch.rows:
+            yield batch
+        if left == 0:
+            return
+
+
+def _chars(values: dict[str, Any] | None) -> int:
+    return sum(len(value) for value in (values or {}).values() if isinstance(value, str | list))
+
+
+def _measured(spec: JobSpec, maker: CanvasMaker, file: InputFile, batch: Batch) -> pa.Table:
+    named = [_named(spec, file, row) for row in batch.rows]
+    good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
+    sizes = iter(maker.sizes(good))
+    found = [next(sizes) if isinstance(key, int) else key for _, key in named]
+    return table_of(
+        batch.file,
+        rows=[row.row for row in batch.rows],
+        offsets=[row.offset for row in batch.rows],
+        ids=[name for name, _ in named],
+        found=found,
+    )
+
+
+def _named(spec: JobSpec, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+    """The row's id, and its key or the error that it fails with."""
+    name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
+    if row.error is not None:
+        return name, row.error
+    values = row.values or {}
+    try:
+        name = row_id(values, spec.input.columns) or name
+        return name, row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
+    except RowError as error:
+        return name, error
+
+
+def table_of(
+    file: int,
+    *,
+    rows: Sequence[int],
+    offsets: Sequence[int | None],
+    ids: Sequence[str],
+    found: Sequence[Size | RowError],
+) -> pa.Table:
+    """Return a table of ROW_SCHEMA for rows of one file."""
+
+    def sizes(get: Callable[[Size], int]) -> pa.Array:
+        return pa.array([get(size) if isinstance(size, Size) else 0 for size in found], pa.int32())
+
+    columns = {
+        "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
+        "row": pa.array(rows, pa.int64()),
+        "offset": pa.array(offsets, pa.int64()),
+        "id": pa.array(ids, pa.string()),
+        "length": sizes(lambda size: size.length),
+        "holes": sizes(lambda size: size.masked),
+        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
+    }
+    return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
