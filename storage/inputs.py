@@ -50,9 +50,9 @@ _WILD = re.compile(r"[*?\[]")
 class InputFile:
     """One input, plain and JSON-able: where it is, which version of it, and how to read it.
 
-    `name` is relative to the input's root and stable when the data moves; row ids are made of it. `size` is in bytes
-    (of `hf` in rows), `mtime_s` Unix time, `format` one of jsonl, parquet, arrow, csv, txt, text (a whole file), hf. `size`, `etag`
-    and `mtime_s` are None where the place doesn't say.
+    `name` is relative to the input's root and stable when the data moves; row ids are made of it. `format` is one of
+    jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
+    time; they and `etag` are None where the place doesn't say.
     """
 
     uri: str

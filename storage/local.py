@@ -20,7 +20,6 @@ except ImportError:  # not on Windows, where `replace` is then not safe between 
 
 _THE_USERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
 TEMPORARY = ".tmp-"
-LOCK = ".lock"
 
 
 class LocalStore:
@@ -64,13 +63,13 @@ class LocalStore:
     def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
         """See Store. Replacers are kept apart by a lock that the system drops when its holder dies."""
         path = self._path(name)
-        if not path.exists():
-            raise Conflict(f"{path} does not exist")
-        with _locked(path):
-            found = self.stat(name)
-            if found is None or found.etag != etag:
-                raise Conflict(f"{path} has changed")
-            return self.put(name, data)
+        try:
+            with _translated(path), _locked(path):
+                if self._stat(name, path).etag == etag:
+                    return self.put(name, data)
+        except NotFound:
+            pass
+        raise Conflict(f"{path} has changed")
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         """See Store."""
@@ -113,7 +112,7 @@ class LocalStore:
             name = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir():
                 yield from self._names(name)
-            elif not entry.name.startswith(TEMPORARY) and not entry.name.endswith(LOCK):
+            elif not entry.name.startswith(TEMPORARY):
                 yield name
 
     def _stat(self, name: str, path: Path) -> Stat:
@@ -181,10 +180,14 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.with_name(path.name + LOCK).open("ab") as file:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Hold the lock of the file that has this name now; a file that was replaced meanwhile has a lock of its own."""
+    while True:
+        with path.open("r+b") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
 
 
 @contextmanager

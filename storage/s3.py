@@ -220,6 +220,8 @@ def _client(options: S3Options) -> Any:
         response_checksum_validation=checksums,
     )
     # A session of its own: boto3's default one is not safe to share between threads.
+    if options.endpoint and "@" in options.endpoint:
+        raise UserError("an endpoint may not carry credentials; give them in the environment", field="s3.endpoint")
     session = boto3.session.Session()
     try:
         return session.client("s3", endpoint_url=options.endpoint, region_name=options.region, config=config)

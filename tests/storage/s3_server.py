@@ -37,6 +37,7 @@ class FaultyApp:
     faults: list[Fault] = field(default_factory=list)
     requests: list[tuple[str, str]] = field(default_factory=list)
     lock: Any = field(default_factory=Lock)
+    one_at_a_time: Any = field(default_factory=Lock)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         fault = self._next_fault(environ["REQUEST_METHOD"], environ["PATH_INFO"])
@@ -49,7 +50,8 @@ class FaultyApp:
         if fault == "ignore_conditions":
             environ.pop("HTTP_IF_NONE_MATCH", None)
             environ.pop("HTTP_IF_MATCH", None)
-        answer = self.app(environ, start_response)
+        with self.one_at_a_time:  # moto looks and then writes; S3 does both at once
+            answer = self.app(environ, start_response)
         if fault == "lost":
             b"".join(answer)
             return _hang_up(environ)

@@ -87,6 +87,12 @@ def test_a_malformed_endpoint_names_its_field() -> None:
         S3Store("s3://bucket", S3Options(endpoint="not a url"))
 
 
+def test_credentials_in_an_endpoint_are_refused_unsaid() -> None:
+    with pytest.raises(UserError) as refused:
+        S3Store("s3://bucket", S3Options(endpoint="http://me:hunter2@host:9000"))
+    assert "hunter2" not in str(refused.value)
+
+
 def test_missing_credentials_are_the_users_error(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)

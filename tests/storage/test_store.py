@@ -13,7 +13,7 @@ import pytest
 from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
 from storage.sources import BLOCK_BYTES, open_object
-from storage.store import AlreadyExists, Conflict, NotFound, Store, open_store, probe
+from storage.store import AlreadyExists, Conflict, NotFound, Stat, Store, open_store, probe
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:
@@ -67,6 +67,24 @@ def test_replace_needs_the_version_that_was_read(store: Store) -> None:
     with pytest.raises(Conflict):
         store.replace("absent", b"3", etag=first.etag)
     assert not store.exists("absent")
+
+
+def test_of_many_replacers_of_one_version_exactly_one_wins(store: Store) -> None:
+    version = store.create("lease", b"0")
+    for turn in range(3):
+        found = version
+
+        def replace(index: int, found: Stat = found) -> Stat | None:
+            try:
+                return store.replace("lease", b"by %d" % index + found.etag.encode(), etag=found.etag)
+            except Conflict:
+                return None
+
+        with ThreadPoolExecutor(8) as pool:
+            won = [stat for stat in pool.map(replace, range(8)) if stat]
+        assert len(won) == 1, f"turn {turn}"
+        (version,) = won
+    assert [stat.name for stat in store.list()] == ["lease"]
 
 
 def test_list_gives_finished_objects_in_order_of_names(store: Store) -> None:
