@@ -62,6 +62,19 @@ def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: 
     return torch.bmm(scores.softmax(-1), value).view(query_BHTd.shape)
 
 
+def position_scores(query_BHTd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tensor:
+    """Products of every query with the keys of all distances, [B, H, T, p] (a view), on at least `min_rows` rows a head.
+
+    One product a head over the rows of all slots: the keys of distances are the same for every slot and are not copied.
+    """
+    num_slots, num_heads, num_queries, head_width = query_BHTd.shape
+    num_rows = num_slots * num_queries
+    rows_HRd = query_BHTd.new_zeros(num_heads, max(num_rows, min_rows), head_width)
+    rows_HRd[:, :num_rows] = query_BHTd.transpose(0, 1).reshape(num_heads, num_rows, head_width)
+    scores_HRp = torch.bmm(rows_HRd, keys_Hdp)[:, :num_rows]
+    return scores_HRp.view(num_heads, num_slots, num_queries, -1).transpose(0, 1)
+
+
 @functools.lru_cache(maxsize=8)
 def choose_rules(width: int, inner: int, vocab_size: int, num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
     """Return the cheapest rules under which rows agree bit by bit on this machine; tens of milliseconds, cached.
@@ -71,7 +84,7 @@ def choose_rules(width: int, inner: int, vocab_size: int, num_heads: int, dtype:
     """
     for min_rows, min_queries, multiple in _CANDIDATES:
         if _linear_exact(width, inner, vocab_size, dtype, min_rows) and _attention_exact(
-            num_heads, width // num_heads, dtype, min_queries, multiple
+            num_heads, width // num_heads, dtype, ShapeRules(min_rows, min_queries, multiple, exact=False)
         ):
             return ShapeRules(min_rows, min_queries, multiple, exact=True)
     return ShapeRules(*_CANDIDATES[-1], exact=False)
@@ -89,29 +102,38 @@ def _linear_exact(width: int, inner: int, vocab_size: int, dtype: torch.dtype, m
     return True
 
 
-def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, min_queries: int, multiple: int) -> bool:
+def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, rules: ShapeRules) -> bool:
     generator = torch.Generator().manual_seed(1)
-    num_slots, num_queries, num_visible = 5, min_queries + 9, min(100, multiple * 3)
-    longest = -(-512 // multiple) * multiple
+    num_slots, num_queries, num_visible = 5, rules.min_queries + 9, min(100, rules.column_multiple * 3)
+    longest = -(-512 // rules.column_multiple) * rules.column_multiple
     query, key, value = (
         torch.randn(num_slots, num_heads, count, head_width, generator=generator).to(dtype)
         for count in (num_queries, longest, longest)
     )
     bias = torch.randn(num_slots, num_heads, num_queries, longest, generator=generator).to(dtype)
     bias[..., num_visible:] = -torch.inf
-    whole, products = attend(query, key, value, bias), torch.matmul(query, key.transpose(2, 3))
-    for slots in (1, 2, num_slots):
-        for queries in (min_queries, min_queries + 1, min_queries + 4):
-            for columns in {-(-num_visible // multiple) * multiple + step * multiple for step in (0, 1, 3)}:
-                part = attend(
-                    query[:slots, :, :queries],
-                    key[:slots, :, :columns],
-                    value[:slots, :, :columns],
-                    bias[:slots, :, :queries, :columns],
-                )
-                product = torch.matmul(query[:slots, :, :queries], key[:slots, :, :columns].transpose(2, 3))
-                if not torch.equal(part, whole[:slots, :, :queries]):
-                    return False
-                if not torch.equal(product, products[:slots, :, :queries, :columns]):
-                    return False
+    distances = key[0].transpose(1, 2).contiguous()
+    whole, scores = attend(query, key, value, bias), position_scores(query, distances, rules.min_rows)
+    for slots, queries, columns in _shapes(num_slots, num_visible, rules):
+        part = query[:slots, :, :queries]
+        near = slice(0, columns)
+        mixed = attend(part, key[:slots, :, near], value[:slots, :, near], bias[:slots, :, :queries, near])
+        product = position_scores(part, distances[:, :, near], rules.min_rows)
+        if not torch.equal(mixed, whole[:slots, :, :queries]):
+            return False
+        if not torch.equal(product, scores[:slots, :, :queries, near]):
+            return False
     return True
+
+
+def _shapes(num_slots: int, num_visible: int, rules: ShapeRules) -> list[tuple[int, int, int]]:
+    """Shapes (slots, queries, columns) to hold against the largest one."""
+    multiple = rules.column_multiple
+    least = -(-num_visible // multiple) * multiple
+    return [
+        (slots, rules.min_queries + more, least + step * multiple)
+        for slots in (1, 2, num_slots)
+        for more in (0, 1, 4)
+        for step in (0, 1, 3)
+        if least + step * multiple <= 512 or step == 0
+    ]

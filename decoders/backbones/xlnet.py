@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Rows
-from decoders.backbones.invariance import ShapeRules, attend, choose_rules, linear_rows
+from decoders.backbones.invariance import ShapeRules, attend, choose_rules, linear_rows, position_scores
 from decoders.masks import visible
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -263,7 +263,7 @@ class XLNetBackbone:
         """Scores of the relative positions, -inf where a column is not to be seen; [B, H, T, W]."""
         middle = self.relative[index].shape[2] // 2
         keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
-        scores_BHTp = torch.matmul(query_BHTd, keys_Hdp)
+        scores_BHTp = position_scores(query_BHTd, keys_Hdp, self.rules.min_rows)
         distance_BHTW = layout.distance_BTW[part].unsqueeze(1).expand(-1, self.num_heads, -1, -1)
         return scores_BHTp.gather(3, distance_BHTW).masked_fill_(layout.hidden_BTW[part].unsqueeze(1), -torch.inf)
 
