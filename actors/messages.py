@@ -110,9 +110,36 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """What one call of a worker gives back: news, and the effort since the last one."""
+    """What one call of a worker gives back: news, and the effort and the samples that ended since the last one."""
 
     news: tuple[Receipt | Failure, ...]
     effort: Effort
-    tokens_done: int
-    samples_done: int
+    decoded: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """The worker has loaded its model, on this node, as this process."""
+
+    worker: str
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The worker is gone, or never came up; `reason` in one line."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A turn of the worker ended."""
+
+    worker: str
+    report: TurnReport
+
+
+PoolNews = Up | Died | Reported

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from actors.messages import Receipt, Verdict, WorkUnit
-from actors.runner import Sample, tally_of
+from actors.runner import Sample, UnitRunner, tally_of
+from actors.worker import Turns
 from decoders.base import HOLE, EngineStats, Outcome, Request
 from storage.errors import RowError
+
+ENDLESS = 98
 
 
 class FakeDecoder:
@@ -122,3 +126,14 @@ def work(unit: int, rows: int, *, lease: int | None = None, verdicts: tuple[Verd
         stop=rows,
         verdicts=verdicts,
     )
+
+
+class FakeWorker(Turns):
+    """A worker without a model for the pool: unit 99 ends its process, ENDLESS does not end, and the name `w9` can't be built."""
+
+    def __init__(self, name: str, job: object, threads: int) -> None:
+        if name == "w9":
+            raise ValueError("the model is not there")
+        clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6]})
+        clerk.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
+        super().__init__(UnitRunner(FakeDecoder(), clerk, worker=name), node="here")

@@ -1,0 +1,231 @@
+"""RowClerk: the side of a worker that knows rows, text and files.
+
+Opening a unit reads its rows from the inputs, tokenizes them and makes their canvases; closing it turns outcomes into
+result rows and commits the unit's file. Whatever one row raises becomes that row's error and touches no other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from actors.canvas import Canvas, CanvasMaker, finish_row
+from actors.job import Job
+from actors.messages import Receipt, WorkUnit
+from actors.plan_table import PlannedRow, PlanTable
+from actors.rows import row_key
+from actors.runner import Sample, tally_of
+from actors.text import Tokenizer
+from decoders.base import ModelInfo, Outcome
+from decoders.noise import sample_key
+from storage.commit import commit_unit
+from storage.errors import RowError
+from storage.failpoints import failpoint
+from storage.reader import Row, read_rows
+from storage.records import TRACE_SCHEMA, table_from_rows
+from storage.store import open_store
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Note:
+    """What the clerk remembers of a row between opening and closing: the plan's entry and its canvas, if it has one."""
+
+    planned: PlannedRow
+    canvas: Canvas | None = None
+
+
+class RowClerk:
+    """Opens and closes the units of one job; see actors.runner.Clerk."""
+
+    def __init__(
+        self, job: Job, *, tokenizer: Tokenizer | None, info: ModelInfo, worker: str, node: str, has_head: bool = False
+    ) -> None:
+        self._job = job
+        self._store = open_store(job.store_url, s3=job.s3)
+        self._plan = PlanTable(self._store)
+        self._tokenizer = tokenizer
+        self._maker = CanvasMaker(job.task, job.columns, tokenizer, info)
+        self._worker = worker
+        self._node = node
+        self._drafter = drafter_of(job, has_head)
+
+    def open_unit(self, unit: WorkUnit) -> list[Sample]:
+        """Read the unit's rows and make their canvases; a row that fails, or is condemned, is a Sample with its error."""
+        failpoint("worker.open_unit")
+        planned = self._plan.unit_rows(unit.unit)[unit.start : unit.stop]
+        samples = [self._condemned(unit, unit.start + n, row) for n, row in enumerate(planned)]
+        wanted = [sample for sample in samples if sample.error is None]
+        rows = self._read([sample.note.planned for sample in wanted])
+        for sample, row in zip(wanted, rows, strict=True):
+            self._prepare(sample, row)
+        return samples
+
+    def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
+        """Make the unit's table and commit it; a probe's table is made and thrown away."""
+        failpoint("worker.close_unit")
+        rows = [self._result(unit, sample) for sample in samples]
+        table = table_from_rows(rows)
+        committed = None
+        if not unit.probe:
+            committed = commit_unit(
+                self._store,
+                unit=unit.unit,
+                table=table,
+                fingerprint=self._job.fingerprint,
+                code_version=self._job.code_version,
+                pass_=unit.pass_,
+                conditional=self._job.conditional,
+                attempt=unit.attempt,
+                trace=table_from_rows(list(_trace_rows(unit, samples)), schema=TRACE_SCHEMA)
+                if self._job.trace
+                else None,
+            )
+            failpoint("worker.committed")
+        kinds = Counter(sample.error.kind for sample in samples if sample.error is not None)
+        return Receipt(unit.lease, unit.unit, self._worker, self._node, committed, tally_of(samples), dict(kinds))
+
+    # ---- rows in
+
+    def _condemned(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
+        sample = Sample(index, key=sample_key(self._job.seed, planned.id), note=Note(planned))
+        for verdict in unit.verdicts:
+            if verdict.start <= index < verdict.stop:
+                sample.error = RowError(verdict.kind, verdict.stage, verdict.message)
+        return sample
+
+    def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
+        """The input rows in the order of the plan; each file is visited once."""
+        found: dict[tuple[int, int], Row] = {}
+        for file in sorted({row.file for row in planned}):
+            places = [(row.row, row.offset) for row in planned if row.file == file]
+            rows = read_rows(
+                self._job.files[file],
+                places,
+                columns=self._job.columns.wanted(),
+                chunk_chars=self._job.chunk_chars,
+                s3=self._job.s3,
+            )
+            found |= {(file, row.row): row for row in rows}
+        return [found[row.file, row.row] for row in planned]
+
+    def _prepare(self, sample: Sample, row: Row) -> None:
+        if row.error is not None:
+            sample.error = row.error
+            return
+        made = guarded(lambda: self._canvas(sample, row.values or {}), "tokenize", "tokenize_error")
+        if isinstance(made, RowError):
+            sample.error = made
+        else:
+            sample.note.canvas = made
+            sample.canvas = made.tokens
+
+    def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
+        planned: PlannedRow = sample.note.planned
+        sample.key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
+        return self._maker.make(values, sample.key)
+
+    # ---- rows out
+
+    def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
+        """One row of the result table: what the plan, the canvas and the outcome say of the sample."""
+        text: dict[str, Any] = {}
+        if sample.error is None:
+            filled = guarded(lambda: self._texts(sample), "detokenize", "detokenize_error")
+            if isinstance(filled, RowError):
+                sample.error = filled
+            else:
+                text = filled
+        row = {
+            "id": sample.note.planned.id,
+            "unit": unit.unit,
+            "pass": unit.pass_,
+            "attempt": unit.attempt,
+            "status": "ok" if sample.error is None else "failed",
+            "decoder": self._job.decoder.kind,
+            "model": self._job.model.path,
+            "drafter": self._drafter,
+            "key": sample.key,
+            "worker": self._worker,
+            "node": self._node,
+            "metrics": {},
+        }
+        if sample.outcome is not None:
+            row |= counted(sample.outcome)
+        if sample.error is not None:
+            return row | failed_columns(sample.error)
+        return row | text
+
+    def _texts(self, sample: Sample) -> dict[str, Any]:
+        outcome, canvas = sample.outcome, sample.note.canvas
+        assert outcome is not None and canvas is not None
+        finished = finish_row(canvas, outcome.tokens, self._tokenizer)
+        return {
+            "text": finished.text,
+            "fills": finished.fills,
+            "tokens": outcome.tokens,
+            "prompt_tokens": len(canvas.tokens) - canvas.num_masked,
+            "new_tokens": len(outcome.tokens),
+            "finish": outcome.finish,
+            "logprob": outcome.logprob,
+        }
+
+
+def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
+    """The worker's boundary for one row: whatever `call` raises is that row's error, of `kind` unless it has its own."""
+    try:
+        return call()
+    except RowError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything on a strange row; the others go on
+        return RowError(kind, stage, f"{type(error).__name__}: {error}")
+
+
+def counted(outcome: Outcome) -> dict[str, Any]:
+    """The columns that hold what the decoder counted and timed."""
+    return {
+        "nfe": outcome.nfe,
+        "nfe_draft": outcome.nfe_draft,
+        "iterations": outcome.iterations,
+        "proposed": outcome.proposed,
+        "accepted": outcome.accepted,
+        "accept_hist": outcome.accept_hist,
+        "wait_s": outcome.wait_s,
+        "prefill_s": outcome.prefill_s,
+        "decode_s": outcome.decode_s,
+        "total_s": outcome.total_s,
+        "device_s": outcome.device_s,
+        "batch_rows": outcome.batch_rows,
+        "pad_fraction": outcome.pad_fraction,
+        "started_at": datetime.fromtimestamp(outcome.started_at_s, UTC),
+    }
+
+
+def failed_columns(error: RowError) -> dict[str, Any]:
+    """The columns of a failed row: no text, and nothing generated."""
+    return {"error_kind": error.kind, "error_stage": error.stage, "error": error.message, "new_tokens": 0}
+
+
+def drafter_of(job: Job, has_head: bool) -> str | None:
+    """What proposes tokens: the model itself, its draft head, an n-gram table; None where nothing is proposed."""
+    drafter = getattr(job.decoder, "drafter", None)
+    return "head" if drafter == "self" and has_head else drafter
+
+
+def _trace_rows(unit: WorkUnit, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+    for sample in samples:
+        for step in (sample.outcome.trace or ()) if sample.outcome is not None else ():
+            yield {
+                "id": sample.note.planned.id,
+                "unit": unit.unit,
+                "pass": unit.pass_,
+                "iteration": step.iteration,
+                "nfe": step.nfe,
+                "proposed": step.proposed,
+                "committed": step.committed,
+                "positions": step.positions,
+            }

@@ -1,0 +1,52 @@
+"""Job: all that a worker needs to know of a job, plain and pickled once. Never holds credentials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.task import Columns, Infill
+from decoders.settings import DecoderSettings, Sampling
+from storage.reader import InputFile
+from storage.store import S3Options
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Where the model is and how to load it: the `model` section of a spec."""
+
+    path: str
+    revision: str | None
+    family: str
+    mask_id: int | None
+    tokenizer: str
+    dtype: str
+    device: str
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job, the same for all of its workers.
+
+    `store_url` is the run directory, `conditional` whether its store refuses to create a name twice. `max_rows` and
+    `max_tokens` bound a worker's batch; None lets the worker choose, knowing that units have up to `unit_rows` rows.
+    `files` are the plan's inputs in the plan's order.
+    """
+
+    store_url: str
+    s3: S3Options
+    fingerprint: str
+    code_version: str
+    conditional: bool
+    trace: bool
+    seed: int
+    model: ModelPlace
+    decoder: DecoderSettings
+    sampling: Sampling
+    max_rows: int | None
+    max_tokens: int | None
+    unit_rows: int
+    task: Infill
+    columns: Columns
+    chunk_chars: int | None
+    files: tuple[InputFile, ...]

@@ -1,0 +1,132 @@
+"""The pool: starts workers as Ray actors, keeps each busy with turns, and says what became of them.
+
+It decides nothing; jobs/scheduler.py does. Ray restarts and retries nothing (`max_restarts=0`, `max_task_retries=0`): a
+lost actor is reported within milliseconds and its units are leased anew. A worker that holds units always has two turns
+queued, so that it goes on while the driver reads its last report.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from actors.job import Job
+from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
+from actors.worker import DecodeWorker
+
+IN_FLIGHT = 2
+"""Turns queued at a busy worker: one that runs and one that follows it at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What each worker gets: Ray resources (`gpus` may be a fraction) and torch threads."""
+
+    cpus: float
+    gpus: float
+    threads: int
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A worker as the pool sees it: its actor, its calls in flight, oldest first, and the leases it holds."""
+
+    actor: Any
+    ready: Any
+    turns: deque[Any] = field(default_factory=deque)
+    leases: set[int] = field(default_factory=set)
+    forget: list[int] = field(default_factory=list)
+
+
+class Pool:
+    """Workers by name. All methods are called from the driver's thread; only `poll` waits."""
+
+    def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker) -> None:
+        self._members: dict[str, Member] = {}
+        self._job = ray.put(job)
+        self._threads = seat.threads
+        self._actor: Any = ray.remote(worker_class).options(
+            num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0
+        )
+
+    def start(self, name: str) -> None:
+        """Ask Ray for a worker; `Up` or `Died` follows."""
+        actor = self._actor.remote(name, self._job, self._threads)
+        self._members[name] = Member(actor, actor.where.remote())
+
+    def assign(self, name: str, unit: WorkUnit) -> None:
+        """Send a unit to a worker that is up; unknown workers are ignored, their death is already on its way."""
+        member = self._members.get(name)
+        if member is not None:
+            member.leases.add(unit.lease)
+            self._turn(member, [unit])
+
+    def revoke(self, name: str, lease: int) -> None:
+        """Tell a worker with its next turn to forget a lease."""
+        member = self._members.get(name)
+        if member is not None and lease in member.leases:
+            member.leases.discard(lease)
+            member.forget.append(lease)
+            self._turn(member, [])
+
+    def kill(self, name: str) -> None:
+        """End a worker's process now; nothing more is heard of it."""
+        member = self._members.pop(name, None)
+        if member is not None:
+            ray.kill(member.actor, no_restart=True)
+
+    def close(self) -> None:
+        """End all workers."""
+        for name in list(self._members):
+            self.kill(name)
+
+    def poll(self, timeout_s: float) -> list[PoolNews]:
+        """Wait until something happens, at most `timeout_s`; returns what did, in order per worker."""
+        owners = {ref: name for name, member in self._members.items() for ref in (member.ready, *member.turns) if ref}
+        if not owners:
+            return []
+        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
+        arrived = set(ready)
+        news: list[PoolNews] = []
+        for name in sorted({owners[ref] for ref in arrived}):
+            news += self._read(name, arrived)
+        return news
+
+    def _turn(self, member: Member, units: list[WorkUnit]) -> None:
+        member.turns.append(member.actor.turn.remote(units, member.forget))
+        member.forget = []
+
+    def _read(self, name: str, arrived: set[Any]) -> list[PoolNews]:
+        member = self._members[name]
+        news: list[PoolNews] = []
+        try:
+            if member.ready in arrived:
+                node, pid = ray.get(member.ready)
+                member.ready = None
+                news.append(Up(name, node, pid))
+            while member.turns and member.turns[0] in arrived:
+                report: TurnReport = ray.get(member.turns.popleft())
+                member.leases -= {item.lease for item in report.news}
+                news.append(Reported(name, report))
+        except RayError as error:
+            self.kill(name)
+            return [*news, Died(name, reason_of(error))]
+        while member.leases and len(member.turns) < IN_FLIGHT:
+            self._turn(member, [])
+        return news
+
+
+def reason_of(error: RayError) -> str:
+    """Ray's many lines as one: the last line of a traceback, or what Ray says of the process's end."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    detail = [line.partition("Worker exit detail:")[2].strip() for line in lines if "Worker exit detail:" in line]
+    if detail:
+        return detail[0]
+    raised = not isinstance(error, RayActorError) or "creation task" in lines[0]
+    return lines[-1] if raised else lines[0]

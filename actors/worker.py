@@ -1,0 +1,105 @@
+"""DecodeWorker: the Ray actor around a UnitRunner, which is what tests and benchmarks use without Ray.
+
+A turn takes new units, decodes until there is news or for half a second, and reports. The driver keeps two turns queued,
+so the worker never waits for it. A worker that dies is not restarted by Ray; nothing it has not committed survives it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+from actors.clerk import RowClerk
+from actors.job import Job
+from actors.messages import Failure, Receipt, TurnReport, WorkUnit
+from actors.models import fetch_model
+from actors.runner import UnitRunner
+from actors.text import load_tokenizer
+from decoders.base import Decoder
+from storage.failpoints import failpoint
+
+__all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
+
+TURN_S = 0.5
+"""How long a turn goes on without news: the period of heartbeats and of progress."""
+
+
+class Turns:
+    """Lets a runner be driven by calls: what Ray sees of a worker."""
+
+    def __init__(self, runner: UnitRunner, node: str) -> None:
+        self._runner = runner
+        self._node = node
+
+    def where(self) -> tuple[str, int]:
+        """Node and process id; answers when the model is loaded."""
+        return self._node, os.getpid()
+
+    def turn(self, add: Sequence[WorkUnit], forget: Sequence[int]) -> TurnReport:
+        """Take units in, forget leases, decode until something ended or TURN_S have passed."""
+        for lease in forget:
+            self._runner.drop(lease)
+        for unit in add:
+            self._runner.add(unit)
+        until_s = time.perf_counter() + TURN_S
+        news: list[Receipt | Failure] = []
+        while self._runner.held and not news and time.perf_counter() < until_s:
+            failpoint("worker.step")
+            news = self._runner.step()
+        effort, decoded = self._runner.take_effort()
+        return TurnReport(tuple(news), effort, decoded)
+
+
+class DecodeWorker(Turns):
+    """One process, one device, one model in memory for as long as the job runs."""
+
+    def __init__(self, name: str, job: Job, threads: int) -> None:
+        node = socket.gethostname()
+        super().__init__(build_runner(job, name=name, node=node, threads=threads), node)
+
+
+def build_runner(job: Job, *, name: str, node: str, threads: int) -> UnitRunner:
+    """A runner with the job's model loaded; see `build_parts`."""
+    decoder, clerk = build_parts(job, name=name, node=node, threads=threads)
+    return UnitRunner(decoder, clerk, worker=name)
+
+
+def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decoder, RowClerk]:
+    """Load the model and everything else that a worker needs; raises UserError or ValueError where that can't be."""
+    import torch
+
+    from decoders.backbones.load import inspect_model, load_backbone
+    from decoders.registry import build_decoder, find_heads
+
+    torch.set_num_threads(threads)
+    place = job.model
+    folder = fetch_model(place.path, revision=place.revision, s3=job.s3)
+    info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
+    backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
+    heads = find_heads(job.decoder, folder, backbone)
+    on_gpu = backbone.device.type != "cpu"
+    max_rows = job.max_rows or auto_rows(job.unit_rows, on_gpu=on_gpu)
+    decoder = build_decoder(
+        backbone,
+        info,
+        job.decoder,
+        job.sampling,
+        max_rows=max_rows,
+        max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
+        heads=heads,
+        trace=job.trace,
+    )
+    tokenizer = load_tokenizer(folder, place.tokenizer)
+    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=heads is not None)
+    return decoder, clerk
+
+
+def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
+    """Slots of a worker where the spec leaves them open.
+
+    A CPU gains little beyond 64 rows, and slots that the two units in hand can't keep full are wasted; a GPU is glad of
+    every row in hand.
+    """
+    return min(256, 2 * unit_rows) if on_gpu else max(16, min(64, unit_rows))

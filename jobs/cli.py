@@ -1,0 +1,155 @@
+"""The commands of draftmill: arguments in, exit code out. No logic lives here.
+
+Exit codes: 0 finished within the error threshold; 2 the spec, the input or the run directory is unusable; 3 finished, but
+more samples failed than allowed; 4 interrupted, resumable; 1 anything unexpected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
+from storage.errors import StoreError, UserError
+from storage.store import S3Options
+
+GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the message for the user goes to stderr, never a traceback unless --debug."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except UserError as error:
+        return _complain(arguments, error, UNUSABLE)
+    except StoreError as error:
+        return _complain(arguments, error, UNEXPECTED)
+    except KeyboardInterrupt:
+        print("draftmill: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return UNEXPECTED
+    except Exception as error:  # noqa: BLE001 - a user gets one line, whatever went wrong
+        return _complain(arguments, error, UNEXPECTED)
+
+
+def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int:
+    if arguments.debug:
+        raise error
+    kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
+    hint = "" if isinstance(error, UserError) else " (--debug shows where)"
+    print(f"draftmill: {kind}{error}{hint}", file=sys.stderr)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of every command."""
+    top = argparse.ArgumentParser(prog="draftmill", description="Batch generation, lossless, resumable, exactly once.")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_models):
+        add(commands, common)
+    return top
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _spec_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("spec", metavar="SPEC.yaml")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: a.b=VALUE")
+
+
+def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("run", parents=[common], help="run a job, or resume it; idempotent")
+    _spec_arguments(command)
+    command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: one of our own, here")
+    command.add_argument("--quiet", action="store_true", help="no progress")
+    grace_s = float(os.environ.get(GRACE_VARIABLE, "30"))
+    command.add_argument(
+        "--grace-seconds",
+        type=float,
+        default=grace_s,
+        metavar="S",
+        help="how long running units may go on after SIGTERM",
+    )
+    command.set_defaults(command=_run)
+
+
+def _add_validate(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("validate", parents=[common], help="dry run: check the spec, show the first canvas")
+    _spec_arguments(command)
+    command.set_defaults(command=_validate)
+
+
+def _store_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dir", metavar="RUN_DIR", help="a folder or s3://bucket/prefix")
+    command.add_argument("--s3-endpoint", metavar="URL", help="for a RUN_DIR on S3 that is not Amazon's")
+    command.add_argument("--s3-region", metavar="REGION")
+    command.add_argument("--s3-addressing", default="auto", choices=["auto", "path", "virtual"])
+    command.add_argument("--s3-checksums", default="auto", choices=["auto", "when_required", "when_supported"])
+
+
+def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("status", parents=[common], help="how far a run is")
+    _store_arguments(command)
+    command.set_defaults(command=_status)
+
+
+def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("verify", parents=[common], help="check a run's promises from the store alone")
+    _store_arguments(command)
+    command.add_argument("--invariance", type=int, default=0, metavar="N", help="decode N samples again, alone")
+    command.set_defaults(command=_verify)
+
+
+def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("models", parents=[common], help="the model families and decoders that are known")
+    command.set_defaults(command=_models)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from jobs.run import RunOptions, run_job
+    from jobs.spec import load_spec
+
+    options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
+    return run_job(load_spec(arguments.spec, arguments.set), options)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from jobs.spec import load_spec
+    from jobs.validate import validate
+
+    return validate(load_spec(arguments.spec, arguments.set))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from jobs.status import status
+
+    return status(arguments.run_dir, s3=_s3(arguments))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from jobs.verify import verify
+
+    return verify(arguments.run_dir, s3=_s3(arguments), invariance=arguments.invariance)
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from jobs.catalog import print_catalog
+
+    return print_catalog()
+
+
+def _s3(arguments: argparse.Namespace) -> S3Options:
+    return S3Options(arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

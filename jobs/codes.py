@@ -1,0 +1,9 @@
+"""The exit codes of every command, as contract.md fixes them."""
+
+from __future__ import annotations
+
+OK = 0
+UNEXPECTED = 1
+UNUSABLE = 2
+TOO_MANY_FAILED = 3
+INTERRUPTED = 4

@@ -1,0 +1,187 @@
+"""The driver's loop: what the pool reports becomes events, what the scheduler commands is done. It decides nothing.
+
+A signal only sets a flag, which the loop sees within its 0.2 s of waiting: an exception out of a signal handler does not
+interrupt Ray.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from actors.messages import Died, Failure, PoolNews, Receipt, Reported, Up, WorkUnit
+from jobs.attempts import AttemptsLog
+from jobs.events import (
+    Assign,
+    Command,
+    Drain,
+    Event,
+    Finish,
+    Heard,
+    KillWorker,
+    ProbeDone,
+    Quarantine,
+    Revoke,
+    StartWorker,
+    Tick,
+    UnitDone,
+    UnitFailed,
+    WorkerDied,
+    WorkerUp,
+)
+from jobs.progress import Display
+from jobs.scheduler import Scheduler
+from jobs.totals import Totals
+from storage.commit import CommittedUnit
+from storage.failpoints import failpoint
+
+POLL_S = 0.2
+
+
+class Workers(Protocol):
+    """What the driver needs of a pool (actors.pool.Pool)."""
+
+    def start(self, name: str) -> None: ...
+
+    def assign(self, name: str, unit: WorkUnit) -> None: ...
+
+    def revoke(self, name: str, lease: int) -> None: ...
+
+    def kill(self, name: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[PoolNews]: ...
+
+
+@dataclass(slots=True)
+class StopFlag:
+    """Set by a signal or by the keeper of the lease; `reason` says which."""
+
+    reason: str | None = None
+
+    def set(self, reason: str) -> None:
+        """Ask the driver to stop; the first reason stays."""
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def on_signals(self) -> Iterator[StopFlag]:
+        """For the time of the block SIGINT and SIGTERM set the flag; must be entered after ray.init, which takes SIGTERM."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.set(signal.Signals(number).name)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here."""
+
+    scheduler: Scheduler
+    pool: Workers
+    display: Display
+    totals: Totals
+    log: AttemptsLog
+    stop: StopFlag
+    grace_s: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+    record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
+    committed: dict[int, CommittedUnit] = field(default_factory=dict)
+    _deadline_s: float | None = None
+
+    def run(self) -> Finish:
+        """Drive until the scheduler finishes, or until a stop was asked for and the grace is over."""
+        while True:
+            self._tell(Tick(self.clock()))
+            if self.stop.reason is not None and self._deadline_s is None:
+                self._drain(self.stop.reason)
+            for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
+                self._take(news)
+            self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
+            self.display.show(self.totals)
+            self.log.maybe_flush(self.totals)
+            if self.scheduler.finished is not None:
+                return self.scheduler.finished
+            if self._deadline_s is not None and self.clock() > self._deadline_s:
+                return Finish("drained", "the grace period is over")
+
+    def _drain(self, reason: str) -> None:
+        self._deadline_s = self.clock() + self.grace_s
+        self.display.note(f"{reason}: finishing the units that run, for at most {self.grace_s:.0f} s")
+        self._tell(Drain())
+
+    # ---- news in
+
+    def _take(self, news: PoolNews) -> None:
+        match news:
+            case Up(worker, node, pid):
+                self.totals.worker_up()
+                self.log.add("worker_up", worker=worker, node=node, pid=pid)
+                self._tell(WorkerUp(worker))
+            case Died(worker, reason):
+                self._worker_died(worker, reason)
+            case Reported(worker, report):
+                self.totals.reported(report)
+                self._tell(Heard(worker))
+                for item in report.news:
+                    self._answer(item)
+
+    def _worker_died(self, worker: str, reason: str) -> None:
+        if self.scheduler.finished is None:
+            self.totals.worker_died()
+            self.log.add("worker_died", worker=worker, reason=reason)
+            self.display.note(f"worker {worker} died: {reason}")
+        self._tell(WorkerDied(worker, reason))
+
+    def _answer(self, item: Receipt | Failure) -> None:
+        if isinstance(item, Failure):
+            self.log.add(
+                "failed", unit=item.unit, worker=item.worker, kind=item.kind, stage=item.stage, error=item.error
+            )
+            self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
+        elif item.committed is None:
+            self._tell(ProbeDone(item.lease, item.unit))
+        else:
+            failpoint("driver.receipt")
+            self._committed(item, item.committed)
+            self._tell(UnitDone(item.lease, item.unit))
+
+    def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
+        if receipt.unit not in self.committed:
+            self.committed[receipt.unit] = self.record(committed)
+            self.totals.received(receipt)
+            self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
+
+    # ---- commands out
+
+    def _tell(self, event: Event) -> None:
+        for command in self.scheduler.on(event):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case StartWorker(worker):
+                self.pool.start(worker)
+            case KillWorker(worker, reason):
+                self.pool.kill(worker)
+                self.totals.worker_died()
+                self.log.add("worker_killed", worker=worker, reason=reason)
+                self.display.note(f"worker {worker} killed: {reason}")
+            case Assign(worker, unit):
+                self.pool.assign(worker, unit)
+            case Revoke(worker, lease):
+                self.pool.revoke(worker, lease)
+            case Quarantine(unit, start, stop, kind, message):
+                self.log.add("quarantined", unit=unit, start=start, stop=stop, kind=kind, error=message)
+                self.display.note(f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})")
+            case Finish():
+                pass

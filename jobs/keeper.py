@@ -1,0 +1,52 @@
+"""Keeps the run directory's lease alive in a thread of its own, however long planning or a store's answer takes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from storage.errors import StoreError
+from storage.lease import Lease, LeaseLost, acquire, this_process
+from storage.store import Store
+
+TTL_S = 60.0
+RENEWALS_PER_TTL = 4
+
+
+@contextmanager
+def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = TTL_S) -> Iterator[Lease]:
+    """Hold the lease for the time of the block; raises LeaseHeld at once if another driver has it.
+
+    `on_lost` is called, from the keeper's thread, with a reason when the lease is gone and the driver must stop.
+    """
+    lease = acquire(store, this_process(), ttl_s)
+    done = threading.Event()
+    keeper = threading.Thread(target=_keep, args=(lease, done, on_lost), name="lease", daemon=True)
+    keeper.start()
+    try:
+        yield lease
+    finally:
+        done.set()
+        keeper.join(timeout=ttl_s)
+        _release(lease)
+
+
+def _keep(lease: Lease, done: threading.Event, on_lost: Callable[[str], None]) -> None:
+    while not done.wait(lease.ttl_s / RENEWALS_PER_TTL):
+        try:
+            lease.renew()
+        except LeaseLost as error:
+            on_lost(str(error))
+            return
+        except StoreError as error:
+            if lease.clock() >= lease.expires_at_s:
+                on_lost(f"the lease could not be renewed: {error}")
+                return
+
+
+def _release(lease: Lease) -> None:
+    try:
+        lease.release()
+    except StoreError:
+        return  # it expires by itself

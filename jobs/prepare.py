@@ -1,0 +1,105 @@
+"""From a spec to all that has to be known before anything is written: the model, the tokenizer, the inputs, the old plan.
+
+Every problem that a user can cause is found here, as a UserError with the field path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.models import fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from actors.text import Tokenizer, load_tokenizer
+from decoders.base import ModelInfo
+from jobs.fingerprint import Hashes, results_key
+from jobs.plan import Plan, build_plan, compare_plan, load_plan
+from jobs.progress import Display
+from jobs.spec import JobSpec
+from storage.errors import UserError
+from storage.reader import InputFile, list_inputs
+from storage.store import Store
+
+HEAD_FIELD = "decoder.head"
+ROWS_PER_NOTE = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A spec whose model and inputs are there. `plan` is the run directory's, which is of the same job, or None."""
+
+    spec: JobSpec
+    folder: Path
+    info: ModelInfo
+    tokenizer: Tokenizer | None
+    hashes: Hashes
+    inputs: list[InputFile]
+    plan: Plan | None
+
+
+def prepare(spec: JobSpec, store: Store) -> Prepared:
+    """Look at the model, the inputs and the run directory; raises UserError where one of them is unusable."""
+    folder = fetch_model(spec.model.path, spec.model.revision, s3=spec.s3.options())
+    info = inspect(spec, folder)
+    tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
+    inputs = list_inputs(spec.input.path, s3=spec.s3.options())
+    hashes = Hashes(model_hash(folder), tokenizer_hash(folder, spec.model.tokenizer), head_hash(spec))
+    plan = load_plan(store)
+    if plan is not None:
+        compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
+    return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
+    """Describe the checkpoint and check that the decoder runs on its family."""
+    from decoders.backbones.load import inspect_model
+    from decoders.registry import check_family
+
+    try:
+        info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
+        check_family(spec.decoder, info)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise user_error(error, "model.path") from None
+    return info
+
+
+def head_hash(spec: JobSpec) -> str | None:
+    """SHA-256 of a draft head that lies outside of the model's folder; None where there is none to be had."""
+    head: Any = getattr(spec.decoder, "head", None)
+    if head in {None, "auto", "none"}:
+        return None
+    folder = Path(head).expanduser()
+    files = [folder / name for name in ("draft_head.json", "draft_head.safetensors")]
+    if not all(file.is_file() for file in files):
+        raise UserError(
+            f"{head!r} holds no draft_head.json and draft_head.safetensors; allowed: auto, none, or a folder that does",
+            field=HEAD_FIELD,
+        )
+    return hash_files(folder, files)
+
+
+def make_plan(prepared: Prepared, store: Store, display: Display) -> Plan:
+    """Read and measure every row of the inputs and write the plan."""
+    display.note(f"planning: {len(prepared.inputs):,} input files")
+    rows = said = 0
+
+    def progress(count: int) -> None:
+        nonlocal rows, said
+        rows += count
+        if rows - said >= ROWS_PER_NOTE:
+            said = rows
+            display.note(f"planning: {rows:,} rows")
+
+    plan = build_plan(
+        prepared.spec,
+        prepared.info,
+        prepared.tokenizer,
+        prepared.hashes,
+        prepared.inputs,
+        store,
+        progress=progress,
+    )
+    display.note(f"planned: {plan.rows:,} samples, {plan.holes:,} tokens to generate, {plan.units:,} units")
+    return plan

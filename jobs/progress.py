@@ -1,0 +1,128 @@
+"""What a user sees while a job runs: a live line on a terminal, one line every 30 s in a pipe, nothing with --quiet.
+
+Everything goes to stderr; stdout is kept for results. Knows Totals, not how they come about.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from jobs.totals import Totals, ratio
+
+LINE_EVERY_S = 30.0
+
+
+class Display(Protocol):
+    """A place to show progress; used as a context manager."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, totals: Totals) -> None:
+        """Show the state of things; may be called often."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Tell the user of one event, now."""
+        ...
+
+
+def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
+    """The display that suits `stream` (default stderr)."""
+    stream = stream or sys.stderr
+    if quiet:
+        return Silence()
+    return LiveLine(stream) if stream.isatty() else Lines(stream)
+
+
+class Silence:
+    """Says nothing."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+
+    def note(self, message: str) -> None:
+        """See Display."""
+
+
+class Lines(Silence):
+    """One line every `every_s` seconds, for logs."""
+
+    def __init__(
+        self, stream: TextIO, *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._clock = clock
+        self._last_s = clock()
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self.note(progress_line(totals))
+
+    def note(self, message: str) -> None:
+        """See Display."""
+        print(message, file=self._stream, flush=True)
+
+
+class LiveLine(Silence):
+    """A bar and the figures, redrawn in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveLine:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+        width = 24
+        filled = int(width * ratio(totals.rows_done, totals.rows))
+        bar = Text("█" * filled, style="green") + Text("░" * (width - filled), style="dim")
+        self._live.update(bar + Text(" " + progress_line(totals)))
+
+    def note(self, message: str) -> None:
+        """See Display."""
+        self._console.print(Text(message))
+
+
+def progress_line(totals: Totals) -> str:
+    """Samples, tokens per second, NFE per token, errors, workers and the time to go, in one line."""
+    decoded = totals.decoded
+    parts = [
+        f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
+        f"{totals.tokens_per_s:,.0f} tokens/s",
+        f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
+        f"{max(decoded.failed, totals.committed.failed):,} errors",
+        f"{totals.workers} workers" if totals.workers != 1 else "1 worker",
+        f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
+    ]
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,179 @@
+"""`draftmill run`: plan or resume, decode what is missing, close the run. Idempotent: run it again and it goes on.
+
+    spec -> model, inputs -> plan (or the plan that is there, compared) -> done set -> Ray, driver -> manifest, _SUCCESS
+
+Nothing is written to the run directory before the spec, the model and the inputs were found usable.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from actors.pool import Pool
+from jobs.attempts import AttemptsLog, read_sessions
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from jobs.crew import crew
+from jobs.driver import Driver, StopFlag
+from jobs.events import Finish
+from jobs.handout import make_job
+from jobs.keeper import kept_lease
+from jobs.leases import Limits, UnitSize
+from jobs.plan import Plan
+from jobs.prepare import Prepared, make_plan, prepare
+from jobs.progress import Display, make_display
+from jobs.scheduler import Scheduler
+from jobs.session import cluster_size, ray_session
+from jobs.spec import JobSpec
+from jobs.summary import read_summary, table_lines
+from jobs.thresholds import too_many_failed
+from jobs.totals import Totals
+from storage.commit import (
+    SUCCESS,
+    CommittedUnit,
+    done_units,
+    read_manifest,
+    read_unit,
+    record_commit,
+    write_manifest,
+)
+from storage.errors import StoreError
+from storage.lease import Lease, LeaseHeld, LeaseLost
+from storage.store import Store, open_store, probe
+
+READERS = 16
+"""Threads that ask the store for the facts of units committed earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run, as opposed to what: nothing here changes a result."""
+
+    ray_address: str | None = None
+    quiet: bool = False
+    grace_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one job: what its steps share."""
+
+    spec: JobSpec
+    options: RunOptions
+    prepared: Prepared
+    store: Store
+    plan: Plan
+    conditional: bool
+    lease: Lease
+    stop: StopFlag
+    display: Display
+
+
+def run_job(spec: JobSpec, options: RunOptions) -> int:
+    """Run or resume a job; returns the exit code. Raises UserError where the spec, an input or the directory is unusable."""
+    store = open_store(spec.output.path, s3=spec.s3.options())
+    prepared = prepare(spec, store)
+    if prepared.plan is not None and store.exists(SUCCESS):
+        print(f"{store.url} is finished already")
+        return close(spec, store, prepared.plan)
+    conditional = probe(store)
+    stop = StopFlag()
+    try:
+        with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+            if not conditional:
+                display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
+            plan = prepared.plan or make_plan(prepared, store, display)
+            finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
+    except (LeaseHeld, LeaseLost) as error:
+        print(f"draftmill: {error}")
+        return INTERRUPTED
+    return ended(spec, store, plan, finish)
+
+
+def ended(spec: JobSpec, store: Store, plan: Plan, finish: Finish) -> int:
+    """Say how the run ended; returns the exit code."""
+    if finish.how == "done":
+        return close(spec, store, plan)
+    if finish.how == "failed":
+        raise StoreError(f"{finish.message}; run it again to go on")
+    done = len(done_units(store))
+    print(f"draftmill: interrupted with {done:,} of {plan.units:,} units done; run it again to go on")
+    return INTERRUPTED
+
+
+def decode(run: Run) -> Finish:
+    """Decode the units that are not done yet, and write the manifest if that completes the plan."""
+    done = done_units(run.store, conditional=run.conditional)
+    totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
+    left = [size for size in run.plan.sizes() if size.unit not in done]
+    totals.rows_before = run.plan.rows - sum(size.rows for size in left)
+    if done:
+        run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
+    committed: dict[int, CommittedUnit] = {}
+    finish = Finish("done")
+    if left:
+        with ray_session(run.options.ray_address), run.stop.on_signals():
+            finish, committed = _drive(run, left, totals)
+    if finish.how == "done":
+        _write_manifest(run, committed, [stat.name for unit, stat in done.items() if unit not in committed])
+    return finish
+
+
+def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict[int, CommittedUnit]]:
+    num_cpus, num_gpus = cluster_size()
+    count, seat = crew(run.spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=len(left))
+    log = AttemptsLog(run.store, run.lease.epoch)
+    pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
+    driver = Driver(
+        scheduler=Scheduler(left, workers=count, limits=Limits(attempts=run.spec.errors.attempts)),
+        pool=pool,
+        display=run.display,
+        totals=totals,
+        log=log,
+        stop=run.stop,
+        grace_s=run.options.grace_s,
+        record=(lambda unit: unit) if run.conditional else (lambda unit: record_commit(run.store, unit)),
+    )
+    try:
+        finish = driver.run()
+    finally:
+        totals.stop()
+        log.flush(totals)
+        pool.close()
+    return finish, driver.committed
+
+
+def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
+    """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
+    with ThreadPoolExecutor(READERS) as threads:
+        units = [*committed.values(), *threads.map(lambda name: committed_facts(run, name), earlier)]
+    write_manifest(
+        run.store,
+        units,
+        fingerprint=run.plan.fingerprint,
+        units=run.plan.units,
+        rows=run.plan.rows,
+        lease=run.lease,
+    )
+
+
+def committed_facts(run: Run, name: str) -> CommittedUnit:
+    """The facts of a unit that an earlier session committed, from its data file or its record."""
+    if run.conditional:
+        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return CommittedUnit(**json.loads(run.store.get(name)))
+
+
+def close(spec: JobSpec, store: Store, plan: Plan) -> int:
+    """Print the table of a finished run; returns 0, or 3 where too many samples failed."""
+    manifest = read_manifest(store)
+    if manifest is None:
+        raise StoreError(f"{store.url} has {SUCCESS}, but no manifest")
+    results = read_summary(store, [unit.object for unit in manifest.units])
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, read_sessions(store))))
+    if not too_many_failed(manifest.total("failed"), plan.rows, spec.errors):
+        return OK
+    print(f"draftmill: {manifest.total('failed'):,} of {plan.rows:,} samples failed, more than `errors` allows")
+    return TOO_MANY_FAILED

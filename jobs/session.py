@@ -1,0 +1,90 @@
+"""A Ray to run on: one of our own on this machine, or a cluster that is already there.
+
+Only a Ray that was started here is shut down here. All of Ray's chatter is silenced; what matters reaches the user
+through the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from storage.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+"""Where the packages lie: the checkout, or the environment's site-packages."""
+
+PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")
+
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Small: the object store carries messages, never samples."""
+
+_LOCAL_ENVIRONMENT = {
+    # A single machine listens on the loopback address alone, so a token would protect nothing.
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A worker that asks for no GPU must see none.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+}
+
+
+@contextmanager
+def ray_session(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
+    """Connect to `address`, or start a local Ray (of `num_cpus`, default all), for the time of the block.
+
+    A Ray that this process has already initialised is used as it is and left running. Raises UserError if there is
+    nothing at the address.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if address is None:
+        _start_local(num_cpus)
+    else:
+        _connect(address)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_local(num_cpus: int | None) -> None:
+    for name, value in _LOCAL_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Workers see neither our sys.path nor our working folder's: only what stands in PYTHONPATH when Ray starts.
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    _init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+
+
+def _connect(address: str) -> None:
+    packages = [str(ROOT / name) for name in PACKAGES if (ROOT / name).is_dir()]
+    try:
+        _init(address=address, runtime_env={"py_modules": packages})
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
+
+
+def _init(**options: Any) -> None:
+    import ray
+    from ray._private import worker
+
+    # log_to_driver=False alone lets "(raylet) a worker died" and node dumps through; this private flag does not.
+    worker._worker_logs_enabled = False
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def cluster_size() -> tuple[int, int]:
+    """Whole CPUs and GPUs of the Ray we are connected to."""
+    import ray
+
+    resources = ray.cluster_resources()
+    return int(resources.get("CPU", 0)), int(resources.get("GPU", 0))

@@ -1,0 +1,67 @@
+"""`draftmill status`: how far a run is, from its directory alone; touches nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+from jobs.attempts import read_sessions
+from jobs.codes import OK
+from jobs.plan import Plan
+from jobs.progress import duration
+from jobs.totals import ratio
+from jobs.verify import require_plan
+from storage.commit import SUCCESS, done_units, read_manifest
+from storage.errors import StoreError
+from storage.lease import LEASE
+from storage.store import S3Options, Store, open_store
+
+
+def status(run_dir: str, *, s3: S3Options | None = None) -> int:
+    """Print done, running and failed units and samples, the rate and the time to go; returns the exit code."""
+    store = open_store(run_dir, s3=s3)
+    plan = require_plan(store)
+    print("\n".join([f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]))
+    return OK
+
+
+def status_lines(store: Store, plan: Plan) -> Iterator[str]:
+    """The report, line by line."""
+    done = done_units(store) or done_units(store, conditional=False)
+    sizes = {size.unit: size.rows for size in plan.sizes()}
+    rows = sum(sizes[unit] for unit in done if unit in sizes)
+    driver = driver_of(store)
+    sessions = read_sessions(store)
+    running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
+    yield f"  state    {state_of(store, driver)}"
+    yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
+    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    rate = ratio(sessions.committed.rows, sessions.wall_s)
+    if rate:
+        tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)
+        yield f"  rate     {rate:,.1f} samples/s, {tokens:,.0f} tokens/s"
+    if rate and rows < plan.rows:
+        yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
+
+
+def state_of(store: Store, driver: str | None) -> str:
+    """In a few words."""
+    if store.exists(SUCCESS):
+        return "finished"
+    return f"running, driver {driver}" if driver else "not running; `draftmill run` goes on with it"
+
+
+def driver_of(store: Store) -> str | None:
+    """Who holds an unexpired lease."""
+    try:
+        lease = json.loads(store.get(LEASE))
+        return str(lease["owner"]) if lease["expires_at_s"] > time.time() else None
+    except (StoreError, ValueError, KeyError, TypeError):
+        return None
+
+
+def failed_so_far(store: Store) -> int:
+    """Failed samples: the manifest's, or what the sessions have on record."""
+    manifest = read_manifest(store)
+    return manifest.total("failed") if manifest else read_sessions(store).committed.failed

@@ -1,0 +1,113 @@
+"""The table at the end of a run, made of counted numbers only.
+
+What the samples are (tokens, NFE, errors) is read from the result files, so that it is the same after a resume, after a
+crash, and for a run that finished long ago. What the machines did (rates, efficiency) comes from the sessions on record.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.messages import Tally
+from jobs.attempts import Sessions
+from jobs.progress import duration
+from jobs.totals import efficiency, ratio
+from storage.commit import Manifest
+from storage.records import read_results
+from storage.store import Store
+
+COUNTED = (
+    "prompt_tokens",
+    "new_tokens",
+    "nfe",
+    "nfe_draft",
+    "iterations",
+    "proposed",
+    "accepted",
+)
+
+
+@dataclass(slots=True)
+class Results:
+    """Sums over the result rows of a run; `longest_s` is the decoding time of its slowest sample."""
+
+    tally: Tally = field(default_factory=Tally)
+    errors: Counter[str] = field(default_factory=Counter)
+    longest_s: float = 0.0
+
+
+def read_summary(store: Store, objects: Iterable[str]) -> Results:
+    """Sum up result files, one in memory at a time."""
+    results = Results()
+    for table in read_results(store, objects=objects, columns=["status", "error_kind", "decode_s", *COUNTED]):
+        results.tally += _tally(table)
+        results.errors.update(kind for kind in table.column("error_kind").to_pylist() if kind is not None)
+        results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
+    return results
+
+
+def _tally(table: pa.Table) -> Tally:
+    statuses = Counter(table.column("status").to_pylist())
+    sums = {name: pc.sum(table.column(name)).as_py() or 0 for name in COUNTED}
+    return Tally(rows=table.num_rows, ok=statuses["ok"], failed=statuses["failed"], skipped=statuses["skipped"], **sums)
+
+
+def table_lines(name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions) -> list[str]:
+    """The table, one line a figure, aligned."""
+    rows = [*_sample_rows(results), *_machine_rows(results, sessions), *_error_rows(results)]
+    rows.append(("results", f"{url}/data  ({len(manifest.units):,} files, {manifest.total('bytes'):,} bytes)"))
+    width = max(len(label) for label, _ in rows)
+    return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
+
+
+def _sample_rows(results: Results) -> list[tuple[str, str]]:
+    tally = results.tally
+    rows = [
+        ("samples", f"{tally.rows:,}  ({tally.ok:,} ok, {tally.failed:,} failed, {tally.skipped:,} skipped)"),
+        ("tokens", f"{tally.new_tokens:,} generated, {tally.prompt_tokens:,} given"),
+    ]
+    if tally.new_tokens:
+        rows.append(("NFE per token", f"{tally.nfe / tally.new_tokens:.3f}"))
+    if tally.proposed:
+        accepted = f"{tally.accepted / tally.proposed:.1%} of {tally.proposed:,} draft tokens"
+        rows.append(("acceptance", accepted))
+    if tally.iterations:
+        rows.append(("tokens per iteration", f"{tally.new_tokens / tally.iterations:.2f}"))
+    return rows
+
+
+def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+    if not sessions.wall_s:
+        return []
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    rows = [("tokens/s", f"{rate:,.0f}  ({duration(sessions.wall_s)} of decoding)")]
+    figures = efficiency(sessions.effort)
+    named = [
+        ("padding efficiency", "token_padding_eff", "useful token rows, of those computed"),
+        ("lane efficiency", "lane_eff", "slots occupied"),
+        ("engine efficiency", "engine_eff", "workers' time in forwards"),
+        ("tail", "tail_frac", "workers' time with slots idle and no sample left"),
+    ]
+    rows += [(label, f"{figures[key]:.1%}  ({what})") for label, key, what in named if key in figures]
+    workers = ratio(sessions.worker_s, sessions.wall_s)
+    bound_s = max(ratio(sessions.effort.wall_s - sessions.effort.tail_s, workers), results.longest_s)
+    if bound_s:
+        rows.append(
+            ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the best that {workers:.0f} workers can do)")
+        )
+    return rows
+
+
+def _error_rows(results: Results) -> list[tuple[str, str]]:
+    if not results.errors:
+        return [("errors", "none")]
+    worst = heapq.nlargest(5, results.errors.items(), key=lambda item: (item[1], item[0]))
+    rest = len(results.errors) - len(worst)
+    text = ", ".join(f"{count:,} {kind}" for kind, count in worst)
+    return [("errors", text + (f" and {rest} more kinds" if rest > 0 else ""))]

@@ -1,0 +1,118 @@
+"""Totals: what a run has done so far, as plain sums, and the figures that follow from them. Knows no display."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actors.messages import Effort, Receipt, Tally, TurnReport
+from decoders.base import EngineStats
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts of one driver's session on top of what was committed before it. Times in seconds of `clock`.
+
+    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` only what this
+    session's receipts carry. `errors` counts the failed samples of the receipts by kind.
+    """
+
+    units: int
+    rows: int
+    units_before: int = 0
+    rows_before: int = 0
+    clock: Callable[[], float] = time.monotonic
+    started_s: float | None = None
+    ended_s: float | None = None
+    workers: int = 0
+    most_workers: int = 0
+    units_held: int = 0
+    units_done: int = 0
+    decoded: Tally = field(default_factory=Tally)
+    committed: Tally = field(default_factory=Tally)
+    errors: Counter[str] = field(default_factory=Counter)
+    effort: Effort = field(default_factory=Effort)
+    deaths: int = 0
+
+    def worker_up(self) -> None:
+        """A worker takes units now; the first one starts the clock."""
+        self.started_s = self.clock() if self.started_s is None else self.started_s
+        self.workers += 1
+        self.most_workers = max(self.most_workers, self.workers)
+
+    def worker_died(self) -> None:
+        """A worker is gone."""
+        self.workers = max(0, self.workers - 1)
+        self.deaths += 1
+
+    def reported(self, report: TurnReport) -> None:
+        """Add a worker's turn."""
+        self.decoded += report.decoded
+        self.effort = add_effort(self.effort, report.effort)
+
+    def received(self, receipt: Receipt) -> None:
+        """Add a unit that was committed, once."""
+        self.units_done += 1
+        self.committed += receipt.tally
+        self.errors.update(receipt.error_kinds)
+
+    def stop(self) -> None:
+        """Stop the clock."""
+        self.ended_s = self.clock()
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the first worker came up."""
+        if self.started_s is None:
+            return 0.0
+        return (self.clock() if self.ended_s is None else self.ended_s) - self.started_s
+
+    @property
+    def worker_s(self) -> float:
+        """Worker seconds that were at hand: the wall time of as many workers as there were at best."""
+        return self.wall_s * self.most_workers
+
+    @property
+    def rows_done(self) -> int:
+        """Samples that ended, before and in this session, never more than there are."""
+        ended = max(self.decoded.rows, self.committed.rows)
+        return min(self.rows, self.rows_before + ended)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of this session."""
+        return ratio(max(self.decoded.new_tokens, self.committed.new_tokens), self.wall_s)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to go at the rate so far, None before there is one."""
+        ended = self.rows_done - self.rows_before
+        return (self.rows - self.rows_done) * self.wall_s / ended if ended else None
+
+
+def ratio(above: float, below: float) -> float:
+    """above / below, 0 where nothing was counted."""
+    return above / below if below else 0.0
+
+
+def add_effort(one: Effort, other: Effort) -> Effort:
+    """Sum of two efforts, field by field."""
+    names = [item.name for item in dataclasses.fields(EngineStats)]
+    engine = EngineStats(**{name: getattr(one.engine, name) + getattr(other.engine, name) for name in names})
+    return Effort(engine, one.wall_s + other.wall_s, one.tail_s + other.tail_s)
+
+
+def efficiency(effort: Effort) -> dict[str, float]:
+    """The figures of how close a job came to the limit (docs: engine), each between 0 and 1; without those not counted."""
+    engine = effort.engine
+    pairs = {
+        "token_padding_eff": (engine.useful_rows, engine.computed_rows),
+        "lane_eff": (engine.active_slot_steps, engine.slot_steps),
+        "engine_eff": (engine.forward_s, effort.wall_s),
+        "spec_eff": (engine.committed, engine.verified),
+        "tail_frac": (effort.tail_s, effort.wall_s),
+    }
+    return {name: above / below for name, (above, below) in pairs.items() if below}

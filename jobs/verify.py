@@ -1,0 +1,160 @@
+"""`draftmill verify`: a run's promises, re-checked from the store alone. Trusts no one: every file is read and hashed.
+
+Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. With
+--invariance N, N samples are decoded again, each alone, and compared token for token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+from jobs.codes import OK, TOO_MANY_FAILED, UNEXPECTED
+from jobs.plan import Plan, load_plan
+from jobs.thresholds import too_many_failed
+from storage.commit import SUCCESS, CommittedUnit, Manifest, done_units, read_manifest
+from storage.errors import StoreError, UserError
+from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet
+from storage.store import S3Options, Store, open_store
+
+SHOWN = 20
+"""Problems that are printed; the rest are counted."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was checked, and what was found wrong."""
+
+    units: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
+    """Check the run and print what was checked; returns 0, 3 (too many samples failed), or 1 (a promise is broken)."""
+    store = open_store(run_dir, s3=s3)
+    plan = require_plan(store)
+    manifest = read_manifest(store)
+    if manifest is None:
+        raise UserError(f"{store.url} is not finished: there is no manifest; `draftmill run` goes on with it")
+    findings = check_run(store, plan, manifest)
+    _print_findings(store, plan, findings)
+    if invariance and not findings.problems:
+        from jobs.invariance import check_invariance
+
+        check_invariance(store, plan, manifest, samples=invariance)
+    if findings.problems:
+        return UNEXPECTED
+    failed = findings.statuses["failed"]
+    return TOO_MANY_FAILED if too_many_failed(failed, plan.rows, plan.spec.errors) else OK
+
+
+def require_plan(store: Store) -> Plan:
+    """The plan of a run directory; UserError if it is none."""
+    plan = load_plan(store)
+    if plan is None:
+        raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
+    return plan
+
+
+def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
+    """Check every unit of the plan against its file and the manifest, and the run as a whole."""
+    findings = Findings()
+    listed = {unit.unit: unit for unit in manifest.units}
+    if len(listed) != len(manifest.units):
+        findings.problems.append("the manifest lists a unit twice")
+    if manifest.fingerprint != plan.fingerprint:
+        findings.problems.append("the manifest is of another job: its fingerprint is not the plan's")
+    for unit, ids in plan.unit_ids():
+        committed = listed.pop(unit, None)
+        if committed is None:
+            findings.problems.append(f"unit {unit} is planned, but the manifest does not list it")
+        else:
+            findings.problems += check_unit(store, plan, committed, ids, findings)
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
+    findings.problems += check_whole(store, plan, manifest)
+    return findings
+
+
+def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str], findings: Findings) -> list[str]:
+    """Read one unit's file whole: its hash, its metadata, its schema, its rows one by one."""
+    name = committed.object
+    try:
+        data = store.get(name)
+        table = read_parquet(data)
+    except (StoreError, pa.ArrowInvalid, OSError) as error:
+        return [f"{name}: can't be read: {error}"]
+    findings.units += 1
+    findings.bytes += len(data)
+    findings.statuses.update(table.column("status").to_pylist())
+    return [f"{name}: {problem}" for problem in _unit_problems(plan, committed, ids, data, table, store)]
+
+
+def _unit_problems(
+    plan: Plan, committed: CommittedUnit, ids: list[str], data: bytes, table: pa.Table, store: Store
+) -> Iterator[str]:
+    stat = store.stat(committed.object)
+    if hashlib.sha256(data).hexdigest() != committed.sha256:
+        yield "its SHA-256 is not the manifest's"
+    if stat is not None and stat.etag != committed.etag:
+        yield f"its etag is {stat.etag}, the manifest has {committed.etag}"
+    if not table.schema.remove_metadata().equals(SCHEMA):
+        yield "its schema is not that of the result table"
+        return
+    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "schema_version": str(SCHEMA_VERSION)}
+    found = parquet_metadata(table.schema)
+    yield from (
+        f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value
+    )
+    yield from _row_problems(committed, ids, table)
+
+
+def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table) -> Iterator[str]:
+    found = table.column("id").to_pylist()
+    if found != ids:
+        missing, surplus = Counter(ids) - Counter(found), Counter(found) - Counter(ids)
+        if missing:
+            yield f"{missing.total()} planned rows are missing, first {next(iter(missing))!r}"
+        if surplus:
+            yield f"{surplus.total()} rows are there twice or were never planned, first {next(iter(surplus))!r}"
+        if not missing and not surplus:
+            yield "its rows are not in the order of the plan"
+    statuses = Counter(table.column("status").to_pylist())
+    for status in ("ok", "failed", "skipped"):
+        if statuses[status] != getattr(committed, status):
+            yield f"{statuses[status]} rows are {status}, the manifest has {getattr(committed, status)}"
+    if set(table.column("unit").to_pylist()) - {committed.unit}:
+        yield "rows name another unit"
+
+
+def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
+    """Totals, `_SUCCESS`, and files that no one asked for."""
+    problems = []
+    held = (len(manifest.units), manifest.total("rows"))
+    if held != (plan.units, plan.rows):
+        problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
+    if not store.exists(SUCCESS):
+        problems.append("there is no _SUCCESS")
+    objects = {unit.object for unit in manifest.units}
+    strangers = sorted(stat.name for stat in done_units(store).values() if stat.name not in objects)
+    if strangers:
+        problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
+    return problems
+
+
+def _print_findings(store: Store, plan: Plan, findings: Findings) -> None:
+    statuses = ", ".join(f"{findings.statuses[status]:,} {status}" for status in ("ok", "failed", "skipped"))
+    print(f"{store.url}: {plan.rows:,} planned samples in {plan.units:,} units")
+    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {statuses}")
+    print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
+    print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
+    for problem in findings.problems[:SHOWN]:
+        print(f"  BROKEN: {problem}")
+    if len(findings.problems) > SHOWN:
+        print(f"  and {len(findings.problems) - SHOWN} more")
+    print("  " + (f"{len(findings.problems)} problems" if findings.problems else "all promises hold"))

@@ -1,0 +1,91 @@
+"""The pool on a real Ray, with workers that have no model."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from actors.messages import Died, PoolNews, Receipt, Reported, Up
+from actors.pool import Pool, Seat
+from tests.actors.fakes import ENDLESS, FakeWorker, work
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def pool(ray_session: ModuleType) -> Any:
+    pool = Pool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker)  # type: ignore[arg-type]
+    yield pool
+    pool.close()
+
+
+def until(pool: Pool, wanted: type) -> list[PoolNews]:
+    """Poll until news of this kind has come."""
+    news: list[PoolNews] = []
+    for _ in range(200):
+        news += pool.poll(0.2)
+        if any(isinstance(item, wanted) for item in news):
+            return news
+    raise AssertionError(f"nothing came but {news}")
+
+
+def receipts(pool: Pool, count: int) -> list[int]:
+    units: list[int] = []
+    for _ in range(200):
+        for item in pool.poll(0.2):
+            if isinstance(item, Reported):
+                units += [news.unit for news in item.report.news if isinstance(news, Receipt)]
+        if len(units) >= count:
+            return units
+    raise AssertionError(f"only {units}")
+
+
+def test_a_worker_comes_up_takes_units_and_reports_each(pool: Pool):
+    pool.start("w0")
+    (up,) = until(pool, Up)
+    assert isinstance(up, Up) and up.pid != os.getpid()
+    for unit in range(2):
+        pool.assign("w0", work(unit, 2))
+    assert sorted(receipts(pool, 2)) == [0, 1]
+
+
+def test_a_killed_worker_is_reported_dead_in_one_line(pool: Pool):
+    pool.start("w0")
+    (up,) = until(pool, Up)
+    assert isinstance(up, Up)
+    pool.assign("w0", work(0, 2))
+    os.kill(up.pid, signal.SIGKILL)
+    died = until(pool, Died)[-1]
+    assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason
+
+
+def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: Pool):
+    for name in ("w0", "w1"):
+        pool.start(name)
+    ups = 0
+    while ups < 2:
+        ups += sum(isinstance(item, Up) for item in pool.poll(0.2))
+    pool.assign("w0", work(99, 2))
+    pool.assign("w1", work(1, 2))
+    news = until(pool, Died)
+    assert [item.worker for item in news if isinstance(item, Died)] == ["w0"]
+
+
+def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool: Pool):
+    pool.start("w9")
+    (died,) = until(pool, Died)
+    assert isinstance(died, Died) and "the model is not there" in died.reason
+
+
+def test_a_revoked_unit_makes_room_for_the_next(pool: Pool):
+    pool.start("w0")
+    until(pool, Up)
+    pool.assign("w0", work(ENDLESS, 1))
+    pool.revoke("w0", ENDLESS)
+    pool.assign("w0", work(1, 2))
+    assert receipts(pool, 1) == [1]
+    assert pool.poll(0.0) == []

@@ -1,0 +1,173 @@
+"""The driver's loop against workers in this process: a pool without Ray, a memory store, real unit files."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from collections.abc import Callable
+
+import pytest
+
+from actors.messages import Died, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
+from actors.runner import Sample, UnitRunner, tally_of
+from jobs.attempts import AttemptsLog, read_sessions
+from jobs.driver import Driver, StopFlag
+from jobs.events import Finish
+from jobs.leases import Limits, UnitSize
+from jobs.progress import Lines
+from jobs.scheduler import Scheduler
+from jobs.totals import Totals
+from storage.commit import commit_unit, done_units
+from storage.records import read_results, table_from_rows
+from storage.store import Store, open_store
+from tests.actors.fakes import FakeClerk, FakeDecoder
+
+ROWS = 4
+
+
+class StoreClerk(FakeClerk):
+    """Commits real unit files with the fewest columns; `poison(unit, row)` kills the worker that opens such a row."""
+
+    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool]) -> None:
+        super().__init__({unit: [1 + (unit + row) % 3 for row in range(ROWS)] for unit in range(units)})
+        self.store = store
+        self.poison = poison
+
+    def open_unit(self, unit: WorkUnit) -> list[Sample]:
+        spared = {row for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
+        if any(self.poison(unit.unit, row) for row in range(unit.start, unit.stop) if row not in spared):
+            raise SystemExit  # stands for a segmentation fault: the pool below turns it into a death
+        return super().open_unit(unit)
+
+    def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
+        guilty = {row for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
+        rows = [
+            {
+                "id": f"{unit.unit}:{row}",
+                "unit": unit.unit,
+                "pass": unit.pass_,
+                "attempt": unit.attempt,
+                "status": "failed" if row in guilty else "ok",
+            }
+            for row in range(unit.start, unit.stop)
+        ]
+        committed = None
+        if not unit.probe:
+            table = table_from_rows(rows)
+            committed = commit_unit(self.store, unit=unit.unit, table=table, fingerprint="f", code_version="0")
+        return Receipt(unit.lease, unit.unit, "w", "n", committed, tally_of(samples))
+
+
+class FakePool:
+    """Workers that decode in `poll`, one step each."""
+
+    def __init__(self, clerk: Callable[[], StoreClerk]) -> None:
+        self.clerk = clerk
+        self.runners: dict[str, UnitRunner] = {}
+        self.news: list[PoolNews] = []
+        self.deaths = 0
+
+    def start(self, name: str) -> None:
+        self.runners[name] = UnitRunner(FakeDecoder(), self.clerk(), worker=name)
+        self.news.append(Up(name, "node", 1))
+
+    def assign(self, name: str, unit: WorkUnit) -> None:
+        self.runners[name].add(unit)
+
+    def revoke(self, name: str, lease: int) -> None:
+        self.runners[name].drop(lease)
+
+    def kill(self, name: str) -> None:
+        self.runners.pop(name).close()
+
+    def poll(self, timeout_s: float) -> list[PoolNews]:
+        news, self.news = self.news, []
+        for name in list(self.runners):
+            news += self.turn(name)
+        return news
+
+    def turn(self, name: str) -> list[PoolNews]:
+        items = self.runners[name].step()
+        if any(getattr(item, "error", "").startswith("SystemExit") for item in items):
+            self.kill(name)
+            self.deaths += 1
+            return [Died(name, "segmentation fault")]
+        effort, decoded = self.runners[name].take_effort()
+        return [Reported(name, TurnReport(tuple(items), effort, decoded))]
+
+
+def driver(
+    store: Store, *, units: int = 6, workers: int = 2, poison: Callable[[int, int], bool] = lambda unit, row: False
+) -> Driver:
+    done = done_units(store)
+    left = [UnitSize(unit, ROWS, 10 - unit) for unit in range(units) if unit not in done]
+    return Driver(
+        scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
+        pool=FakePool(lambda: StoreClerk(store, units, poison)),
+        display=Lines(io.StringIO()),
+        totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
+        log=AttemptsLog(store, 1),
+        stop=StopFlag(),
+    )
+
+
+@pytest.fixture
+def store() -> Store:
+    return open_store(f"memory://{uuid.uuid4()}")
+
+
+def statuses(store: Store) -> dict[str, str]:
+    rows = [row for table in read_results(store) for row in table.select(["id", "status"]).to_pylist()]
+    assert len({row["id"] for row in rows}) == len(rows), "a row is there twice"
+    return {row["id"]: row["status"] for row in rows}
+
+
+def test_every_unit_is_committed_and_counted_once(store: Store):
+    job = driver(store)
+    assert job.run() == Finish("done")
+    assert sorted(job.committed) == sorted(done_units(store)) == list(range(6))
+    assert (job.totals.units_done, job.totals.committed.rows, job.totals.rows_done) == (6, 24, 24)
+
+
+def test_a_row_that_kills_workers_is_quarantined_and_its_neighbours_are_ok(store: Store):
+    job = driver(store, poison=lambda unit, row: (unit, row) == (2, 3))
+    assert job.run() == Finish("done")
+    found = statuses(store)
+    assert len(found) == 24 and [name for name, status in found.items() if status == "failed"] == ["2:3"]
+    assert isinstance(job.pool, FakePool) and job.pool.deaths <= 8
+
+
+def test_a_stop_drains_and_the_next_driver_does_the_rest(store: Store):
+    first = driver(store, workers=1)
+    first.stop.set("SIGTERM")
+    assert first.run().how == "drained"
+    second = driver(store, workers=1)
+    assert second.run() == Finish("done")
+    assert len(statuses(store)) == 24
+    assert set(first.committed) | set(second.committed) == set(range(6))
+    assert not set(first.committed) & set(second.committed)
+
+
+def test_a_stop_ends_at_the_end_of_the_grace_even_if_a_unit_does_not(store: Store):
+    now = iter(range(1000))
+    job = driver(store, units=1, workers=1)
+    job.clock = lambda: float(next(now))
+    job.grace_s = 3.0
+
+    def hang(timeout_s: float) -> list[PoolNews]:
+        pool.poll = lambda timeout_s: []  # type: ignore[method-assign]
+        job.stop.set("SIGINT")
+        return [Up("w0", "node", 1)]
+
+    pool = job.pool
+    pool.poll = hang  # type: ignore[method-assign]
+    assert job.run() == Finish("drained", "the grace period is over")
+
+
+def test_what_happened_is_in_the_attempts_log_and_the_sessions_add_up(store: Store):
+    job = driver(store, poison=lambda unit, row: (unit, row) == (0, 0))
+    job.run()
+    job.log.flush(job.totals)
+    text = store.get("attempts/epoch-0001-part-0000.jsonl").decode()
+    assert text.count('"what": "done"') == 6 and '"what": "quarantined"' in text and "segmentation fault" in text
+    assert read_sessions(store).committed == job.totals.committed
