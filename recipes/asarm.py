@@ -26,10 +26,22 @@ from recipes import corpus, draft_heads, evaluation, folder, training
 from recipes.masking import MAX_STALE
 from recipes.two_stream import Shape, TwoStream
 
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shape and the settings that go with it; the flags of the same names override them."""
+
+    shape: Shape
+    steps: int
+    batch_tokens: int = 4096
+    learning_rate: float = 2e-3
+
+
 SIZES = {
-    "micro": Shape(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=512),
-    "tiny": Shape(),
-    "base": Shape(d_model=512, n_layer=8, n_head=8, d_inner=2048, vocab_size=2048),
+    "micro": Size(Shape(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=512), steps=200),
+    "tiny": Size(Shape(), steps=6500),
+    # For a GPU. Post-norm layers want a smaller rate the deeper they are stacked.
+    "base": Size(Shape(d_model=512, n_layer=8, d_inner=2048), steps=12_000, batch_tokens=32_768, learning_rate=6e-4),
 }
 
 
@@ -133,11 +145,12 @@ def describe(flags: argparse.Namespace, shape: Shape, prepared: Prepared, minute
 
 
 def plan_from(flags: argparse.Namespace) -> training.Plan:
+    size = SIZES[flags.size]
     return training.Plan(
-        steps=flags.steps,
+        steps=flags.steps or size.steps,
         seed=flags.seed,
-        batch_tokens=flags.batch_tokens,
-        learning_rate=flags.learning_rate,
+        batch_tokens=flags.batch_tokens or size.batch_tokens,
+        learning_rate=flags.learning_rate or size.learning_rate,
         decay_share=flags.decay_share,
     )
 
@@ -146,12 +159,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.asarm", description="Train an any-subset model and its draft heads.")
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
-    parser.add_argument("--steps", type=int, default=6500, help="optimiser steps of the model")
+    parser.add_argument("--steps", type=int, help="optimiser steps of the model")
     parser.add_argument("--head-steps", type=int, default=1500, help="optimiser steps of the draft heads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--batch-tokens", type=int)
+    parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--decay-share", type=float, default=0.3, help="share of the steps over which the rate falls")
     parser.add_argument("--checkpoint-dir", type=Path, help="keep the training's state here, and go on from it")
     parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
@@ -165,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parse(arguments)
     torch.set_num_threads(flags.threads)
     training.reuse_freed_memory()
-    shape = SIZES[flags.size]
+    shape = SIZES[flags.size].shape
     prepared = prepare(shape.vocab_size)
     pace = training.Pace(flags.log_every, flags.checkpoint_minutes, flags.minutes)
     trainer = train_model(prepared, shape, plan_from(flags), flags.checkpoint_dir, pace)

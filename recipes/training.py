@@ -28,7 +28,7 @@ from recipes.corpus import TokenStream
 from recipes.masking import MaskSchedule, Windows, decoding_ranks, training_batch
 from recipes.two_stream import Canvas, QueryRows, TwoStream
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,16 @@ class Plan:
 
 
 def reuse_freed_memory() -> None:
-    """Keep freed blocks in the process instead of returning them to the system: a step frees and asks for the same
-    hundreds of megabytes, and page faults on them cost ten times the arithmetic. No effect outside glibc."""
+    """Keep freed blocks in the process instead of returning them to the system. No effect outside glibc.
+
+    A step frees and asks for the same hundreds of megabytes, and page faults on them cost up to ten times the
+    arithmetic. Blocks above glibc's largest threshold still go back, or the heap would fragment without end.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 

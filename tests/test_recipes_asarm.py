@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 from decoders.heads import DraftHeads, load_heads
-from recipes import corpus, draft_heads, evaluation, folder, masking, training
+from recipes import asarm, corpus, draft_heads, evaluation, folder, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
@@ -339,3 +339,22 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenize
     text = "def f(x):\n\n        return '<mask>'  # é\t\n"
     assert corpus.encode(again, text) == corpus.encode(tokenizer, text)
     assert again.decode(corpus.encode(again, text)) == text
+
+
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
+    files: list[corpus.SourceFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, held_out = corpus.split(files)
+    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
+    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+    flags = ["--size", "micro", "--steps", "2", "--head-steps", "2", "--threads", "1", "--batch-tokens", "1024"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert asarm.main([*flags, "--out", str(whole)]) == 0
+    again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(tmp_path / "state")]
+    assert asarm.main([*again, "--minutes", "0"]) == 3
+    assert asarm.main(again) == 0
+    for name in ("model.safetensors", "draft_head.safetensors", "tokenizer.json", "config.json"):
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
+    text = (whole / "README.md").read_text()
+    assert all(f"- `{file.path}`" in text for file in few[-2:])
+    assert "| 128 | 50% |" in text and "| 5% | markov |" in text
