@@ -116,11 +116,14 @@ def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
     """Rows of all inputs: Parquet files say theirs, others hold as many per byte as the sampled ones, at least the sample's."""
     if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
-    files = sorted(set(table["file"].to_pylist()))
-    last, offset = inputs[files[-1]], table["offset"][-1].as_py()
-    inside = offset if offset is not None and last.compression is None else last.size or 0
-    read = sum(inputs[file].size or 0 for file in files[:-1]) + max(1, inside)
-    return max(table.num_rows, round(table.num_rows * sum(file.size or 0 for file in inputs) / max(1, read)))
+    # The sample's last row begins at `offset`: all rows in front of it lie in the bytes up to there.
+    files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
+    last = inputs[files[-1]]
+    inside, rows = (last.size or 0, table.num_rows)
+    if offset and last.compression is None:
+        inside, rows = offset, table.num_rows - 1
+    read = inside + sum(inputs[file].size or 0 for file in files[:-1])
+    return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
 
 
 def maker_of(prepared: Prepared) -> CanvasMaker:

@@ -1,0 +1,104 @@
+"""Checkpoints are found, fetched and known again by their content; a damaged one is refused by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from actors import models
+from actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
+from actors.text import load_tokenizer
+from storage.errors import UserError
+from storage.store import MemoryStore, S3Options
+
+ASARM = BUILTIN / "asarm-tiny"
+
+
+@pytest.fixture
+def checkpoint(golden: Path, tmp_path: Path) -> Path:
+    """A copy of the golden XLNet that a test may damage."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden / "xlnet_asarm" / name, folder)
+    return folder
+
+
+def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
+    assert fetch_model("builtin:asarm-tiny") == ASARM and "asarm-tiny" in builtin_models()
+    assert fetch_model(str(checkpoint)) == checkpoint
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("builtin:nothing", "'builtin:nothing' does not exist; allowed: builtin:asarm-tiny"),
+        ("/no/such/folder", "is no folder; allowed: builtin:NAME"),
+        ("ftp://host/model", "is no folder"),
+        ("nobody/no-such-model", "neither a folder here nor a hub model"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused(path: str, message: str) -> None:
+    with pytest.raises(UserError, match=r"^model\.path: ") as caught:
+        fetch_model(path)
+    assert message in str(caught.value)
+
+
+def test_a_model_on_s3_is_fetched_once_by_version(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore("bucket-of-models")
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(models, "open_store", lambda url, s3: store)
+    for file in checkpoint.iterdir():
+        store.put(f"models/a/{file.name}", file.read_bytes())
+    store.put("models/a/code.py", b"never fetched")
+    store.put("models/ab/config.json", b"another model's")
+    folder = fetch_model("s3://bucket/models/a", s3=S3Options())
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert model_hash(folder) == model_hash(checkpoint)
+    assert fetch_model("s3://bucket/models/a") == folder
+    store.put("models/a/config.json", b"{}")
+    assert fetch_model("s3://bucket/models/a") != folder
+    with pytest.raises(UserError, match="holds no model files"):
+        fetch_model("s3://bucket/nothing")
+
+
+def test_the_hash_is_of_the_content(checkpoint: Path, tmp_path: Path) -> None:
+    before = model_hash(checkpoint)
+    moved = checkpoint.rename(tmp_path / "elsewhere")
+    (moved / "README.md").write_text("not part of it")
+    assert model_hash(moved) == before
+    (moved / "draft_head.json").write_text("{}")
+    assert model_hash(moved) != before
+
+
+def test_tokenizers_have_a_hash_and_none_has_none() -> None:
+    assert tokenizer_hash(ASARM, "none") == "none"
+    assert tokenizer_hash(ASARM) == tokenizer_hash(Path("/elsewhere"), str(ASARM)) != tokenizer_hash(ASARM, "none")
+
+
+def test_a_checkpoint_without_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model\.path: .* lacks model\.safetensors"):
+        model_hash(checkpoint)
+
+
+def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ASARM)
+    assert tokenizer is not None and tokenizer.joins
+    text = "def f():\n\treturn '<mask> é 🙂'  \r\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert load_tokenizer(ASARM, "none") is None
+    with pytest.raises(UserError, match=r"model\.tokenizer: .* holds no tokenizer"):
+        load_tokenizer(ASARM, str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=r"model\.tokenizer: the tokenizer in .* can't be loaded"):
+        load_tokenizer(ASARM, str(tmp_path))
+
+
+def test_errors_of_the_decoders_side_keep_their_path() -> None:
+    assert user_error(ValueError("decoder.k: too large"), "model.path").field == "decoder.k"
+    assert str(user_error(ValueError("broken"), "model.path")) == "model.path: broken"

@@ -1,0 +1,241 @@
+"""A plan holds every row once, is the same whenever it is built, and knows when it belongs to another job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from jobs import plan_writer
+from jobs.fingerprint import Hashes, results_key
+from jobs.plan import Plan, build_plan, compare_plan, load_plan
+from jobs.plan_writer import PlanWriter
+from jobs.spec import JobSpec, check_spec
+from storage.errors import StoreError, UserError
+from storage.reader import list_inputs
+from storage.store import Store, open_store
+from tests.actors.tokenizers_for_tests import byte_level, model_info
+
+HASHES = Hashes("weights", "tokenizer")
+
+
+def spec_for(path: Path, **changes: Any) -> JobSpec:
+    data: dict[str, Any] = {
+        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
+        "input": {"path": str(path)},
+        "model": {"path": "m"},
+        "decoder": {"kind": "assd"},
+        "output": {"path": "out"},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        data.setdefault(section, {})[name] = value
+    return check_spec(data)
+
+
+def plan(spec: JobSpec, store: Store) -> Plan:
+    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), store)
+
+
+def key_of(spec: JobSpec) -> dict[str, Any]:
+    return results_key(spec, model_info(), HASHES, list_inputs(spec.input.path))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Two files of 30 and 10 rows with texts of many lengths, one row of them damaged."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [json.dumps({"id": f"r{number}", "text": "7" * (number * 7 % 50)}) for number in range(40)]
+    lines[5] = '{"id": "r5", "text": '
+    (folder / "a.jsonl").write_text("\n".join(lines[:30]))
+    (folder / "b.jsonl").write_text("\n".join(lines[30:]))
+    return folder
+
+
+def names(store: Store) -> list[str]:
+    return [stat.name for stat in store.list()]
+
+
+def test_every_row_is_planned_once_longest_first(rows: Path) -> None:
+    store = open_store("memory://once")
+    made = plan(spec_for(rows, output__unit_rows=8), store)
+    planned = [row for unit in range(made.units) for row in made.unit_rows(unit)]
+    assert sorted((row.file, row.row) for row in planned) == [(0, n) for n in range(30)] + [(1, n) for n in range(10)]
+    assert [row.length for row in planned] == sorted((row.length for row in planned), reverse=True)
+    assert made.rows == 40 and made.units == 5 and [size.rows for size in made.sizes()] == [8] * 5
+    assert made.tokens == sum(row.length for row in planned) == sum(size.tokens for size in made.sizes())
+    assert made.holes == sum(row.holes for row in planned)
+    assert [ids for _, ids in made.unit_ids()] == [[row.id for row in made.unit_rows(unit)] for unit in range(5)]
+
+
+def test_a_damaged_row_is_planned_as_a_failed_one(rows: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=64), open_store("memory://damaged"))
+    (bad,) = [row for row in made.unit_rows(0) if row.error_kind is not None]
+    assert (bad.id, bad.error_kind, bad.length) == ("a.jsonl:5", "bad_json", 0)
+    assert made.errors == {"bad_json": 1}
+
+
+def test_a_plan_is_the_same_each_time_and_reads_back_as_it_was(rows: Path) -> None:
+    stores = [open_store("memory://first"), open_store("memory://second")]
+    spec = spec_for(rows, output__unit_rows=8)
+    first, second = (plan(spec, store) for store in stores)
+    assert [stores[0].get(name) for name in names(stores[0])] == [stores[1].get(name) for name in names(stores[1])]
+    again = load_plan(stores[0])
+    assert again == first and again.fingerprint == second.fingerprint
+    assert load_plan(open_store("memory://empty")) is None
+
+
+def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> None:
+    base = plan(spec_for(rows), open_store("memory://base"))
+    other = plan(
+        spec_for(
+            rows, workers__count=7, batching__max_rows=3, model__device="cpu", errors__attempts=9, output__trace="steps"
+        ),
+        open_store("memory://other"),
+    )
+    assert other.fingerprint == base.fingerprint
+    assert list(other.unit_ids()) == list(base.unit_ids())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"decoder__k": 3}, "decoder.k was 5, is 3"),
+        ({"sampling__temperature": 0.5}, "sampling.temperature was 1.0, is 0.5"),
+        ({"task__mask": {"kind": "random", "rate": 0.25}}, "task.mask.rate was 0.5, is 0.25"),
+        ({"input__limit": 4}, "input.limit was null, is 4"),
+        ({"input__columns": {"text": "text"}}, 'input.columns.text was null, is "text"'),
+        ({"model__dtype": "float64"}, 'model.dtype was "auto", is "float64"'),
+    ],
+)
+def test_another_job_on_the_same_directory_is_refused_by_its_keys(
+    rows: Path, changes: dict[str, Any], named: str
+) -> None:
+    store = open_store("memory://refused")
+    store.delete("_plan.json")
+    made = plan(spec_for(rows), store)
+    compare_plan(made, key_of(spec_for(rows)), list_inputs(str(rows)))
+    with pytest.raises(UserError) as caught:
+        compare_plan(made, key_of(spec_for(rows, **changes)), list_inputs(str(rows)))
+    assert caught.value.field == "output.path" and named in str(caught.value)
+
+
+def test_other_weights_are_named(rows: Path) -> None:
+    made = plan(spec_for(rows), open_store("memory://weights"))
+    inputs = list_inputs(str(rows))
+    for hashes, named in ((Hashes("x", "tokenizer"), "model.weights"), (Hashes("weights", "x"), "model.tokenizer")):
+        with pytest.raises(UserError, match=named):
+            compare_plan(made, results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
+
+
+def test_a_changed_input_is_named(rows: Path) -> None:
+    made = plan(spec_for(rows), open_store("memory://inputs"))
+    (rows / "b.jsonl").write_text("{}")
+    (rows / "c.jsonl").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        compare_plan(made, key_of(spec_for(rows)), list_inputs(str(rows)))
+    assert caught.value.field == "input.path"
+    assert (
+        "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value) and "a.jsonl" not in str(caught.value)
+    )
+
+
+def test_inputs_that_moved_are_the_same_inputs(rows: Path) -> None:
+    inputs = list_inputs(str(rows))
+    moved = [dataclasses.replace(file, uri=f"/elsewhere/{file.name}") for file in inputs]
+    assert results_key(spec_for(rows), model_info(), HASHES, moved) == key_of(spec_for(rows))
+
+
+def test_limit_counts_rows_over_all_files(rows: Path) -> None:
+    made = plan(spec_for(rows, input__limit=33), open_store("memory://limit"))
+    assert made.rows == 33 and sum(row.file == 1 for unit in range(made.units) for row in made.unit_rows(unit)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "field", "message"),
+    [
+        ("", {}, "input.path", "no rows in 1 files"),
+        ('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "x"}', {}, "input.columns.id",
+         "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
+        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
+        ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first has 'text'"),
+    ],
+)  # fmt: skip
+def test_an_unusable_input_leaves_nothing_behind(
+    tmp_path: Path, content: str, columns: dict[str, str], field: str, message: str
+) -> None:
+    file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        plan(spec_for(file, input__columns=columns), store)
+    assert caught.value.field == field and message in str(caught.value)
+    assert names(store) == []
+
+
+def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"body": "x"}\n{"text": "y"}')
+    assert plan(spec_for(file), open_store("memory://alone")).errors == {"missing_column": 1}
+
+
+def test_parts_left_by_an_interrupted_planner_are_replaced(rows: Path) -> None:
+    store = open_store("memory://stale")
+    store.put(part_name(7), b"of another plan")
+    made = plan(spec_for(rows), store)
+    assert names(store) == ["_plan.json", part_name(0)] and made.units == 2
+
+
+def test_a_damaged_plan_is_refused(rows: Path) -> None:
+    store = open_store("memory://broken")
+    store.put("_plan.json", b"{")
+    with pytest.raises(UserError, match="damaged"):
+        load_plan(store)
+
+
+def rows_table(lengths: list[int], first: int = 0) -> pa.Table:
+    count = len(lengths)
+    columns = [[0] * count, list(range(first, first + count)), [None] * count, [f"r{first + n}" for n in range(count)]]
+    return pa.Table.from_arrays(
+        [
+            pa.array(values, field.type)
+            for values, field in zip([*columns, lengths, lengths, [None] * count], ROW_SCHEMA, strict=True)
+        ],
+        schema=ROW_SCHEMA,
+    )
+
+
+def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_writer, "PART_UNITS", 3)
+    store = open_store("memory://parts")
+    writer = PlanWriter(store, window=10, unit_rows=4)
+    for start in range(0, 42, 7):
+        writer.add(rows_table([(start + n) % 9 for n in range(7)], start))
+    writer.finish()
+    assert [(part.first, part.units) for part in writer.parts] == [(0, 3), (3, 3), (6, 3), (9, 3), (12, 1)]
+    table = PlanTable(store, writer.parts)
+    units = [table.unit_rows(unit) for unit in range(13)]
+    assert sorted(row.row for rows in units for row in rows) == list(range(42))
+    for number, rows in enumerate(units):
+        assert all(row.unit == number and row.row // 10 == rows[0].row // 10 for row in rows)
+        assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
+    with pytest.raises(StoreError, match="no unit 13"):
+        table.unit_rows(13)
+
+
+def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Path, tmp_path: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=8), open_store(str(tmp_path / "run")))
+    file = pq.ParquetFile(tmp_path / "run" / part_name(0))
+    assert file.num_row_groups == made.units and file.schema_arrow.equals(TABLE_SCHEMA)
+    assert pq.read_table(tmp_path / "run" / "plan").num_rows == made.rows
+
+
+def test_a_million_units_cost_twelve_bytes_each() -> None:
+    sums = plan_writer.UnitSums()
+    assert sums.rows.itemsize + sums.tokens.itemsize == 12
