@@ -1,0 +1,52 @@
+"""A small job for tests: the golden any-subset model, rows that are token ids, and what a finished run holds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import yaml
+
+from storage.commit import read_manifest
+from storage.records import TIMING_COLUMNS, read_results
+from storage.store import open_store
+
+GOLDEN = Path(__file__).parent / "data" / "xlnet_asarm"
+VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
+
+
+def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> Path:
+    """`count` rows of ids, about half of them masked, as jsonl."""
+    rng = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            ids = [rng.randrange(6, VOCABULARY) for _ in range(rng.randint(4, longest))]
+            tokens = [None if rng.random() < 0.5 else token for token in ids]
+            file.write(json.dumps({"id": f"row-{number}", "tokens": tokens}) + "\n")
+    return path
+
+
+def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) -> Path:
+    """A spec for those rows; `changes` replace whole sections."""
+    spec = {
+        "task": {"kind": "infill", "mask": {"kind": "given"}},
+        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
+        "decoder": {"kind": "assd", "k": 3},
+        "output": {"path": str(folder / out), "unit_rows": 4},
+    } | changes
+    path = folder / f"{out}.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def rows_of(run: Path) -> pa.Table:
+    """All result rows of a finished run, without the columns that may differ between two runs."""
+    store = open_store(str(run))
+    manifest = read_manifest(store)
+    assert manifest is not None
+    tables = list(read_results(store, objects=[unit.object for unit in manifest.units]))
+    return pa.concat_tables(tables, promote_options="default").drop_columns(sorted(TIMING_COLUMNS)).unify_dictionaries()

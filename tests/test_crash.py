@@ -1,0 +1,183 @@
+"""Killed with -9 at seeded moments and resumed: byte-identical rows, nothing twice, nothing missing.
+
+Drivers and workers are real processes. Drivers are forked from a server that has imported everything already and join the
+session's Ray, so that a round costs little more than loading the model. Only processes that were started here are killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pyarrow as pa
+import pytest
+
+from jobs.cli import main
+from tests.jobs_of_tests import rows_of, write_rows, write_spec
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROWS = 48
+KILLS = {"driver": 10, "worker": 10}
+
+
+def drive(address: str, spec: str, log: str) -> None:
+    """What a driver process does: `draftmill run` on the session's Ray."""
+    import ray
+
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    sys.exit(main(["run", spec, "--debug", "--quiet"]))
+
+
+class Crashes:
+    """Starts drivers on one run directory after another, and kills."""
+
+    def __init__(self, address: str, folder: Path, rows: Path) -> None:
+        self.address = address
+        self.folder = folder
+        self.rows = rows
+        self.rng = random.Random(7)
+        self.counted = 0
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["jobs.run", "decoders.registry", "ray"])
+
+    def job(self, name: str, **changes: object) -> tuple[Path, Path]:
+        """A fresh run directory: (spec, directory)."""
+        return write_spec(self.folder, rows=self.rows, out=name, **changes), self.folder / name
+
+    def start(self, spec: Path) -> ForkServerProcess:
+        process = self.context.Process(target=drive, args=(self.address, str(spec), f"{spec}.log"))
+        process.start()
+        return process
+
+    def finish(self, spec: Path) -> None:
+        process = self.start(spec)
+        process.join(120)
+        assert process.exitcode == 0, Path(f"{spec}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def crashes(ray_session: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Crashes:
+    folder = tmp_path_factory.mktemp("crash")
+    address = ray_session.get_runtime_context().gcs_address
+    return Crashes(address, folder, write_rows(folder / "rows.jsonl", ROWS, longest=40))
+
+
+@pytest.fixture(scope="module")
+def expected(crashes: Crashes) -> pa.Table:
+    """The rows of a run that nothing disturbed."""
+    spec, run = crashes.job("undisturbed")
+    crashes.finish(spec)
+    return rows_of(run)
+
+
+def num_files(run: Path) -> int:
+    return sum(1 for path in run.rglob("*") if path.is_file())
+
+
+def reached(process: ForkServerProcess, run: Path, files: int) -> bool:
+    """Wait until the run directory has so many files; false if the driver ended before."""
+    while process.is_alive():
+        if num_files(run) >= files:
+            return True
+        time.sleep(0.002)  # the condition is polled, not assumed
+    return False
+
+
+def workers() -> list[psutil.Process]:
+    """The decoding processes of this session's Ray, which are our descendants."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "ray::DecodeWorker" in _command(process)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def kill_driver(process: ForkServerProcess, rng: random.Random) -> int:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    return int(process.exitcode == -signal.SIGKILL)
+
+
+def kill_worker(process: ForkServerProcess, rng: random.Random) -> int:
+    alive = workers()
+    if not alive:
+        return 0
+    rng.choice(sorted(alive, key=lambda worker: worker.pid)).kill()
+    return 1
+
+
+def disturb(crashes: Crashes, name: str, kill: Callable[[ForkServerProcess, random.Random], int], kills: int) -> Path:
+    """Run a job to its end with kills at seeded counts of files; returns its directory. Adds the kills to `crashes`."""
+    spec, run = crashes.job(name)
+    done, files = 0, 0
+    process = crashes.start(spec)
+    while done < kills:
+        files = max(files, num_files(run)) + crashes.rng.randint(1, 4)
+        if not reached(process, run, files):
+            break
+        done += kill(process, crashes.rng)
+        if not process.is_alive():
+            process = crashes.start(spec)
+    process.join(120)
+    assert process.exitcode == 0, Path(f"{spec}.log").read_text()
+    crashes.counted = done
+    return run
+
+
+@pytest.mark.parametrize(("who", "kill"), [("driver", kill_driver), ("worker", kill_worker)])
+def test_a_killed_job_resumes_to_byte_identical_rows(
+    crashes: Crashes, expected: pa.Table, who: str, kill: Callable[[ForkServerProcess, random.Random], int]
+):
+    total = 0
+    for number in range(10):
+        run = disturb(crashes, f"{who}-{number}", kill, kills=min(4, KILLS[who] - total))
+        total += crashes.counted
+        assert rows_of(run).equals(expected)
+        assert main(["verify", str(run)]) == 0
+        if total >= KILLS[who]:
+            return
+    raise AssertionError(f"only {total} kills hit a running job")
+
+
+def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes: Crashes, expected: pa.Table):
+    spec, run = crashes.job("terminated", workers={"count": 1}, batching={"max_rows": 1})
+    process = crashes.start(spec)
+    assert process.pid is not None and reached(process, run / "data", 1)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 4 and not (run / "_SUCCESS").exists()
+    assert "run it again to go on" in Path(f"{spec}.log").read_text()
+    assert main(["status", str(run)]) == 0
+    crashes.finish(spec)
+    assert rows_of(run).equals(expected)
+
+
+def test_a_second_driver_is_told_who_holds_the_run_and_exits_with_4(crashes: Crashes):
+    spec, run = crashes.job("shared", workers={"count": 1}, batching={"max_rows": 1})
+    first = crashes.start(spec)
+    assert reached(first, run / "data", 1)
+    second = crashes.start(spec)
+    second.join(60)
+    assert second.exitcode == 4
+    assert f":{first.pid}, until" in Path(f"{spec}.log").read_text()
+    first.join(120)
+    assert first.exitcode == 0

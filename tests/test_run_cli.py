@@ -1,0 +1,56 @@
+"""The command line: what a user sees, as processes of their own and in this one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import cli
+from tests.jobs_of_tests import write_rows, write_spec
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12))
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", "run", str(spec)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    planned = "planned: 12 samples"
+    assert [line for line in done.stderr.splitlines() if not line.startswith(("planning: ", planned))] == []
+    assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    spec = write_spec(tmp_path, rows=tmp_path / "missing.jsonl")
+    assert cli.main(["run", str(spec)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftmill: input.path: ") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_something_unexpected_is_one_line_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jobs.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
+    with pytest.raises(KeyError):
+        cli.main(["models", "--debug"])
+
+
+def test_models_names_families_decoders_and_builtin_models(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "xlnet" in out and "assd" in out and "settings: k, drafter" in out
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("run", "validate", "status", "verify", "models"))
