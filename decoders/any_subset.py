@@ -37,7 +37,9 @@ class AnySubsetDecoder(SlotDecoder):
             vocab_size=self.info.vocab_size,
         )
 
-    def _forward(self, group: Group, content_end_B: Tensor, ranks_BQ: Tensor, limits_BQ: Tensor, valid_BQ: Tensor) -> Tensor:
+    def _forward(
+        self, group: Group, content_end_B: Tensor, ranks_BQ: Tensor, limits_BQ: Tensor, valid_BQ: Tensor
+    ) -> Tensor:
         """Run the content columns [cached, content_end) and the queries; returns the queries' hidden states [B, Q, D]."""
         state, slots_B = self.state, group.index_B
         start_B = state.cached_S[slots_B]
@@ -136,12 +138,12 @@ class Parallel(AnySubsetDecoder):
             logits_QV = self._logits(hidden_BQD[row, own])
             law_QV = self._law(logits_QV)
             ranks_Q = ranks_BQ[row, own]
-            tokens_BQ[row, own] = self._draw(law_QV, slots_B[row].expand_as(ranks_Q), ranks_Q)
+            tokens_BQ[row, own] = self._independent(law_QV, slots_B[row].expand_as(ranks_Q), ranks_Q)
             log_p_BQ[row, own] = self._log_p(logits_QV, law_QV, tokens_BQ[row, own])
         self._commit(group, tokens_BQ, counts_B, log_p_BQ)
         self._trace(group, tokens_BQ, torch.zeros_like(counts_B), decided_B, counts_B > 0)
 
-    def _draw(self, law_QV: Tensor, slots_Q: Tensor, ranks_Q: Tensor) -> Tensor:
+    def _independent(self, law_QV: Tensor, slots_Q: Tensor, ranks_Q: Tensor) -> Tensor:
         if self.sampling.temperature == 0.0:
             return coupled_draw(law_QV, None)
         # Every rank is drawn once, so its noise need not be kept.

@@ -145,7 +145,9 @@ class AssdDecoder(AnySubsetDecoder):
         p_BKV, ranks_BK = self._law(logits_BKV), torch.where(valid_BK, ranks_BK, 0)
         drafts_BK = state.tokens_SW[slots_B].gather(1, ranks_BK)
         q_BKV = self._laws(slots_B, sure_B)
-        settled = self.acceptance.settle(p_BKV, q_BKV, drafts_BK, valid_BK, slots_B, ranks_BK, decided_B)
+        settled = self.acceptance.settle(
+            p_BKV, q_BKV, drafts_BK, valid_BD=valid_BK, slots_B=slots_B, ranks_BD=ranks_BK, when_B=decided_B
+        )
         num_checked_B = num_drafts_B - sure_B
         accepted_B = sure_B + settled.num_accepted_B
         rejected_B = settled.num_accepted_B < num_checked_B

@@ -38,9 +38,7 @@ def stack_drafts(tokens: list[Tensor], laws: list[Tensor]) -> Drafts:
 # ---- context n-grams ---------------------------------------------------------------------------------------------
 
 
-def ngram_counts(
-    canvas_BP: Tensor, decided_BP: Tensor, left_B: Tensor, has_left_B: Tensor, vocab_size: int
-) -> Tensor:
+def ngram_counts(canvas_BP: Tensor, decided_BP: Tensor, left_B: Tensor, has_left_B: Tensor, vocab_size: int) -> Tensor:
     """Return how often each token follows `left_B` among decided neighbours, or, where never, how often it occurs; [B, V].
 
     ASSD's Algorithm 2. Its Eq. 23 divides by the count of the left token, which includes occurrences at the end or before a
@@ -97,7 +95,8 @@ class HeadRoller:
         All tokens below `first_rank` must stand in the state. Without a head, or for a row that saw all that came before
         it, the row's own logits are used.
         """
-        tokens, laws = [], []
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
         for offset in range(hidden_BKD.shape[1]):
             ranks_B, hidden_BD = first_rank_B + offset, hidden_BKD[:, offset]
             num_unseen_B = ranks_B - limits_BK[:, offset]
@@ -115,7 +114,9 @@ class HeadRoller:
         prev_distance_B = distance_index(position_B, prev_position_B)
         before_distance_B = distance_index(position_B, before_position_B)
 
-        def apply(hidden: Tensor, prev: Tensor, gap: Tensor, before: Tensor, before_gap: Tensor, unseen: Tensor) -> Tensor:
+        def apply(
+            hidden: Tensor, prev: Tensor, gap: Tensor, before: Tensor, before_gap: Tensor, unseen: Tensor
+        ) -> Tensor:
             return head(
                 hidden,
                 prev_RD=prev,
@@ -153,7 +154,9 @@ class HeadRoller:
     ) -> Drafts:
         """Draft `num_drafts` ranks from the hidden state of the row that decided the token just before `first_rank`."""
         canvas = _Neighbours(self._state, slots_B, first_rank_B)
-        tokens, laws, state_BD = [], [], start_BD
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        state_BD = start_BD
         for offset in range(num_drafts):
             ranks_B = first_rank_B + offset
             state_BD = self._rolled(head, state_BD, slots_B, ranks_B, canvas)
@@ -168,7 +171,8 @@ class HeadRoller:
         left_B, has_left_B = canvas.at(position_B - 1)
         right_B, has_right_B = canvas.at(position_B + 1)
 
-        def apply(z: Tensor, prev: Tensor, gap: Tensor, left: Tensor, has_left: Tensor, right: Tensor, has_right: Tensor) -> Tensor:
+        def apply(z: Tensor, prev: Tensor, gap: Tensor, *sides: Tensor) -> Tensor:
+            left, has_left, right, has_right = sides
             return head(
                 z,
                 prev_RD=prev,

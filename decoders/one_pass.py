@@ -37,7 +37,9 @@ class OnePassDecoder(AnySubsetDecoder):
         super().__init__(*args, window=settings.k + 1, max_commit=settings.k + 1, **kwargs)
         assert settings.fused in ("rows", "chain"), settings.fused
         if settings.fused == "chain" and heads is None:
-            raise ValueError("decoder.fused: 'chain' needs a draft head, and the model has none; allowed here: none, rows")
+            raise ValueError(
+                "decoder.fused: 'chain' needs a draft head, and the model has none; allowed here: none, rows"
+            )
         self.k, self._heads, self._chain = settings.k, heads, settings.fused == "chain"
         self._ends = settings.rows == "ends"
         self._roller = HeadRoller(self.backbone, self.state)
@@ -109,9 +111,10 @@ class OnePassDecoder(AnySubsetDecoder):
         p_BAV = self._law(logits_BAV)
         offsets_A = torch.arange(checks, device=state.device)
         ranks_BA = torch.minimum(decided_B.unsqueeze(1) + offsets_A, state.length_S[slots_B].unsqueeze(1) - 1)
-        is_draft_BA = offsets_A < num_drafts_B.unsqueeze(1)
         drafts_BA = state.tokens_SW[slots_B].gather(1, ranks_BA)
-        num_accepted_B, last_B = self._settle(slots_B, p_BAV, drafts_BA, is_draft_BA, ranks_BA, decided_B, num_drafts_B)
+        num_accepted_B, last_B = self._settle(
+            p_BAV, drafts_BA, slots_B=slots_B, ranks_BA=ranks_BA, decided_B=decided_B, num_drafts_B=num_drafts_B
+        )
         # After the last rank of the canvas there is no row for a bonus.
         extra_B = decided_B + num_accepted_B < state.length_S[slots_B]
         tokens_BA = torch.where(offsets_A == num_accepted_B.unsqueeze(1), last_B.unsqueeze(1), drafts_BA)
@@ -127,26 +130,32 @@ class OnePassDecoder(AnySubsetDecoder):
 
     def _settle(
         self,
-        slots_B: Tensor,
         p_BAV: Tensor,
         drafts_BA: Tensor,
-        is_draft_BA: Tensor,
+        *,
+        slots_B: Tensor,
         ranks_BA: Tensor,
         decided_B: Tensor,
         num_drafts_B: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return (number accepted, the token after them: recovered or bonus), each [B]."""
-        k = self.k
+        k, first = self.k, slice(0, self.k)
         q_BKV = None if self._law_SKV is None else self._law_SKV[slots_B]
         if q_BKV is None and not self.acceptance.coupled:
-            q_BKV = torch.zeros_like(p_BAV[:, :k])
+            # Before the first window there is no draft, and so no law to read.
+            q_BKV = torch.zeros_like(p_BAV[:, first])
         settled = self.acceptance.settle(
-            p_BAV[:, :k], q_BKV, drafts_BA[:, :k], is_draft_BA[:, :k], slots_B, ranks_BA[:, :k], decided_B
+            p_BAV[:, first],
+            q_BKV,
+            drafts_BA[:, first],
+            valid_BD=torch.arange(k, device=slots_B.device) < num_drafts_B.unsqueeze(1),
+            slots_B=slots_B,
+            ranks_BD=ranks_BA[:, first],
+            when_B=decided_B,
         )
         each_B = torch.arange(len(slots_B), device=slots_B.device)
-        bonus_B = self.acceptance.direct(
-            p_BAV[each_B, num_drafts_B], slots_B, ranks_BA[each_B, num_drafts_B], decided_B
-        )
+        bonus_law_BV, bonus_rank_B = p_BAV[each_B, num_drafts_B], ranks_BA[each_B, num_drafts_B]
+        bonus_B = self.acceptance.direct(bonus_law_BV, slots_B, bonus_rank_B, decided_B)
         all_accepted_B = settled.num_accepted_B == num_drafts_B
         return settled.num_accepted_B, torch.where(all_accepted_B, bonus_B, settled.recovered_B)
 

@@ -236,7 +236,13 @@ def sequential(model: PlainModel, prompt: Sequence[int], rule: Rule) -> Trail:
 
 
 def assd(
-    model: PlainModel, prompt: Sequence[int], rule: Rule, *, k: int, ngram: bool = False, heads: DraftHeads | None = None
+    model: PlainModel,
+    prompt: Sequence[int],
+    rule: Rule,
+    *,
+    k: int,
+    ngram: bool = False,
+    heads: DraftHeads | None = None,
 ) -> Trail:
     """ASSD with the model itself (Algorithm 1) or the context n-gram (Algorithm 2) as drafter."""
     trail = Trail(list(prompt))
@@ -288,7 +294,9 @@ def _ngram_drafts(model: PlainModel, trail: Trail, rule: Rule, count: int) -> tu
     for offset in range(count):
         position = model.order[n + offset]
         left, has_left = known.get(position - 1, 0), position - 1 in known
-        counts = ngram_counts(canvas, decided, torch.tensor([left]), torch.tensor([has_left]), model.backbone.vocab_size)
+        counts = ngram_counts(
+            canvas, decided, torch.tensor([left]), torch.tensor([has_left]), model.backbone.vocab_size
+        )
         counts = counts if float(counts.sum()) > 0 else torch.ones_like(counts)
         laws.append(model.law_of_logits(counts.log()))
         drafts.append(rule.draft(laws[-1], position, n))

@@ -20,9 +20,9 @@ class Settings(BaseModel):
 class Sampling(Settings):
     """How a token is drawn from the model's logits; the same warp is applied to target and draft."""
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=1)
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     acceptance: Literal["coupled", "rejection"] = "coupled"
 
 
@@ -42,18 +42,22 @@ class Assd(Settings):
     """Any-subset speculative decoding (ASSD, Algorithms 1 and 2) and its one-pass variants."""
 
     kind: Literal["assd"]
-    k: int = Field(5, ge=1, le=64)
+    k: int = Field(default=5, ge=1, le=64)
     drafter: Literal["self", "ngram"] = "self"
-    head: str = Field("auto", min_length=1, description="auto, none, or the folder of a draft head")
+    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
     fused: Literal["none", "rows", "chain"] = "none"
     rows: Literal["all", "ends"] = "all"
 
     @model_validator(mode="after")
     def _consistent(self) -> Assd:
         if self.drafter == "ngram" and self.fused != "none":
-            raise ValueError(f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter 'ngram' it must be 'none'")
+            raise ValueError(
+                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter 'ngram' it must be 'none'"
+            )
         if self.fused == "chain" and self.head == "none":
-            raise ValueError("decoder.head: fused 'chain' drafts with a draft head; head may be 'auto' or a folder, not 'none'")
+            raise ValueError(
+                "decoder.head: fused 'chain' drafts with a draft head; head may be 'auto' or a folder, not 'none'"
+            )
         return self
 
 

@@ -93,6 +93,7 @@ class Acceptance:
         p_BDV: Tensor,
         q_BDV: Tensor | None,
         drafts_BD: Tensor,
+        *,
         valid_BD: Tensor,
         slots_B: Tensor,
         ranks_BD: Tensor,
@@ -102,7 +103,9 @@ class Acceptance:
         if self.coupled:
             return self._settle_coupled(p_BDV, drafts_BD, valid_BD, slots_B, ranks_BD)
         assert q_BDV is not None, "rejection acceptance needs the draft's law"
-        return self._settle_rejection(p_BDV, q_BDV, drafts_BD, valid_BD, slots_B, ranks_BD, when_B)
+        return self._settle_rejection(
+            p_BDV, q_BDV, drafts_BD, valid_BD=valid_BD, slots_B=slots_B, ranks_BD=ranks_BD, when_B=when_B
+        )
 
     def _settle_coupled(
         self, p_BDV: Tensor, drafts_BD: Tensor, valid_BD: Tensor, slots_B: Tensor, ranks_BD: Tensor
@@ -118,6 +121,7 @@ class Acceptance:
         p_BDV: Tensor,
         q_BDV: Tensor,
         drafts_BD: Tensor,
+        *,
         valid_BD: Tensor,
         slots_B: Tensor,
         ranks_BD: Tensor,

@@ -76,7 +76,9 @@ def position_scores(query_BHTd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tens
 
 
 @functools.lru_cache(maxsize=8)
-def choose_rules(width: int, inner: int, vocab_size: int, num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
+def choose_rules(
+    width: int, inner: int, vocab_size: int, num_heads: int, dtype: torch.dtype, threads: int
+) -> ShapeRules:
     """Return the cheapest rules under which rows agree bit by bit on this machine; tens of milliseconds, cached.
 
     `threads` is part of the question, since it moves the boundaries between kernels. Without any sufficient candidate the

@@ -127,9 +127,7 @@ def pick_device(device: str) -> str:
     return device
 
 
-def load_backbone(
-    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto"
-) -> Backbone:
+def load_backbone(folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto") -> Backbone:
     """Load a checkpoint onto a device; raises ValueError as `inspect_model` does."""
     config = read_config(folder)
     found = find_family(config, family)

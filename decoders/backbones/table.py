@@ -38,7 +38,9 @@ class TableBackbone:
         self.num_rows_computed, self.min_rows = 0, 1
         table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
         self.table_PXV = table.to(self.device)
-        self.embedding_VD = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64).to(self.device)
+        self.embedding_VD = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64).to(
+            self.device
+        )
         self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 

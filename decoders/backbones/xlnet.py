@@ -72,7 +72,12 @@ class XLNetBackbone:
     """See the module's docstring; `weights` are the checkpoint's tensors by name, already checked for completeness."""
 
     def __init__(
-        self, config: Mapping[str, Any], weights: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self.vocab_size, self.width = int(config["vocab_size"]), int(config["d_model"])
@@ -89,7 +94,9 @@ class XLNetBackbone:
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = self._rules(int(config["d_inner"]))
         self.min_rows = self.rules.min_rows
-        self.cache = torch.zeros(self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device)
+        self.cache = torch.zeros(
+            self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device
+        )
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.relative: list[Tensor] = []
 
@@ -238,9 +245,7 @@ class XLNetBackbone:
         for which in (0, 1):
             self.cache[index, which, layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
 
-    def _attention(
-        self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout
-    ) -> Tensor:
+    def _attention(self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]."""
         num_slots, num_rows = layout.num_slots, layout.num_rows
         spread = query_ND.new_zeros(num_slots * num_rows, query_ND.shape[1])

@@ -40,7 +40,9 @@ def by_reference(request, settings, sampling, heads):
             model, prompt, rule, k=settings.k, ngram=settings.drafter == "ngram", heads=heads
         ), num_prompt
     chain = settings.fused == "chain"
-    return reference.one_pass(model, prompt, rule, k=settings.k, rows=settings.rows, chain=chain, heads=heads), num_prompt
+    return reference.one_pass(
+        model, prompt, rule, k=settings.k, rows=settings.rows, chain=chain, heads=heads
+    ), num_prompt
 
 
 def histogram(committed):
@@ -67,9 +69,7 @@ def test_the_batched_decoder_gives_the_reference_tokens_and_counts(variant, acce
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(
-    "warp", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 2}], ids=str
-)
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 2}], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     sampling = Sampling(**warp)
@@ -186,7 +186,9 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
         settings = Assd(kind="assd", k=3, **variant)
         clean = decode(table(), INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))
         poisoned = Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
-        assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(clean)
+        assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(
+            clean
+        )
 
 
 def test_logits_that_are_not_finite_fail_their_sample_alone():
@@ -203,7 +205,12 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
         for acceptance in ("coupled", "rejection"):
             broken = Broken(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
             outcomes = decode(
-                broken, INFO, Assd(kind="assd", k=2, **variant), Sampling(acceptance=acceptance), requests, heads=toy_heads(VOCAB)
+                broken,
+                INFO,
+                Assd(kind="assd", k=2, **variant),
+                Sampling(acceptance=acceptance),
+                requests,
+                heads=toy_heads(VOCAB),
             )
             assert [outcomes[i].error_kind for i in range(3)] == [None, "nan_logits", None]
             assert outcomes[1].logprob is None and len(outcomes[1].tokens) == 0

@@ -108,7 +108,9 @@ def test_looking_at_a_rejected_draft_is_found_out(monkeypatch):
     monkeypatch.setattr(
         PlainModel,
         "hidden",
-        lambda self, tokens, queries: original(self, tokens, [(r, min(limit + 1, len(tokens))) for r, limit in queries]),
+        lambda self, tokens, queries: original(
+            self, tokens, [(r, min(limit + 1, len(tokens))) for r, limit in queries]
+        ),
     )
     model, prompt = plain_model("middle prompt", Sampling())
     wrong = law_of(reference.one_pass, model, prompt, k=2)

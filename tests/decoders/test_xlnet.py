@@ -53,7 +53,9 @@ def theirs(model, tokens, order, num_prompt, queries):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"ff_activation": "relu"}, {"clamp_len": 4}, {"n_head": 2, "n_layer": 1}, {"untie_r": False}], ids=str
+    "changes",
+    [{}, {"ff_activation": "relu"}, {"clamp_len": 4}, {"n_head": 2, "n_layer": 1}, {"untie_r": False}],
+    ids=str,
 )
 def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
     model = save_random(tmp_path, **changes)
@@ -150,7 +152,12 @@ def test_the_mask_is_never_generated(tmp_path):
     model.save_pretrained(tmp_path, safe_serialization=True)
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     requests = random_requests(20, 61)
-    for settings in (AnySubset(kind="any_subset"), Parallel(kind="parallel"), Assd(kind="assd"), Assd(kind="assd", fused="rows")):
+    for settings in (
+        AnySubset(kind="any_subset"),
+        Parallel(kind="parallel"),
+        Assd(kind="assd"),
+        Assd(kind="assd", fused="rows"),
+    ):
         for acceptance in ("coupled", "rejection"):
             outcomes = decode(backbone, info, settings, Sampling(acceptance=acceptance), requests)
             assert all(6 not in outcome.tokens for outcome in outcomes.values())
