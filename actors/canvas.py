@@ -13,10 +13,8 @@ Where a vocabulary can't encode pieces (Tokenizer.joins is false), the tokens th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,21 +24,22 @@ from actors.masking import (
     STAGE,
     Range,
     bad_mask,
+    hole_length,
     line_ranges,
+    marker_pattern,
     masked_count,
     masked_positions,
     merged,
     sentence_ranges,
     split_sentences,
 )
-from actors.rows import missing, text_of
+from actors.rows import checked_text, missing, text_of
 from actors.task import Columns, Infill, Lines, Marker, Random, Sentences, SpanFraction, Spans
 from actors.text import Tokenizer
 from decoders.base import HOLE, ModelInfo
 from storage.errors import RowError
 
 Values = Mapping[str, Any]
-_CLOSING = ">])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +196,7 @@ class CanvasMaker:
         parts = marker_pattern(mask.marker).split(text)
         if len(parts) == 1:
             raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
-        return [_hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
+        return [hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
 
     def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
         mask = self.task.mask
@@ -257,22 +256,6 @@ def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
     yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
 
 
-@lru_cache(maxsize=16)
-def marker_pattern(marker: str) -> re.Pattern[str]:
-    """Matches the marker; its one group is the length in the form `<mask:12>`, which needs a closing bracket."""
-    if marker[-1] in _CLOSING and len(marker) > 1:
-        return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
-    return re.compile(f"{re.escape(marker)}()")
-
-
-def _hole_length(written: str, mask: Marker) -> int:
-    if not written:
-        return mask.length
-    if len(written) > 10 or int(written[1:]) == 0:
-        raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
-    return int(written[1:])
-
-
 def _attempt(values: Values, columns: Columns) -> str | RowError:
     try:
         return text_of(values, columns)
@@ -290,7 +273,7 @@ def _own_sentences(values: Values, column: str, separator: str) -> tuple[str, li
     for sentence in given:
         ranges.append((start, start + len(sentence)))
         start += len(sentence) + len(separator)
-    return separator.join(given), ranges
+    return checked_text(separator.join(given), column), ranges
 
 
 def _own_spans(values: Values, column: str) -> list[Range]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.task import Lines, Random, Sentences, SpanFraction, Spans
+from actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from decoders.noise import MASK, uniforms
 from storage.errors import RowError
 
@@ -21,6 +22,7 @@ Range = tuple[int, int]
 STAGE = "tokenize"
 DEFAULT_SPAN = 16
 
+_CLOSING = ">])}"
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
 
 
@@ -81,15 +83,15 @@ def line_ranges(mask: Lines, key: int, text: str) -> list[Range]:
 
 
 def sentence_ranges(mask: Sentences, key: int, sentences: Sequence[Range]) -> list[Range]:
-    """The characters of the sentences to hide; neighbours become one range, with what separates them."""
+    """The characters of the sentences to hide, each with the white space in front of it; neighbours are one range.
+
+    Vocabularies write a word with the space before it: a visible space at a hole's front would be followed by a second.
+    """
     chosen = _chosen_sentences(mask, key, len(sentences))
-    ranges: list[Range] = []
-    for position, index in enumerate(chosen):
-        start, end = sentences[index]
-        if position and chosen[position - 1] == index - 1:
-            start = ranges.pop()[0]
-        ranges.append((start, end))
-    return ranges
+    size = sentences[-1][1] if sentences else 0
+    behind = [0, *(end for _, end in sentences)]
+    ranges = [(behind[index] if index else sentences[0][0], sentences[index][1]) for index in chosen]
+    return merged((piece for piece in ranges if piece[0] < piece[1]), size)
 
 
 def _chosen_sentences(mask: Sentences, key: int, total: int) -> list[int]:
@@ -130,3 +132,20 @@ def merged(ranges: Iterable[Range], size: int) -> list[Range]:
         else:
             out.append((start, end))
     return out
+
+
+@lru_cache(maxsize=16)
+def marker_pattern(marker: str) -> re.Pattern[str]:
+    """Matches the marker; its one group is the length in the form `<mask:12>`, which needs a closing bracket."""
+    if marker[-1] in _CLOSING and len(marker) > 1:
+        return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
+    return re.compile(f"{re.escape(marker)}()")
+
+
+def hole_length(written: str, mask: Marker) -> int:
+    """Tokens of the hole whose marker says `written`: '' or ':12'."""
+    if not written:
+        return mask.length
+    if len(written) > 10 or int(written[1:]) == 0:
+        raise bad_mask(f"{mask.marker[:-1]}{written}{mask.marker[-1]}: a hole has at least one token")
+    return int(written[1:])

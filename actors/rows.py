@@ -59,4 +59,14 @@ def text_of(values: Values, columns: Columns) -> str:
         raise missing(values, column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
-    return value
+    return checked_text(value, column)
+
+
+def checked_text(text: str, column: str) -> str:
+    """Return the text; RowError for half of a UTF-16 pair, which has no UTF-8 form and so no tokens."""
+    try:
+        if not text.isascii():
+            text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError("bad_encoding", "read", f"the column {column!r} has no UTF-8 form: {error.reason}") from None
+    return text

@@ -114,7 +114,7 @@ class Sentences(Settings):
     """Whole sentences: the inner ones (`middle`), `count` random ones (`random`), or those of the listed indices.
 
     With a column `sentences`, a row is a list of sentences, joined by `separator`; else the text is split behind . ! and ?.
-    Neighbouring sentences become one hole, with what separates them.
+    The white space in front of a sentence is hidden with it, and neighbours become one hole.
     """
 
     kind: Literal["sentences"]

@@ -164,16 +164,22 @@ def test_middle_sentences_become_one_hole() -> None:
     canvas = make.make({"s": ["One.", "Two.", "Three.", "Four."]}, 1)
     assert len(canvas.holes) == 1
     text = filled(canvas)
-    assert text is not None and text.startswith("One. AAAA") and text.endswith("A Four.")
+    assert text is not None and text.startswith("One.AAAA") and text.endswith("A Four.")
 
 
 def test_sentences_are_found_in_text() -> None:
     make = maker({"kind": "sentences", "which": [0, -1]})
-    size, last = (len(byte_level().encode(part)) for part in ('"Hi there!"', "End."))
-    assert (
-        filled(make.make({"text": '"Hi there!" It is 3.5 now. End. '}, 1))
-        == f"{'A' * size} It is 3.5 now. {'A' * last} "
-    )
+    first, last = (len(byte_level().encode(part)) for part in ('"Hi there!"', " End."))
+    canvas = make.make({"text": '"Hi there!" It is 3.5 now. End. '}, 1)
+    assert filled(canvas) == f"{'A' * first} It is 3.5 now.{'A' * last} "
+
+
+def test_a_lone_surrogate_fails_its_row() -> None:
+    for mask, columns, values in (
+        ({"kind": "random"}, {}, {"text": "a\ud800"}),
+        ({"kind": "sentences"}, {"sentences": "s"}, {"s": ["a.", "\ud800", "c."]}),
+    ):
+        assert error_of(maker(mask, columns=columns), values).kind == "bad_encoding"
 
 
 def test_given_tokens_need_no_tokenizer() -> None:
