@@ -1,5 +1,7 @@
 """Batched any-subset decoders against the plain references and the sequential baseline, on the toy model."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from tests.decoders.support import decode, run_all, table_info, texts, toy_heads
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
 SEQUENTIAL = AnySubset(kind="any_subset")
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
     "rows": {"fused": "rows"},

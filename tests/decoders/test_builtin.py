@@ -3,6 +3,7 @@
 import itertools
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,19 @@ from decoders.settings import AnySubset, Assd, Sampling
 from tests.decoders.support import decode, texts
 
 FOLDER = Path(decoders.builtin.__path__[0]) / "asarm-tiny"
-VARIANTS = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}, {"fused": "chain"}]
-WARPS = [{"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}]
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"drafter": "ngram"},
+    {"fused": "rows"},
+    {"fused": "rows", "rows": "ends"},
+    {"fused": "chain"},
+]
+WARPS: list[dict[str, Any]] = [
+    {"temperature": 1.0},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.8},
+]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +60,8 @@ def baseline(model, requests):
     """Sequential text under each warp, computed once."""
     backbone, info, _ = model
     return [
-        texts(decode(backbone, info, AnySubset(kind="any_subset"), Sampling(**warp), requests, rows=32)) for warp in WARPS
+        texts(decode(backbone, info, AnySubset(kind="any_subset"), Sampling(**warp), requests, rows=32))
+        for warp in WARPS
     ]
 
 
@@ -78,7 +91,9 @@ def test_the_draft_head_saves_forwards_and_changes_no_text(model, requests, base
     assert heads is not None, "the builtin model ships with a draft head"
     spent = {}
     for name, head in (("with", heads), ("without", None)):
-        outcomes = decode(backbone, info, Assd(kind="assd", k=5, fused="rows"), Sampling(), requests, rows=32, heads=head)
+        outcomes = decode(
+            backbone, info, Assd(kind="assd", k=5, fused="rows"), Sampling(), requests, rows=32, heads=head
+        )
         assert texts(outcomes) == baseline[0]
         spent[name] = sum(outcome.nfe for outcome in outcomes.values())
     assert spent["with"] < spent["without"]

@@ -6,6 +6,7 @@ it (here it is e-30); a window of one draft needs no verification (the public co
 
 import itertools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from decoders.settings import AnySubset, Assd, Sampling
 from tests.decoders.support import decode
 
 MASK = 6
-VARIANTS = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}]
+VARIANTS: list[dict[str, Any]] = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}]
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,8 @@ def test_drafts_and_densities_agree_with_the_public_code(folder, cases, arrays):
 def test_greedy_infills_are_those_of_the_public_code_for_every_decoder(folder, cases):
     backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
     requests = [request_of(case, index) for index, case in enumerate(cases["cases"])]
-    for settings in [AnySubset(kind="any_subset"), *(Assd(kind="assd", k=3, **v) for v in VARIANTS)]:
+    tried: list[AnySubset | Assd] = [AnySubset(kind="any_subset"), *(Assd(kind="assd", k=3, **v) for v in VARIANTS)]
+    for settings in tried:
         for acceptance in ("coupled", "rejection"):
             sampling = Sampling(temperature=0.0, acceptance=acceptance)
             outcomes = decode(backbone, info, settings, sampling, requests, rows=3)

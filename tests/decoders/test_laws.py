@@ -1,6 +1,7 @@
 """Exact output laws: every branch of every random choice of the reference decoders, summed."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.decoders.support import toy_heads
 
 VOCAB, LENGTH = 3, 4
 CANVASES = {"middle prompt": ([2], [1]), "two prompts": ([0, 3], [2, 0]), "empty prompt": ([], [])}
-VARIANTS = {
+VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "assd": (reference.assd, {}),
     "ngram": (reference.assd, {"ngram": True}),
     "rows": (reference.one_pass, {}),

@@ -20,8 +20,8 @@ from decoders import noise
     ],
 )
 def test_philox_gives_the_published_known_answers(counter, key, words):
-    tensors = [torch.tensor([word]) for word in (*counter, *key)]
-    found = noise.philox(tuple(tensors[:4]), tuple(tensors[4:]))
+    c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in (*counter, *key))
+    found = noise.philox((c0, c1, c2, c3), (k0, k1))
     assert tuple(int(word) for word in found) == words
 
 

@@ -1,6 +1,7 @@
 """Our two-stream attention against transformers' XLNetLMHeadModel on random weights, and its cache against itself."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,14 @@ from decoders.reference import PlainModel
 from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 
-SMALL = {"vocab_size": 61, "d_model": 24, "n_layer": 3, "n_head": 3, "d_inner": 40, "ff_activation": "gelu"}
+SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "d_model": 24,
+    "n_layer": 3,
+    "n_head": 3,
+    "d_inner": 40,
+    "ff_activation": "gelu",
+}
 
 
 def save_random(folder, *, seed=0, std=0.25, **changes):
@@ -93,7 +101,13 @@ def random_requests(count, vocab_size, *, longest=24, seed=0):
     return [Request(r.index, r.key, canvas) for r, canvas in zip(requests, allowed, strict=True)]
 
 
-SPECULATIVE = [{}, {"drafter": "ngram"}, {"fused": "rows"}, {"fused": "rows", "rows": "ends"}, {"fused": "chain"}]
+SPECULATIVE: list[dict[str, Any]] = [
+    {},
+    {"drafter": "ngram"},
+    {"fused": "rows"},
+    {"fused": "rows", "rows": "ends"},
+    {"fused": "chain"},
+]
 
 
 def test_the_shape_rules_hold_on_this_machine():
