@@ -72,7 +72,7 @@ class AnySubsetDecoder(SlotDecoder):
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
         """Return suppressed logits [R, V]."""
-        return self._suppress(self.backbone.logits(hidden_RD))
+        return self._suppress(self.counting.logits(hidden_RD))
 
     def _spread(self, hidden_BQD: Tensor, valid_BQ: Tensor) -> Tensor:
         """Suppressed logits of the valid rows in a [B, Q, V] rectangle; the other rows are zero and never used."""

@@ -37,7 +37,7 @@ class AssdDecoder(AnySubsetDecoder):
         super().__init__(*args, window=settings.k + 1, max_commit=settings.k, **kwargs)
         self.k, self.ngram = settings.k, settings.drafter == "ngram"
         self._head = None if heads is None or self.ngram else heads.markov
-        self._roller = HeadRoller(self.backbone, self.state)
+        self._roller = HeadRoller(self.counting, self.state)
         self._phase_S = self.state.column()
         self._num_drafts_S = self.state.column()
         # 1 where the first draft is the target's own token, 0 where it has to be verified like the others.

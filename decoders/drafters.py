@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Backbone
+from decoders.backbones.base import CountingBackbone
 from decoders.backbones.invariance import at_least_rows
 from decoders.heads import ChainHead, MarkovHead, distance_index
 from decoders.slots import SlotState
@@ -78,8 +78,8 @@ class HeadRoller:
     are drawn too and mean nothing; they are neither written nor read.
     """
 
-    def __init__(self, backbone: Backbone, state: SlotState) -> None:
-        self._backbone, self._state = backbone, state
+    def __init__(self, counting: CountingBackbone, state: SlotState) -> None:
+        self._backbone, self._logits, self._state = counting.backbone, counting.logits, state
 
     def markov(
         self,
@@ -202,7 +202,7 @@ class HeadRoller:
         state = self._state
         inside_B = ranks_B < state.length_S[slots_B]
         ranks_B = torch.minimum(ranks_B, state.length_S[slots_B] - 1)
-        law_BV, tokens_B = draw(self._backbone.logits(hidden_BD), ranks_B)
+        law_BV, tokens_B = draw(self._logits(hidden_BD), ranks_B)
         state.tokens_SW[slots_B[inside_B], ranks_B[inside_B]] = tokens_B[inside_B]
         tokens.append(tokens_B)
         laws.append(law_BV)

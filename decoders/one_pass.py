@@ -42,7 +42,7 @@ class OnePassDecoder(AnySubsetDecoder):
             )
         self.k, self._heads, self._chain = settings.k, heads, settings.fused == "chain"
         self._ends = settings.rows == "ends"
-        self._roller = HeadRoller(self.backbone, self.state)
+        self._roller = HeadRoller(self.counting, self.state)
         self._num_drafts_S = self.state.column()
         self._law_SKV: Tensor | None = None
 

@@ -101,8 +101,8 @@ class SlotCounters:
 class CountingBackbone:
     """Wraps a backbone and counts: every forward of every sample passes here, and nowhere else is anything counted.
 
-    A forward is charged to every slot that takes part: one evaluation (NFE) each, and the forward's seconds divided by the
-    number of slots. A forward that ends in an exception is charged to nobody.
+    A forward is charged to every slot that takes part: one evaluation (NFE) each, and the forward's seconds, output layer
+    included, divided by the number of slots. A forward that ends in an exception is charged to nobody.
     """
 
     def __init__(self, backbone: Backbone, num_slots: int) -> None:
@@ -110,6 +110,7 @@ class CountingBackbone:
         self.counters = SlotCounters(num_slots)
         self.num_forwards = 0
         self.forward_s = 0.0
+        self._last_slots: list[int] = []
         self.active_slot_steps = 0
         self.useful_rows = 0
         self.computed_rows = 0
@@ -125,8 +126,21 @@ class CountingBackbone:
         self._charge(slots, time.perf_counter() - started, useful, self.backbone.num_rows_computed)
         return hidden
 
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Apply the output layer to rows of the last forward; its seconds are part of that forward's, [R, V]."""
+        started = time.perf_counter()
+        logits = self.backbone.logits(hidden_RD)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        seconds = time.perf_counter() - started
+        self.forward_s += seconds
+        for slot in self._last_slots:
+            self.counters.device_s[slot] += seconds / len(self._last_slots)
+        return logits
+
     def _charge(self, slots: list[int], seconds: float, useful: int, computed: int) -> None:
         counters, active = self.counters, len(slots)
+        self._last_slots = slots
         for slot in slots:
             if counters.nfe[slot] == 0:
                 counters.first_forward_s[slot] = seconds
