@@ -1,0 +1,123 @@
+"""What the job costs beyond decoding: tokens/s of a whole job against the bare decode loop over the same samples.
+
+    python -m benchmarks.engine [--limit N] [--set decoder.fused=rows ...]
+
+The bare loop runs in this process: the same decoder, slots and canvases, read and tokenized beforehand, nothing written. The
+job then runs with one worker and the same threads, and with the workers that `auto` gives. Beside the ratio stand the figures
+of how close the job came to its limits; the goals are those of the design (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from actors.job import Job
+from actors.messages import WorkUnit
+from actors.runner import Sample
+from actors.worker import build_parts
+from decoders.base import Request
+from jobs.attempts import read_sessions
+from jobs.codes import OK
+from jobs.handout import make_job
+from jobs.plan import Plan, load_plan
+from jobs.run import RunOptions, run_job
+from jobs.session import ray_session
+from jobs.spec import JobSpec, load_spec
+from jobs.totals import efficiency
+from storage.store import open_store
+
+SPEC = Path(__file__).parents[1] / "examples" / "infill_stdlib.yaml"
+GOALS = {"token_padding_eff": ">= 0.98", "lane_eff": ">= 0.98", "engine_eff": ">= 0.92", "tail_frac": "<= 0.05"}
+
+
+@dataclass(frozen=True, slots=True)
+class JobRun:
+    """One finished job: tokens per second of decoding time, and its efficiency figures."""
+
+    rate: float
+    figures: dict[str, float]
+
+
+def run(spec: JobSpec) -> JobRun:
+    """Run a job to its end and read its figures from its run directory."""
+    if run_job(spec, RunOptions(quiet=True)) != OK:
+        raise SystemExit("the job did not end well")
+    sessions = read_sessions(open_store(spec.output.path, s3=spec.s3.options()))
+    return JobRun(sessions.committed.new_tokens / sessions.wall_s, efficiency(sessions.effort))
+
+
+def canvases(job: Job, plan: Plan, threads: int) -> tuple[list[Sample], object]:
+    """Load the worker's parts and make every sample of the plan, in the order in which workers take them."""
+    decoder, clerk = build_parts(job, name="bare", node="here", threads=threads)
+    samples: list[Sample] = []
+    for size in plan.sizes():
+        unit = WorkUnit(0, size.unit, size.rows, size.tokens, 1, 0, 0, size.rows)
+        samples += sorted(clerk.open_unit(unit), key=lambda sample: -_length(sample))
+    return samples, decoder
+
+
+def _length(sample: Sample) -> int:
+    return 0 if sample.canvas is None else len(sample.canvas)
+
+
+def bare_loop(spec: JobSpec, threads: int) -> float:
+    """Tokens/s of the decode loop alone, on the samples of a finished job's plan."""
+    from decoders.slots import SlotDecoder
+
+    plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
+    assert plan is not None, "the job has run, so it has a plan"
+    samples, decoder = canvases(make_job(spec, plan, conditional=True), plan, threads)
+    assert isinstance(decoder, SlotDecoder)
+    queue = [
+        Request(number, sample.key, sample.canvas) for number, sample in enumerate(samples) if sample.canvas is not None
+    ][::-1]
+    tokens, started = 0, time.perf_counter()
+    while queue or decoder.active:
+        room = decoder.room(len(queue[-1].canvas)) if queue else 0
+        decoder.admit([queue.pop() for _ in range(min(room, len(queue)))])
+        tokens += sum(len(outcome.tokens) for outcome in decoder.step())
+    return tokens / (time.perf_counter() - started)
+
+
+def main() -> None:
+    """Run the job both ways and the bare loop, and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=512)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    flags = parser.parse_args()
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder, ray_session(None):
+        specs = {
+            name: load_spec(
+                SPEC,
+                [
+                    *flags.overrides,
+                    f"input.limit={flags.limit}",
+                    f"workers.count={count}",
+                    f"output.path={folder}/{count}",
+                ],
+            )
+            for name, count in (("job, 1 worker", "1"), ("job, auto", "auto"))
+        }
+        runs = {name: run(spec) for name, spec in specs.items()}
+        bare = bare_loop(specs["job, auto"], threads)
+    print(f"bare loop, {threads} threads: {bare:.0f} tokens/s")
+    print(
+        "| | tokens/s | of bare loop (goal >= 0.95) | "
+        + " | ".join(f"{key} ({goal})" for key, goal in GOALS.items())
+        + " |"
+    )
+    print("|---" * (3 + len(GOALS)) + "|")
+    for name, result in runs.items():
+        cells = " | ".join(f"{result.figures[key]:.3f}" for key in GOALS)
+        print(f"| {name} | {result.rate:.0f} | {result.rate / bare:.3f} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()
