@@ -59,12 +59,14 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class StopFlag:
-    """Set by a signal or by the keeper of the lease; `reason` says which."""
+    """Set by a signal or by the keeper of the lease; `reason` says which. Set twice, it is urgent: no grace."""
 
     reason: str | None = None
+    urgent: bool = False
 
     def set(self, reason: str) -> None:
         """Ask the driver to stop; the first reason stays."""
+        self.urgent = self.reason is not None
         self.reason = self.reason or reason
 
     @contextmanager
@@ -111,7 +113,7 @@ class Driver:
             self.log.maybe_flush(self.totals)
             if self.scheduler.finished is not None:
                 return self.scheduler.finished
-            if self._deadline_s is not None and self.clock() > self._deadline_s:
+            if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
                 return Finish("drained", "the grace period is over")
 
     def _drain(self, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.job import Job, ModelPlace
+from decoders.settings import DecoderSettings
 from jobs.plan import Plan
 from jobs.spec import JobSpec
 
@@ -31,7 +32,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
         trace=spec.output.trace == "steps",
         seed=spec.seed,
         model=place,
-        decoder=spec.decoder,
+        decoder=decoder_of(spec),
         sampling=spec.sampling,
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
@@ -41,6 +42,14 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
         chunk_chars=spec.input.chunk_chars,
         files=tuple(plan.files),
     )
+
+
+def decoder_of(spec: JobSpec) -> DecoderSettings:
+    """The decoder's settings with the folder of a draft head made absolute."""
+    head = getattr(spec.decoder, "head", None)
+    if head in {None, "auto", "none"}:
+        return spec.decoder
+    return spec.decoder.model_copy(update={"head": absolute(head)})
 
 
 def absolute(path: str) -> str:

@@ -8,6 +8,7 @@ Nothing is written to the run directory before the spec, the model and the input
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
             plan = prepared.plan or make_plan(prepared, store, display)
             finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
     except (LeaseHeld, LeaseLost) as error:
-        print(f"draftmill: {error}")
+        print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
     return ended(spec, store, plan, finish)
 
@@ -99,7 +100,7 @@ def ended(spec: JobSpec, store: Store, plan: Plan, finish: Finish) -> int:
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to go on")
     done = len(done_units(store))
-    print(f"draftmill: interrupted with {done:,} of {plan.units:,} units done; run it again to go on")
+    print(f"draftmill: interrupted with {done:,} of {plan.units:,} units done; run it again to go on", file=sys.stderr)
     return INTERRUPTED
 
 
@@ -134,7 +135,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         log=log,
         stop=run.stop,
         grace_s=run.options.grace_s,
-        record=(lambda unit: unit) if run.conditional else (lambda unit: record_commit(run.store, unit)),
+        record=lambda unit: recorded(run, unit),
     )
     try:
         finish = driver.run()
@@ -145,10 +146,23 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     return finish, driver.committed
 
 
+def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
+    """Take note of a unit that a worker says it committed; StoreError if it wrote to a disk that is not ours."""
+    if not run.conditional:
+        return record_commit(run.store, unit)
+    if "://" not in run.store.url and not run.store.exists(unit.object):
+        raise StoreError(
+            f"a worker wrote {unit.object}, but not here: on several machines output.path must be shared, or s3://"
+        )
+    return unit
+
+
 def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
     """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
     with ThreadPoolExecutor(READERS) as threads:
         units = [*committed.values(), *threads.map(lambda name: committed_facts(run, name), earlier)]
+    if not run.conditional:
+        _sweep(run.store, units)
     write_manifest(
         run.store,
         units,
@@ -157,6 +171,14 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
         rows=run.plan.rows,
         lease=run.lease,
     )
+
+
+def _sweep(store: Store, units: Iterable[CommittedUnit]) -> None:
+    """Delete the files of attempts that came second: the names that count are on record, and no worker is left."""
+    counting = {unit.object for unit in units}
+    for stat in [*store.list("data/")]:
+        if stat.name not in counting:
+            store.delete(stat.name)
 
 
 def committed_facts(run: Run, name: str) -> CommittedUnit:
@@ -175,5 +197,6 @@ def close(spec: JobSpec, store: Store, plan: Plan) -> int:
     print("\n".join(table_lines(spec.name, store.url, manifest, results, read_sessions(store))))
     if not too_many_failed(manifest.total("failed"), plan.rows, spec.errors):
         return OK
-    print(f"draftmill: {manifest.total('failed'):,} of {plan.rows:,} samples failed, more than `errors` allows")
+    failed = manifest.total("failed")
+    print(f"draftmill: {failed:,} of {plan.rows:,} samples failed, more than `errors` allows", file=sys.stderr)
     return TOO_MANY_FAILED

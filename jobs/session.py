@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 """Where the packages lie: the checkout, or the environment's site-packages."""
 
 PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")
+
+CONNECT_S = 5.0
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small: the object store carries messages, never samples."""
@@ -65,12 +68,26 @@ def _start_local(num_cpus: int | None) -> None:
 
 
 def _connect(address: str) -> None:
-    packages = [str(ROOT / name) for name in PACKAGES if (ROOT / name).is_dir()]
+    _check_reachable(address)
+    # The packages travel as one folder, whatever else lies beside them (an environment, runs, data).
+    # (Ray matches the folder itself as ".", which must not be excluded.)
+    excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
     try:
-        _init(address=address, runtime_env={"py_modules": packages})
+        _init(address=address, runtime_env={"working_dir": str(ROOT), "excludes": excludes})
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would go on trying for ever; a host:port that nobody listens on is a UserError within seconds."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"nobody listens at {address}: {error}", field="--ray-address") from None
 
 
 def _init(**options: Any) -> None:

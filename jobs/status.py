@@ -28,7 +28,7 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
-    done = done_units(store) or done_units(store, conditional=False)
+    done = done_units(store, conditional=False) or done_units(store)
     sizes = {size.unit: size.rows for size in plan.sizes()}
     rows = sum(sizes[unit] for unit in done if unit in sizes)
     driver = driver_of(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +24,24 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
     planned = "planned: 12 samples"
     assert [line for line in done.stderr.splitlines() if not line.startswith(("planning: ", planned))] == []
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_by_its_address(ray_session: ModuleType, tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    address = ray_session.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", address, "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "8 ok" in done.stdout
+
+
+def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nobody listens at 127.0.0.1:1")
 
 
 def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -17,9 +17,9 @@ from jobs.leases import Limits, UnitSize
 from jobs.progress import Lines
 from jobs.scheduler import Scheduler
 from jobs.totals import Totals
-from storage.commit import commit_unit, done_units
+from storage.commit import commit_unit, done_units, record_commit
 from storage.records import read_results, table_from_rows
-from storage.store import Store, open_store
+from storage.store import MemoryStore, Stat, Store, open_store, probe
 from tests.actors.fakes import FakeClerk, FakeDecoder
 
 ROWS = 4
@@ -28,10 +28,11 @@ ROWS = 4
 class StoreClerk(FakeClerk):
     """Commits real unit files with the fewest columns; `poison(unit, row)` kills the worker that opens such a row."""
 
-    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool]) -> None:
+    def __init__(self, store: Store, units: int, poison: Callable[[int, int], bool], conditional: bool) -> None:
         super().__init__({unit: [1 + (unit + row) % 3 for row in range(ROWS)] for unit in range(units)})
         self.store = store
         self.poison = poison
+        self.conditional = conditional
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         spared = {row for verdict in unit.verdicts for row in range(verdict.start, verdict.stop)}
@@ -54,7 +55,14 @@ class StoreClerk(FakeClerk):
         committed = None
         if not unit.probe:
             table = table_from_rows(rows)
-            committed = commit_unit(self.store, unit=unit.unit, table=table, fingerprint="f", code_version="0")
+            committed = commit_unit(
+                self.store,
+                unit=unit.unit,
+                table=table,
+                fingerprint="f",
+                code_version="0",
+                conditional=self.conditional,
+            )
         return Receipt(unit.lease, unit.unit, "w", "n", committed, tally_of(samples))
 
 
@@ -97,13 +105,18 @@ class FakePool:
 
 
 def driver(
-    store: Store, *, units: int = 6, workers: int = 2, poison: Callable[[int, int], bool] = lambda unit, row: False
+    store: Store,
+    *,
+    units: int = 6,
+    workers: int = 2,
+    poison: Callable[[int, int], bool] = lambda unit, row: False,
+    conditional: bool = True,
 ) -> Driver:
-    done = done_units(store)
+    done = done_units(store, conditional=conditional)
     left = [UnitSize(unit, ROWS, 10 - unit) for unit in range(units) if unit not in done]
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
-        pool=FakePool(lambda: StoreClerk(store, units, poison)),
+        pool=FakePool(lambda: StoreClerk(store, units, poison, conditional)),
         display=Lines(io.StringIO()),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         log=AttemptsLog(store, 1),
@@ -148,20 +161,43 @@ def test_a_stop_drains_and_the_next_driver_does_the_rest(store: Store):
     assert not set(first.committed) & set(second.committed)
 
 
-def test_a_stop_ends_at_the_end_of_the_grace_even_if_a_unit_does_not(store: Store):
+@pytest.mark.parametrize(("signals", "grace_s"), [(1, 3.0), (2, 1e9)])
+def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal(
+    store: Store, signals: int, grace_s: float
+):
     now = iter(range(1000))
     job = driver(store, units=1, workers=1)
     job.clock = lambda: float(next(now))
-    job.grace_s = 3.0
+    job.grace_s = grace_s
+    pool = job.pool
 
-    def hang(timeout_s: float) -> list[PoolNews]:
+    def nothing_ends(timeout_s: float) -> list[PoolNews]:
+        for _ in range(signals):
+            job.stop.set("SIGINT")
         pool.poll = lambda timeout_s: []  # type: ignore[method-assign]
-        job.stop.set("SIGINT")
         return [Up("w0", "node", 1)]
 
-    pool = job.pool
-    pool.poll = hang  # type: ignore[method-assign]
+    pool.poll = nothing_ends  # type: ignore[method-assign]
     assert job.run() == Finish("drained", "the grace period is over")
+
+
+class CarelessStore(MemoryStore):
+    """Ignores the condition of a conditional write, as some S3 look-alikes do."""
+
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+        return self.put(name, data)
+
+
+def test_on_a_store_that_ignores_conditions_the_driver_records_which_file_counts():
+    store = CarelessStore(str(uuid.uuid4()))
+    assert not probe(store)
+    job = driver(store, conditional=False)
+    job.record = lambda unit: record_commit(store, unit)
+    assert job.run() == Finish("done")
+    on_record = {unit: stat.name for unit, stat in done_units(store, conditional=False).items()}
+    assert sorted(on_record) == list(range(6))
+    objects = {committed.object for committed in job.committed.values()}
+    assert len(objects) == 6 and objects <= {stat.name for stat in store.list("data/")}
 
 
 def test_what_happened_is_in_the_attempts_log_and_the_sessions_add_up(store: Store):
