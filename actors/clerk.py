@@ -17,7 +17,7 @@ from actors.job import Job
 from actors.messages import Receipt, WorkUnit
 from actors.plan_table import PlannedRow, PlanTable
 from actors.rows import row_key
-from actors.runner import Sample, tally_of
+from actors.samples import Sample, tally_of
 from actors.text import Tokenizer
 from decoders.base import ModelInfo, Outcome
 from decoders.noise import sample_key

@@ -10,38 +10,19 @@ back ok. When memory runs out, the rows are halved and stay so.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
-from decoders.base import Decoder, EngineStats, Outcome, Request
+from actors.samples import Meter, Sample, length_of
+from decoders.base import Decoder, Outcome, Request
 from storage.errors import RowError, StoreError, UserError
 
 HOLD = 2
 """Units at a time: the one that is decoded and the one that the slots are refilled from."""
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
-
-    `index` is its place in the unit. `note` is the clerk's own.
-    """
-
-    index: int
-    key: int = 0
-    canvas: NDArray[np.int32] | None = None
-    error: RowError | None = None
-    outcome: Outcome | None = None
-    note: Any = None
 
 
 class Clerk(Protocol):
@@ -154,7 +135,7 @@ class UnitRunner:
         unit.samples = samples
         unit.queued_at_s = time.perf_counter()
         runnable = [sample for sample in samples if sample.canvas is not None]
-        runnable.sort(key=lambda sample: (-_length(sample), sample.index))
+        runnable.sort(key=lambda sample: (-length_of(sample), sample.index))
         unit.waiting.extend(runnable)
         unit.left = len(runnable)
         self._close_if_ended(unit)
@@ -198,7 +179,7 @@ class UnitRunner:
             return
         for unit in list(self._open.values()):
             while unit.waiting:
-                room = self._room(_length(unit.waiting[0]))
+                room = self._room(length_of(unit.waiting[0]))
                 if not room:
                     return
                 count = min(room, len(unit.waiting))
@@ -246,72 +227,6 @@ class UnitRunner:
         unit.left -= 1
         self._meter.count(sample)
         self._close_if_ended(unit)
-
-
-class Meter:
-    """Adds up what the loop does between two calls of `take`."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-        self._before = dataclasses.replace(decoder.stats)
-        self._since_s: float | None = None
-        self._step = (0, 0)
-        self._wall_s = 0.0
-        self._tail_s = 0.0
-        self._samples: list[Sample] = []
-
-    def start(self, busy: bool) -> None:
-        """A step begins; with units in hand (`busy`), the time since the last step counts too."""
-        if self._since_s is None or not busy:
-            self._since_s = time.perf_counter()
-        self._step = (self._decoder.stats.slot_steps, self._decoder.stats.active_slot_steps)
-
-    def stop(self, *, drained: bool) -> None:
-        """A step ended; `drained`: no sample was left that could have filled an idle slot."""
-        now_s = time.perf_counter()
-        took_s = now_s - (self._since_s or now_s)
-        slots = self._decoder.stats.slot_steps - self._step[0]
-        active = self._decoder.stats.active_slot_steps - self._step[1]
-        self._wall_s += took_s
-        self._tail_s += took_s * (1 - active / slots) if drained and slots else 0.0
-        self._since_s = now_s
-
-    def count(self, sample: Sample) -> None:
-        """A sample has ended."""
-        self._samples.append(sample)
-
-    def take(self) -> tuple[Effort, Tally]:
-        """Differences since the last call."""
-        now = dataclasses.replace(self._decoder.stats)
-        names = [item.name for item in dataclasses.fields(EngineStats)]
-        spent = EngineStats(**{name: getattr(now, name) - getattr(self._before, name) for name in names})
-        effort = Effort(spent, self._wall_s, self._tail_s)
-        tally = tally_of(self._samples)
-        self._before, self._wall_s, self._tail_s, self._samples = now, 0.0, 0.0, []
-        return effort, tally
-
-
-def tally_of(samples: Iterable[Sample]) -> Tally:
-    """Sum up samples that have ended."""
-    samples = list(samples)
-    fine = [sample.outcome for sample in samples if sample.error is None and sample.outcome is not None]
-    return Tally(
-        rows=len(samples),
-        ok=len(fine),
-        failed=len(samples) - len(fine),
-        prompt_tokens=sum(_length(sample) for sample in samples if sample.error is None)
-        - sum(len(outcome.tokens) for outcome in fine),
-        new_tokens=sum(len(outcome.tokens) for outcome in fine),
-        nfe=sum(outcome.nfe for outcome in fine),
-        nfe_draft=sum(outcome.nfe_draft for outcome in fine),
-        iterations=sum(outcome.iterations for outcome in fine),
-        proposed=sum(outcome.proposed for outcome in fine),
-        accepted=sum(outcome.accepted for outcome in fine),
-    )
-
-
-def _length(sample: Sample) -> int:
-    return 0 if sample.canvas is None else len(sample.canvas)
 
 
 def _is_memory(error: Exception) -> bool:

@@ -71,7 +71,7 @@ def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
     _spec_arguments(command)
     command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: one of our own, here")
     command.add_argument("--quiet", action="store_true", help="no progress")
-    grace_s = float(os.environ.get(GRACE_VARIABLE, "30"))
+    grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
     command.add_argument(
         "--grace-seconds",
         type=float,

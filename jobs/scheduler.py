@@ -118,7 +118,7 @@ class Scheduler:
     def _renew(self, name: str) -> None:
         if name in self.books.workers:
             for number in self.books.workers[name].leases:
-                self.books.leases[number].expires_s = self._expiry_s
+                self.books.leases[number].expires_s = self.now_s + self.limits.lease_s
 
     def _worker_died(self, name: str, reason: str) -> None:
         known = self.books.dismiss(name)
@@ -225,10 +225,6 @@ class Scheduler:
 
     # ---- who gets what
 
-    @property
-    def _expiry_s(self) -> float:
-        return self.now_s + self.limits.lease_s
-
     def _settle(self) -> None:
         self.books.prune()
         if not self.remaining:
@@ -284,7 +280,7 @@ class Scheduler:
         self._lease(worker, number, rows)
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
-        self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self._expiry_s)))
+        self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
 
     def _revoke(self, number: int) -> None:
         lease = self.books.release(number)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from actors.messages import Died, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
-from actors.runner import Sample, UnitRunner, tally_of
+from actors.runner import UnitRunner
+from actors.samples import Sample, tally_of
 from jobs.attempts import AttemptsLog, read_sessions
 from jobs.driver import Driver, StopFlag
 from jobs.events import Finish

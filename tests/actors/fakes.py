@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from actors.messages import Receipt, Verdict, WorkUnit
-from actors.runner import Sample, UnitRunner, tally_of
+from actors.runner import UnitRunner
+from actors.samples import Sample, tally_of
 from actors.worker import Turns
 from decoders.base import HOLE, EngineStats, Outcome, Request
 from storage.errors import RowError
