@@ -17,6 +17,8 @@ from rich.text import Text
 from jobs.totals import Totals, ratio
 
 LINE_EVERY_S = 30.0
+BAR = 16
+"""Cells of the bar."""
 
 
 class Display(Protocol):
@@ -97,10 +99,9 @@ class LiveLine(Silence):
 
     def show(self, totals: Totals) -> None:
         """See Display."""
-        width = 24
-        filled = int(width * ratio(totals.rows_done, totals.rows))
-        bar = Text("█" * filled, style="green") + Text("░" * (width - filled), style="dim")
-        self._live.update(bar + Text(" " + progress_line(totals)))
+        filled = int(BAR * ratio(totals.rows_done, totals.rows))
+        bar = ("█" * filled, "green"), ("░" * (BAR - filled), "dim")
+        self._live.update(Text.assemble(*bar, " ", progress_line(totals), no_wrap=True, overflow="ellipsis"))
 
     def note(self, message: str) -> None:
         """See Display."""

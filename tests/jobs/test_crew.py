@@ -1,0 +1,41 @@
+"""How many workers, and what each gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.pool import Seat
+from jobs.crew import crew
+from jobs.spec import ErrorSettings, WorkerSettings
+from jobs.thresholds import too_many_failed
+from storage.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("settings", "cpus", "gpus", "units", "expected"),
+    [
+        ({}, 8, 0, 99, (8, Seat(1, 0.0, 1))),
+        ({}, 8, 0, 3, (3, Seat(1, 0.0, 2))),
+        ({}, 8, 2, 99, (2, Seat(1, 1.0, 4))),
+        ({"gpus": 0.5}, 8, 2, 99, (4, Seat(1, 0.5, 2))),
+        ({"gpus": 0.0}, 8, 2, 99, (8, Seat(1, 0.0, 1))),
+        ({"count": 3, "cpus": 2.0}, 8, 0, 99, (3, Seat(2.0, 0.0, 2))),
+        ({"count": 50}, 4, 0, 99, (4, Seat(1, 0.0, 1))),
+    ],
+)
+def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, cpus, gpus, units, expected):
+    assert crew(WorkerSettings(**settings), num_cpus=cpus, num_gpus=gpus, units=units) == expected
+
+
+@pytest.mark.parametrize(("settings", "field"), [({"gpus": 1.0}, "workers.gpus"), ({"cpus": 9.0}, "workers.cpus")])
+def test_a_worker_that_fits_nowhere_is_refused(settings, field):
+    with pytest.raises(UserError, match=field):
+        crew(WorkerSettings(**settings), num_cpus=8, num_gpus=0, units=1)
+
+
+@pytest.mark.parametrize(
+    ("failed", "allowed", "too_many"),
+    [(1, {}, False), (2, {}, True), (1, {"max_count": 0}, True), (60, {"max_rate": 0.6}, False)],
+)
+def test_the_error_threshold_is_a_rate_and_a_count(failed, allowed, too_many):
+    assert too_many_failed(failed, 100, ErrorSettings(**allowed)) == too_many
