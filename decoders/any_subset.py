@@ -20,8 +20,9 @@ from decoders.drafters import Draw
 from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
 from decoders.sampling import coupled_draw
-from decoders.slots import Group, Resident, SlotDecoder
+from decoders.slots import SlotDecoder
 from decoders.speculation import Acceptance
+from decoders.state import Group, Resident
 
 
 class AnySubsetDecoder(SlotDecoder):

@@ -24,7 +24,7 @@ from decoders.any_subset import AnySubsetDecoder
 from decoders.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
-from decoders.slots import Group
+from decoders.state import Group
 
 _DRAFT: Final = 0
 _VERIFY: Final = 1

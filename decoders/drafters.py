@@ -16,7 +16,7 @@ from torch import Tensor
 from decoders.backbones.base import CountingBackbone
 from decoders.backbones.invariance import at_least_rows
 from decoders.heads import ChainHead, MarkovHead, distance_index
-from decoders.slots import SlotState
+from decoders.state import SlotState
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [B, V], ranks [B]) -> (law q [B, V], tokens [B]): warps, draws with the noise of each rank."""

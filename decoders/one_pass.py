@@ -27,7 +27,7 @@ from decoders.any_subset import AnySubsetDecoder
 from decoders.drafters import Drafts, HeadRoller
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
-from decoders.slots import Group
+from decoders.state import Group
 
 
 class OnePassDecoder(AnySubsetDecoder):

@@ -4,10 +4,6 @@ A slot's columns are the ranks of its decoding order. Occupied slots are kept de
 the cache in place: a freed slot is refilled by the next admission, or else the last slot moves into it. SlotDecoder is what
 every decoder shares (admission, harvest, counters); a subclass says what one step does. Knows nothing of Ray, files or jobs.
 
-    rank      0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
-    holds     the prompt    | generated           | drafts and junk
-    cached    |<------ cached columns hold the content of the token that stands there ----->|
-
 Legend: S all slots, B slots of this step, W columns, T tokens of a slot, H histogram bins, V vocabulary.
 """
 
@@ -16,7 +12,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,88 +19,11 @@ from torch import Tensor
 
 from decoders.backbones.base import Backbone, CountingBackbone
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
-from decoders.masks import decoding_order
-from decoders.noise import key_words
 from decoders.sampling import log_law
 from decoders.settings import Sampling
+from decoders.state import Group, Resident, SlotState, trimmed, untouched
 
 _COLUMN_STEP = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The slots of one step: on the host, on the device, and whether this is their first forward."""
-
-    slots: list[int]
-    index_B: Tensor
-    fresh: bool
-
-    def part(self, keep_B: Tensor) -> Group:
-        """The slots where `keep_B` (bool)."""
-        index_B = self.index_B[keep_B]
-        return Group(index_B.tolist(), index_B, self.fresh)
-
-
-class SlotState:
-    """Struct of arrays, one row a slot; every tensor registered here moves with its sample."""
-
-    def __init__(self, num_slots: int, device: torch.device, *, max_commit: int) -> None:
-        self.num_slots, self.device = num_slots, device
-        self._columns: list[Tensor] = []
-        self.tokens_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
-        self.order_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
-        self.key_S2 = self.column(2)
-        self.prompt_S, self.length_S = self.column(), self.column()
-        self.decided_S, self.cached_S = self.column(), self.column()
-        self.iterations_S, self.proposed_S, self.accepted_S = self.column(), self.column(), self.column()
-        self.lookups_S = self.column()
-        self.histogram_SH = self.column(max_commit + 1)
-        self.logprob_S = self.column(dtype=torch.float64)
-
-    def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Register and return a zeroed tensor [S, *shape]."""
-        tensor = torch.zeros(self.num_slots, *shape, dtype=dtype, device=self.device)
-        self._columns.append(tensor)
-        return tensor
-
-    def widen(self, num_columns: int) -> None:
-        """Make room for canvases of `num_columns` tokens."""
-        have = self.tokens_SW.shape[1]
-        if num_columns > have:
-            extra = torch.zeros(self.num_slots, num_columns - have, dtype=torch.int64, device=self.device)
-            self.tokens_SW = torch.cat([self.tokens_SW, extra], 1)
-            self.order_SW = torch.cat([self.order_SW, extra], 1)
-
-    def start(self, slot: int, request: Request) -> Tensor:
-        """Put a request into a slot and return its order; junk of the slot's last sample stays in unreachable columns."""
-        order, num_prompt = decoding_order(request.canvas, request.hole_order)
-        order_L = torch.from_numpy(order).to(self.device)
-        length = len(order)
-        for tensor in self._columns:
-            tensor[slot] = 0
-        self.order_SW[slot, :length] = order_L
-        prompt = request.canvas[order[:num_prompt]].astype(np.int64)
-        self.tokens_SW[slot, :num_prompt] = torch.from_numpy(prompt).to(self.device)
-        self.prompt_S[slot] = self.decided_S[slot] = num_prompt
-        self.length_S[slot] = length
-        self.key_S2[slot] = key_words([request.key], self.device)[0]
-        return order_L
-
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample from one slot to another."""
-        for tensor in (self.tokens_SW, self.order_SW, *self._columns):
-            tensor[target] = tensor[source]
-
-
-@dataclass(slots=True)
-class Resident:
-    """The host's side of a slot: its request and its times (perf_counter seconds)."""
-
-    request: Request
-    queued_s: float
-    admitted_s: float
-    started_at_s: float
-    trace: list[TraceStep] | None
 
 
 class SlotDecoder(ABC):
@@ -160,7 +78,7 @@ class SlotDecoder(ABC):
             queued = now if queued_at_s is None else queued_at_s[number]
             resident = Resident(request, queued, now, time.time(), [] if self.tracing else None)
             if not (request.canvas < 0).any():
-                self._instant.append(_untouched(resident))
+                self._instant.append(untouched(resident))
                 continue
             self._place(resident)
 
@@ -333,7 +251,7 @@ class SlotDecoder(ABC):
             iterations=int(state.iterations_S[slot]),
             proposed=int(state.proposed_S[slot]),
             accepted=int(state.accepted_S[slot]),
-            accept_hist=_trim(state.histogram_SH[slot].tolist()),
+            accept_hist=trimmed(state.histogram_SH[slot].tolist()),
             wait_s=wait_s,
             prefill_s=prefill_s,
             decode_s=decode_s,
@@ -346,35 +264,3 @@ class SlotDecoder(ABC):
             error="the model gave logits that are not finite" if broken else None,
             trace=resident.trace,
         )
-
-
-def _trim(histogram: list[int]) -> list[int]:
-    while histogram and histogram[-1] == 0:
-        histogram.pop()
-    return histogram
-
-
-def _untouched(resident: Resident) -> Outcome:
-    """The outcome of a canvas without holes: nothing to do, nothing counted."""
-    wait_s = resident.admitted_s - resident.queued_s
-    return Outcome(
-        index=resident.request.index,
-        tokens=np.zeros(0, dtype=np.int32),
-        finish="filled",
-        logprob=0.0,
-        nfe=0,
-        nfe_draft=0,
-        iterations=0,
-        proposed=0,
-        accepted=0,
-        accept_hist=[],
-        wait_s=wait_s,
-        prefill_s=0.0,
-        decode_s=0.0,
-        total_s=wait_s,
-        device_s=0.0,
-        batch_rows=0.0,
-        pad_fraction=0.0,
-        started_at_s=resident.started_at_s,
-        trace=resident.trace,
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decoders import noise
 from decoders.sampling import coupled_draw, inverse_cdf_draw, residual
-from decoders.slots import SlotState
+from decoders.state import SlotState
 
 
 class NoiseWindow:

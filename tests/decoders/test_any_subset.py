@@ -9,8 +9,9 @@ import torch
 from decoders import reference
 from decoders.backbones.table import TableBackbone
 from decoders.base import Request
+from decoders.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.masks import decoding_order
-from decoders.reference import CoupledRule, NoiseChooser, PlainModel, RejectionRule
+from decoders.reference import PlainModel
 from decoders.registry import build_decoder
 from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from tests.decoders.support import decode, run_all, table_info, texts, toy_heads, toy_requests

@@ -16,8 +16,9 @@ from safetensors.torch import load_file
 from decoders import noise, reference
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
+from decoders.choosers import RejectionRule
 from decoders.noise import sample_key
-from decoders.reference import PlainModel, RejectionRule
+from decoders.reference import PlainModel
 from decoders.sampling import inverse_cdf_draw
 from decoders.settings import AnySubset, Assd, Sampling
 from tests.decoders.support import decode
