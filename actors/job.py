@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from actors.task import Columns, Infill
 from decoders.settings import DecoderSettings, Sampling
 from storage.reader import InputFile
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 
 @dataclass(frozen=True, slots=True)

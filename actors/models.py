@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from storage.errors import StoreError, UserError
-from storage.store import S3Options, Stat, Store, open_store
+from storage.store import open_store
+from storage.verbs import S3Options, Stat, Store
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"

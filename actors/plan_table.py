@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from storage.errors import StoreError
 from storage.sources import open_object
-from storage.store import Store
+from storage.verbs import Store
 
 PLAN = "_plan.json"
 FOLDER = "plan/"

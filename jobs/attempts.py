@@ -18,7 +18,7 @@ from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.totals import Totals, add_effort
 from storage.errors import StoreError
-from storage.store import Store
+from storage.verbs import Store
 
 LINES_PER_FILE = 2000
 FLUSH_EVERY_S = 10.0

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
 from storage.errors import StoreError, UserError
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 

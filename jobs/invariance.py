@@ -15,7 +15,7 @@ from jobs.handout import make_job
 from jobs.plan import Plan
 from storage.commit import CommittedUnit, Manifest
 from storage.records import read_parquet
-from storage.store import Store
+from storage.verbs import Store
 
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from storage.errors import StoreError
 from storage.lease import Lease, LeaseLost, acquire, this_process
-from storage.store import Store
+from storage.verbs import Store
 
 TTL_S = 60.0
 RENEWALS_PER_TTL = 4

@@ -30,7 +30,7 @@ from storage.errors import UserError
 from storage.failpoints import failpoint
 from storage.reader import InputFile, default_id, iterate, read_rows
 from storage.records import SCHEMA_VERSION
-from storage.store import AlreadyExists, NotFound, Store
+from storage.verbs import AlreadyExists, NotFound, Store
 
 FORMAT = 1
 """Of `_plan.json` itself; SCHEMA_VERSION is that of the results."""

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 
 from actors.plan_table import FOLDER, ROW_SCHEMA, Part, part_bytes, part_name
 from jobs.packing import auto_unit_rows, cut, longest_first
-from storage.store import Store
+from storage.verbs import Store
 
 PART_UNITS = 256
 """Units of a part: its footer, which a worker reads whole, stays below some hundred kilobytes."""

@@ -18,7 +18,7 @@ from jobs.progress import Display
 from jobs.spec import JobSpec
 from storage.errors import UserError
 from storage.reader import InputFile, list_inputs
-from storage.store import Store
+from storage.verbs import Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000

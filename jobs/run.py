@@ -42,7 +42,8 @@ from storage.commit import (
 )
 from storage.errors import StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost
-from storage.store import Store, open_store, probe
+from storage.store import open_store, probe
+from storage.verbs import Store
 
 READERS = 16
 """Threads that ask the store for the facts of units committed earlier."""

@@ -16,7 +16,7 @@ from actors.task import Columns, Given, Infill, Lines, Marker, Mask, Sentences, 
 from decoders.settings import DecoderSettings, Sampling, Settings
 from jobs.spec_errors import spec_error
 from jobs.spec_file import apply_override, read_mapping
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]

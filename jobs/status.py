@@ -15,7 +15,8 @@ from jobs.verify import require_plan
 from storage.commit import SUCCESS, done_units, read_manifest
 from storage.errors import StoreError
 from storage.lease import LEASE
-from storage.store import S3Options, Store, open_store
+from storage.store import open_store
+from storage.verbs import S3Options, Store
 
 
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:

@@ -20,7 +20,7 @@ from jobs.progress import duration
 from jobs.totals import efficiency, ratio
 from storage.commit import Manifest
 from storage.records import read_results
-from storage.store import Store
+from storage.verbs import Store
 
 COUNTED = (
     "prompt_tokens",

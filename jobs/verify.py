@@ -19,7 +19,8 @@ from jobs.thresholds import too_many_failed
 from storage.commit import SUCCESS, CommittedUnit, Manifest, done_units, read_manifest
 from storage.errors import StoreError, UserError
 from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet
-from storage.store import S3Options, Store, open_store
+from storage.store import open_store
+from storage.verbs import S3Options, Store
 
 SHOWN = 20
 """Problems that are printed; the rest are counted."""

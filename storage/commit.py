@@ -25,7 +25,7 @@ from storage.errors import StoreError
 from storage.failpoints import failpoint
 from storage.lease import Lease
 from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet, write_parquet
-from storage.store import AlreadyExists, Stat, Store
+from storage.verbs import AlreadyExists, Stat, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 
 from storage.errors import UserError
-from storage.inputs import FIELD
+from storage.input_file import FIELD
 from storage.lines import BOM, Reader, Start, skip_line, too_long_message
 from storage.rows import MAX_ROW_BYTES, Row, failed
 

@@ -7,6 +7,7 @@ that is then prepared once on each machine, memory-mapped, and read by row numbe
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 from storage.errors import UserError
-from storage.inputs import FIELD, InputFile, list_inputs
+from storage.input_file import FIELD, InputFile
 
 _OPTIONS = ("split", "config", "revision")
 
 
-def list_dataset(path: str) -> list[InputFile]:
+def list_dataset(path: str, list_folder: Callable[[str], list[InputFile]]) -> list[InputFile]:
     """Return the inputs of `hf://...`: the Arrow files of a saved dataset, or one input for a split of the hub's.
 
     A dataset with several splits needs `?split=`. Raises UserError if it can't be found or loaded.
@@ -27,9 +28,9 @@ def list_dataset(path: str) -> list[InputFile]:
     name, options = _parsed(path)
     folder = Path(name).expanduser()
     if (folder / "dataset_dict.json").is_file():
-        return _list_saved(path, folder / _chosen(path, options.get("split"), _saved_splits(folder)))
+        return _list_saved(path, list_folder, folder / _chosen(path, options.get("split"), _saved_splits(folder)))
     if (folder / "state.json").is_file():
-        return _list_saved(path, folder)
+        return _list_saved(path, list_folder, folder)
     if folder.is_dir():
         name = str(folder.resolve())
     return [_list_hub(path, name, options)]
@@ -50,8 +51,8 @@ def _parsed(path: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
-def _list_saved(path: str, folder: Path) -> list[InputFile]:
-    files = [file for file in list_inputs(str(folder)) if file.format == "arrow"]
+def _list_saved(path: str, list_folder: Callable[[str], list[InputFile]], folder: Path) -> list[InputFile]:
+    files = [file for file in list_folder(str(folder)) if file.format == "arrow"]
     if not files:
         raise UserError(f"{path} holds no Arrow files", field=FIELD)
     return files

@@ -10,13 +10,14 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from storage.errors import StoreError, UserError
-from storage.store import S3Options, Stat, open_store
+from storage.input_file import FIELD, InputFile
+from storage.store import open_store
+from storage.verbs import S3Options, Stat
 
-FIELD = "input.path"
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384
 """How the standard library is cut where the spec doesn't say: pieces that a small model's canvas holds."""
@@ -46,24 +47,6 @@ _ABOUT_DATA = re.compile(r"(readme|license|licence|copying|notice|changelog|cita
 _WILD = re.compile(r"[*?\[]")
 
 
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One input, plain and JSON-able: where it is, which version of it, and how to read it.
-
-    `name` is relative to the input's root and stable when the data moves; row ids are made of it. `format` is one of
-    jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
-    time; they and `etag` are None where the place doesn't say.
-    """
-
-    uri: str
-    name: str
-    size: int | None
-    etag: str | None
-    mtime_s: float | None
-    format: str
-    compression: str | None = None
-
-
 def list_inputs(path: str, *, s3: S3Options | None = None) -> list[InputFile]:
     """Return the inputs at `path`, sorted by name, never an empty list.
 
@@ -78,7 +61,7 @@ def list_inputs(path: str, *, s3: S3Options | None = None) -> list[InputFile]:
     if path.startswith("hf://"):
         from storage.huggingface import list_dataset
 
-        return list_dataset(path)
+        return list_dataset(path, list_inputs)
     if path.startswith("s3://"):
         return _list_s3(path, s3)
     if "://" in path:

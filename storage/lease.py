@@ -19,7 +19,7 @@ import psutil
 
 from storage.errors import StoreError
 from storage.failpoints import failpoint
-from storage.store import AlreadyExists, Conflict, Stat, Store
+from storage.verbs import AlreadyExists, Conflict, Stat, Store
 
 LEASE = "_lease.json"
 

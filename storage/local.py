@@ -11,7 +11,7 @@ from pathlib import Path
 
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
-from storage.store import AlreadyExists, Conflict, NotFound, Stat, checked_name
+from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, checked_name
 
 try:
     import fcntl

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.store import Store
+from storage.verbs import Store
 
 SCHEMA_VERSION = 1
 KEY_PREFIX = "draftmill."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from storage.errors import RowError, UserError
-from storage.inputs import FIELD, InputFile
+from storage.input_file import FIELD, InputFile
 
 MAX_ROW_BYTES = 64 * 2**20
 """The longest line or text file that becomes a row, decompressed; a longer one is a failed row."""

@@ -32,7 +32,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
-from storage.store import AlreadyExists, Conflict, NotFound, S3Options, Stat
+from storage.verbs import AlreadyExists, Conflict, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
 ATTEMPTS = 8

@@ -15,9 +15,11 @@ from typing import IO, Any
 import pyarrow as pa
 
 from storage.errors import StoreError
-from storage.inputs import InputFile, local_path
+from storage.input_file import InputFile
+from storage.inputs import local_path
 from storage.rows import damaged
-from storage.store import NotFound, S3Options, Store, open_store
+from storage.store import open_store
+from storage.verbs import NotFound, S3Options, Store
 
 BUFFER_BYTES = 2**20
 BLOCK_BYTES = 4 * 2**20

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import UserError
-from storage.inputs import InputFile, local_path
+from storage.input_file import InputFile
+from storage.inputs import local_path
 from storage.rows import Row, damaged, failed
 from storage.sources import open_bytes
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096

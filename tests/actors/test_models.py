@@ -11,7 +11,8 @@ from actors import models
 from actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
 from actors.text import load_tokenizer
 from storage.errors import UserError
-from storage.store import MemoryStore, S3Options
+from storage.memory import MemoryStore
+from storage.verbs import S3Options
 
 ASARM = BUILTIN / "asarm-tiny"
 

@@ -19,7 +19,8 @@ from jobs.plan_writer import PlanWriter
 from jobs.spec import JobSpec, check_spec
 from storage.errors import StoreError, UserError
 from storage.reader import list_inputs
-from storage.store import Store, open_store
+from storage.store import open_store
+from storage.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 HASHES = Hashes("weights", "tokenizer")

@@ -12,7 +12,8 @@ import pytest
 
 from storage.failpoints import VARIABLE, reset_failpoints
 from storage.s3 import S3Store
-from storage.store import S3Options, Store, open_store
+from storage.store import open_store
+from storage.verbs import S3Options, Store
 from tests.storage.s3_server import S3Server
 
 

@@ -33,7 +33,8 @@ from storage.failpoints import VARIABLE
 from storage.lease import LeaseLost, acquire
 from storage.records import TRACE_SCHEMA, parquet_metadata, read_parquet, read_results, table_from_rows
 from storage.s3 import S3Store
-from storage.store import Store, open_store
+from storage.store import open_store
+from storage.verbs import Store
 from tests.storage.s3_server import S3Server
 from tests.storage.tables import unit_table
 

@@ -8,7 +8,7 @@ import pytest
 
 from storage.errors import RowError, UserError
 from storage.lease import LeaseHeld
-from storage.store import AlreadyExists, Stat
+from storage.verbs import AlreadyExists, Stat
 
 
 def test_a_user_error_leads_with_its_field() -> None:

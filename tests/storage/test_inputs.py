@@ -14,7 +14,7 @@ from storage.errors import UserError
 from storage.inputs import format_of, glob_pattern
 from storage.reader import InputFile, default_id, iterate, list_inputs, read_rows
 from storage.s3 import S3Store
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 
 def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:

@@ -12,7 +12,7 @@ import pytest
 from storage.errors import StoreError
 from storage.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
 from storage.s3 import S3Store
-from storage.store import Store
+from storage.verbs import Store
 from tests.storage.s3_server import S3Server
 
 

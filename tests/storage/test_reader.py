@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from storage.errors import UserError
 from storage.reader import InputFile, Row, iterate, list_inputs, read_rows
 from storage.s3 import S3Store
-from storage.store import S3Options
+from storage.verbs import S3Options
 
 
 def one_file(path: Path, data: bytes) -> InputFile:

@@ -6,7 +6,8 @@ import pytest
 
 from storage.errors import StoreError, UserError
 from storage.s3 import ATTEMPTS, S3Store
-from storage.store import AlreadyExists, Conflict, NotFound, S3Options, probe
+from storage.store import probe
+from storage.verbs import AlreadyExists, Conflict, NotFound, S3Options
 from tests.storage.s3_server import S3Server
 
 pytestmark = pytest.mark.s3

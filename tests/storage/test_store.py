@@ -13,7 +13,8 @@ import pytest
 from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
 from storage.sources import BLOCK_BYTES, open_object
-from storage.store import AlreadyExists, Conflict, NotFound, Stat, Store, open_store, probe
+from storage.store import open_store, probe
+from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
 
 def test_what_is_created_is_read_back(store: Store) -> None:

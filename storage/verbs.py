@@ -1,0 +1,120 @@
+"""What a store is: a few verbs over a place where bytes live, and the nouns they speak of.
+
+Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
+Knows no place in particular (local.py, memory.py, s3.py) and nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from storage.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What a store knows of one object without reading it.
+
+    `size` is in bytes, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is what `create` was
+    given, where the store keeps it (S3 and memory; not local disk) and the verb had it at hand (not `list`).
+    """
+
+    name: str
+    size: int
+    etag: str
+    metadata: dict[str, str] = field(default_factory=dict)
+    mtime_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class S3Options:
+    """How to reach S3: the `s3:` section of a spec. Credentials come from the environment as boto3 finds them.
+
+    `addressing`: auto (path style where an endpoint is named), path, or virtual. `checksums`: auto (SHA-256 with every
+    write, nothing else), when_required (none: for vendors that refuse the headers), or when_supported (boto3's own).
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    addressing: str = "auto"
+    checksums: str = "auto"
+
+
+class AlreadyExists(StoreError):
+    """The name is taken; `stat` says by what. For a writer that finds its own work, this means done."""
+
+    def __init__(self, stat: Stat) -> None:
+        super().__init__(stat)
+        self.stat = stat
+
+    def __str__(self) -> str:
+        return f"{self.stat.name} exists already ({self.stat.size} bytes)"
+
+
+class NotFound(StoreError):
+    """There is no object of that name."""
+
+
+class Conflict(StoreError):
+    """The object is not, or is no longer, the version that was to be replaced."""
+
+
+class Store(Protocol):
+    """Bytes by name. Failures that may pass are retried inside; what is raised is a StoreError."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, as the user wrote it; never with credentials."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+    def get(self, name: str) -> bytes:
+        """Return the whole object as some one writer left it, never a mixture; NotFound if there is none."""
+        ...
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none."""
+        ...
+
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+        """The first writer wins: exactly one create of a name returns, all others raise AlreadyExists.
+
+        When it returns, the object is whole, durable and visible. An answer lost on the way does not turn a success
+        into AlreadyExists. Raises UserError if the place can't be written at all.
+        """
+        ...
+
+    def put(self, name: str, data: bytes) -> Stat:
+        """The last writer wins, and readers see one whole version or the other."""
+        ...
+
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+        """Write only if the object is still the version `etag`; otherwise Conflict, and nothing has changed."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        """Yield every finished object whose name starts with `prefix`, in the order of names."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """True if a finished object has that name."""
+        ...
+
+    def stat(self, name: str) -> Stat | None:
+        """Return size, etag and metadata of an object, None if there is none."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """After it returns the name is free; deleting what is not there is no error."""
+        ...
+
+
+def checked_name(name: str) -> str:
+    """Return `name` if it stays inside its store; ValueError for absolute names, `..`, and separators of other kinds."""
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or any(part in {"", ".", ".."} for part in parts):
+        raise ValueError(f"{name!r} is not a name inside a store")
+    return name
