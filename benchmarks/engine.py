@@ -19,7 +19,7 @@ import torch
 
 from actors.job import Job
 from actors.messages import WorkUnit
-from actors.runner import Sample
+from actors.samples import Sample
 from actors.worker import build_parts
 from decoders.base import Request
 from jobs.attempts import read_sessions
