@@ -37,7 +37,6 @@ class AssdDecoder(AnySubsetDecoder):
         super().__init__(*args, window=settings.k + 1, max_commit=settings.k, **kwargs)
         self.k, self.ngram = settings.k, settings.drafter == "ngram"
         self._head = None if heads is None or self.ngram else heads.markov
-        self._roller = HeadRoller(self.counting, self.state)
         self._phase_S = self.state.column()
         self._num_drafts_S = self.state.column()
         # 1 where the first draft is the target's own token, 0 where it has to be verified like the others.
@@ -73,9 +72,8 @@ class AssdDecoder(AnySubsetDecoder):
         """Draw the window's drafts; a window of one is decided at once, since its token is the target's own."""
         slots_B = group.index_B
         limits_BK = decided_B.unsqueeze(1).expand(-1, self.k)
-        drafts = self._roller.markov(
-            self._head, hidden_BKD, slots_B, decided_B, limits_BK, self._draw(slots_B, decided_B)
-        )
+        roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
+        drafts = roller.markov(self._head, hidden_BKD, decided_B, limits_BK)
         logits_BV = self._logits(hidden_BKD[:, 0])
         first_log_p_B = self._log_p(logits_BV, drafts.law_BKV[:, 0], drafts.tokens_BK[:, 0])
         self._first_log_p_S[slots_B] = first_log_p_B

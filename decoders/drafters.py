@@ -72,140 +72,88 @@ def canvas_by_position(state: SlotState, slots_B: Tensor, num_positions: int) ->
 
 
 class HeadRoller:
-    """Rolls a draft head over the ranks of a window, one rank at a time, for many slots at once.
+    """Rolls a draft head over the ranks of one window, one rank at a time, for many slots at once.
 
     Drafts are written into the state as they are drawn, since the next rank reads them. Ranks at or beyond a canvas's end
     are drawn too and mean nothing; they are neither written nor read.
     """
 
-    def __init__(self, counting: CountingBackbone, state: SlotState) -> None:
-        self._backbone, self._logits, self._state = counting.backbone, counting.logits, state
+    def __init__(self, counting: CountingBackbone, state: SlotState, slots_B: Tensor, draw: Draw) -> None:
+        self._backbone, self._logits = counting.backbone, counting.logits
+        self._state, self._slots_B, self._call_draw = state, slots_B, draw
+        self._last_B = state.length_S[slots_B] - 1
+        self._tokens: list[Tensor] = []
+        self._laws: list[Tensor] = []
 
-    def markov(
-        self,
-        head: MarkovHead | None,
-        hidden_BKD: Tensor,
-        slots_B: Tensor,
-        first_rank_B: Tensor,
-        limits_BK: Tensor,
-        draw: Draw,
-    ) -> Drafts:
+    def markov(self, head: MarkovHead | None, hidden_BKD: Tensor, first_rank_B: Tensor, limits_BK: Tensor) -> Drafts:
         """Draft ranks first_rank .. first_rank + K - 1 from rows computed with the given limits, corrected by the head.
 
         All tokens below `first_rank` must stand in the state. Without a head, or for a row that saw all that came before
         it, the row's own logits are used.
         """
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
         for offset in range(hidden_BKD.shape[1]):
             ranks_B, hidden_BD = first_rank_B + offset, hidden_BKD[:, offset]
             num_unseen_B = ranks_B - limits_BK[:, offset]
             if head is not None:
-                corrected_BD = self._corrected(head, hidden_BD, slots_B, ranks_B, num_unseen_B)
+                corrected_BD = self._corrected(head, hidden_BD, ranks_B, num_unseen_B)
                 hidden_BD = torch.where((num_unseen_B > 0).unsqueeze(1), corrected_BD, hidden_BD)
-            self._draw(hidden_BD, slots_B, ranks_B, draw, tokens, laws)
-        return stack_drafts(tokens, laws)
+            self._draw(hidden_BD, ranks_B)
+        return stack_drafts(self._tokens, self._laws)
 
-    def _corrected(
-        self, head: MarkovHead, hidden_BD: Tensor, slots_B: Tensor, ranks_B: Tensor, num_unseen_B: Tensor
-    ) -> Tensor:
-        position_B, prev_B, prev_position_B = self._around(slots_B, ranks_B, 1)
-        _, before_B, before_position_B = self._around(slots_B, ranks_B, 2)
-        prev_distance_B = distance_index(position_B, prev_position_B)
-        before_distance_B = distance_index(position_B, before_position_B)
-
-        def apply(
-            hidden: Tensor, prev: Tensor, gap: Tensor, before: Tensor, before_gap: Tensor, unseen: Tensor
-        ) -> Tensor:
-            return head(
-                hidden,
-                prev_RD=prev,
-                prev_distance_R=gap,
-                before_RD=before,
-                before_distance_R=before_gap,
-                num_unseen_R=unseen,
-            )
-
-        embed = self._backbone.embed
-        return at_least_rows(
-            self._backbone.min_rows,
-            apply,
-            hidden_BD,
-            embed(prev_B),
-            prev_distance_B,
-            embed(before_B),
-            before_distance_B,
-            num_unseen_B.clamp(min=1),
-        )
-
-    def _around(self, slots_B: Tensor, ranks_B: Tensor, back: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (position at the rank, token and position `back` ranks earlier), each [B]."""
-        state = self._state
-        ranks_B = torch.minimum(ranks_B, state.length_S[slots_B] - 1)
-        earlier_B = (ranks_B - back).clamp(min=0)
-        return (
-            state.order_SW[slots_B, ranks_B],
-            state.tokens_SW[slots_B, earlier_B],
-            state.order_SW[slots_B, earlier_B],
-        )
-
-    def chain(
-        self, head: ChainHead, start_BD: Tensor, slots_B: Tensor, first_rank_B: Tensor, num_drafts: int, draw: Draw
-    ) -> Drafts:
+    def chain(self, head: ChainHead, start_BD: Tensor, first_rank_B: Tensor, num_drafts: int) -> Drafts:
         """Draft `num_drafts` ranks from the hidden state of the row that decided the token just before `first_rank`."""
-        canvas = _Neighbours(self._state, slots_B, first_rank_B)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        canvas = _Neighbours(self._state, self._slots_B, first_rank_B)
         state_BD = start_BD
         for offset in range(num_drafts):
             ranks_B = first_rank_B + offset
-            state_BD = self._rolled(head, state_BD, slots_B, ranks_B, canvas)
-            self._draw(state_BD, slots_B, ranks_B, draw, tokens, laws)
-            canvas.add(ranks_B, tokens[-1])
-        return stack_drafts(tokens, laws)
+            state_BD = self._rolled(head, state_BD, ranks_B, canvas)
+            canvas.add(ranks_B, self._draw(state_BD, ranks_B))
+        return stack_drafts(self._tokens, self._laws)
 
-    def _rolled(
-        self, head: ChainHead, state_BD: Tensor, slots_B: Tensor, ranks_B: Tensor, canvas: _Neighbours
-    ) -> Tensor:
-        position_B, prev_B, prev_position_B = self._around(slots_B, ranks_B, 1)
-        left_B, has_left_B = canvas.at(position_B - 1)
-        right_B, has_right_B = canvas.at(position_B + 1)
-
-        def apply(z: Tensor, prev: Tensor, gap: Tensor, *sides: Tensor) -> Tensor:
-            left, has_left, right, has_right = sides
-            return head(
-                z,
-                prev_RD=prev,
-                distance_R=gap,
-                left_RD=left,
-                has_left_R=has_left,
-                right_RD=right,
-                has_right_R=has_right,
-            )
-
-        embed = self._backbone.embed
+    def _corrected(self, head: MarkovHead, hidden_BD: Tensor, ranks_B: Tensor, num_unseen_B: Tensor) -> Tensor:
+        position_B, prev_B, prev_position_B = self._around(ranks_B, 1)
+        _, before_B, before_position_B = self._around(ranks_B, 2)
         return at_least_rows(
             self._backbone.min_rows,
-            apply,
-            state_BD,
-            embed(prev_B),
-            distance_index(position_B, prev_position_B),
-            embed(left_B),
-            has_left_B,
-            embed(right_B),
-            has_right_B,
+            head,
+            hidden_BD,
+            prev_RD=self._backbone.embed(prev_B),
+            prev_distance_R=distance_index(position_B, prev_position_B),
+            before_RD=self._backbone.embed(before_B),
+            before_distance_R=distance_index(position_B, before_position_B),
+            num_unseen_R=num_unseen_B.clamp(min=1),
         )
 
-    def _draw(
-        self, hidden_BD: Tensor, slots_B: Tensor, ranks_B: Tensor, draw: Draw, tokens: list[Tensor], laws: list[Tensor]
-    ) -> None:
-        state = self._state
-        inside_B = ranks_B < state.length_S[slots_B]
-        ranks_B = torch.minimum(ranks_B, state.length_S[slots_B] - 1)
-        law_BV, tokens_B = draw(self._logits(hidden_BD), ranks_B)
-        state.tokens_SW[slots_B[inside_B], ranks_B[inside_B]] = tokens_B[inside_B]
-        tokens.append(tokens_B)
-        laws.append(law_BV)
+    def _rolled(self, head: ChainHead, state_BD: Tensor, ranks_B: Tensor, canvas: _Neighbours) -> Tensor:
+        position_B, prev_B, prev_position_B = self._around(ranks_B, 1)
+        left_B, has_left_B = canvas.at(position_B - 1)
+        right_B, has_right_B = canvas.at(position_B + 1)
+        return at_least_rows(
+            self._backbone.min_rows,
+            head,
+            state_BD,
+            prev_RD=self._backbone.embed(prev_B),
+            distance_R=distance_index(position_B, prev_position_B),
+            left_RD=self._backbone.embed(left_B),
+            has_left_R=has_left_B,
+            right_RD=self._backbone.embed(right_B),
+            has_right_R=has_right_B,
+        )
+
+    def _around(self, ranks_B: Tensor, back: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (position at the rank, token and position `back` ranks earlier), each [B]."""
+        state, slots_B = self._state, self._slots_B
+        ranks_B = torch.minimum(ranks_B, self._last_B)
+        earlier_B = (ranks_B - back).clamp(min=0)
+        return state.order_SW[slots_B, ranks_B], state.tokens_SW[slots_B, earlier_B], state.order_SW[slots_B, earlier_B]
+
+    def _draw(self, hidden_BD: Tensor, ranks_B: Tensor) -> Tensor:
+        inside_B = ranks_B <= self._last_B
+        law_BV, tokens_B = self._call_draw(self._logits(hidden_BD), torch.minimum(ranks_B, self._last_B))
+        self._state.tokens_SW[self._slots_B[inside_B], ranks_B[inside_B]] = tokens_B[inside_B]
+        self._tokens.append(tokens_B)
+        self._laws.append(law_BV)
+        return tokens_B
 
 
 class _Neighbours:

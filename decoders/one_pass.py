@@ -42,7 +42,6 @@ class OnePassDecoder(AnySubsetDecoder):
             )
         self.k, self._heads, self._chain = settings.k, heads, settings.fused == "chain"
         self._ends = settings.rows == "ends"
-        self._roller = HeadRoller(self.counting, self.state)
         self._num_drafts_S = self.state.column()
         self._law_SKV: Tensor | None = None
 
@@ -183,12 +182,12 @@ class OnePassDecoder(AnySubsetDecoder):
         self, slots_B: Tensor, hidden_BQD: Tensor, before_B: Tensor, num_drafts_B: Tensor, accepted_B: Tensor
     ) -> Drafts:
         decided_B = self.state.decided_S[slots_B]
-        draw = self._draw(slots_B, decided_B)
+        roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
         each_B = torch.arange(len(slots_B), device=slots_B.device)
         if self._chain:
             assert self._heads is not None
             start_BD = hidden_BQD[each_B, accepted_B]
-            return self._roller.chain(self._heads.chain, start_BD, slots_B, decided_B, self.k, draw)
+            return roller.chain(self._heads.chain, start_BD, decided_B, self.k)
         cut_B = accepted_B
         if self._ends:
             cut_B = torch.where(accepted_B == num_drafts_B, num_drafts_B, torch.zeros_like(accepted_B))
@@ -198,7 +197,7 @@ class OnePassDecoder(AnySubsetDecoder):
         limits_BK = (before_B + cut_B).unsqueeze(1).expand_as(rows_BK)
         hidden_BKD = hidden_BQD[each_B.unsqueeze(1), rows_BK]
         head = None if self._heads is None else self._heads.markov
-        return self._roller.markov(head, hidden_BKD, slots_B, decided_B, limits_BK, draw)
+        return roller.markov(head, hidden_BKD, decided_B, limits_BK)
 
     def _first_row(self, cut_B: Tensor) -> Tensor:
         """The number of the first stale row of each cut, as laid out by `_row_table`."""

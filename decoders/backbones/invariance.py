@@ -46,13 +46,17 @@ def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_r
     return functional.linear(padded, weight_MK, bias_M)[:num_rows]
 
 
-def at_least_rows(min_rows: int, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+def at_least_rows(min_rows: int, function: Callable[..., Tensor], first: Tensor, **others: Tensor) -> Tensor:
     """Call a row-wise function on tensors padded to `min_rows` rows; the padding is cut off its result."""
-    num_rows = rows[0].shape[0]
+    num_rows = first.shape[0]
     if num_rows >= min_rows:
-        return function(*rows)
-    padded = [torch.cat([part, part.new_zeros(min_rows - num_rows, *part.shape[1:])]) for part in rows]
-    return function(*padded)[:num_rows]
+        return function(first, **others)
+    padded = {name: _padded(rows, min_rows) for name, rows in others.items()}
+    return function(_padded(first, min_rows), **padded)[:num_rows]
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return torch.cat([rows, rows.new_zeros(num_rows - rows.shape[0], *rows.shape[1:])])
 
 
 def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: Tensor) -> Tensor:
