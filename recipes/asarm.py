@@ -39,7 +39,7 @@ class Size:
 
 SIZES = {
     "micro": Size(Shape(d_model=32, n_layer=2, n_head=2, d_inner=64, vocab_size=512), steps=200),
-    "tiny": Size(Shape(), steps=6500),
+    "tiny": Size(Shape(), steps=3000),
     # For a GPU. Post-norm layers want a smaller rate the deeper they are stacked.
     "base": Size(Shape(d_model=512, n_layer=8, d_inner=2048), steps=12_000, batch_tokens=32_768, learning_rate=6e-4),
 }
@@ -160,7 +160,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="the model folder to write")
     parser.add_argument("--size", choices=sorted(SIZES), default="tiny")
     parser.add_argument("--steps", type=int, help="optimiser steps of the model")
-    parser.add_argument("--head-steps", type=int, default=1500, help="optimiser steps of the draft heads")
+    parser.add_argument("--head-steps", type=int, default=1400, help="optimiser steps of the draft heads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch-tokens", type=int)

@@ -33,7 +33,7 @@ AGE_SHARES = (0.2, 0.17, 0.15, 0.13, 0.11, 0.06, 0.05, 0.05, 0.04, 0.04)
 class HeadPlan:
     """How to train the heads; `steps` and lengths in optimiser steps and tokens."""
 
-    steps: int = 1500
+    steps: int = 1400
     seed: int = 0
     count: int = 32
     length: int = 128
