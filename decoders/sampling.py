@@ -9,10 +9,14 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from decoders.settings import Sampling
+
+_NUCLEUS_FIRST: Final = 128
 
 
 def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
@@ -39,10 +43,29 @@ def _one_hot(logits_RV: Tensor) -> Tensor:
 
 
 def _nucleus(law_RV: Tensor, top_p: float) -> Tensor:
-    """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty."""
-    ordered, index = law_RV.exp().sort(dim=-1, descending=True, stable=True)
-    before = ordered.to(torch.float64).cumsum(-1) - ordered
-    return torch.zeros_like(law_RV, dtype=torch.bool).scatter_(-1, index, before < top_p)
+    """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty.
+
+    Most rows need few tokens: the best ones are looked at first, and a row that they don't satisfy is sorted whole.
+    """
+    mass_RV = law_RV.exp()
+    best_RK = mass_RV.topk(min(_NUCLEUS_FIRST, mass_RV.shape[-1]), dim=-1).values
+    kept_RV = _reaching(mass_RV, best_RK, top_p)
+    if best_RK.shape[-1] < mass_RV.shape[-1]:
+        wide_R = best_RK.to(torch.float64).sum(-1) < top_p
+        if bool(wide_R.any()):
+            whole_RV = mass_RV[wide_R].sort(dim=-1, descending=True).values
+            kept_RV[wide_R] = _reaching(mass_RV[wide_R], whole_RV, top_p)
+    return kept_RV
+
+
+def _reaching(mass_RV: Tensor, ordered_RK: Tensor, top_p: float) -> Tensor:
+    """Mark tokens in the given order of mass until `top_p` is reached; among equals the lower index goes first."""
+    before_RK = ordered_RK.to(torch.float64).cumsum(-1) - ordered_RK
+    num_kept_R1 = (before_RK < top_p).sum(-1, keepdim=True)
+    least_R1 = ordered_RK.gather(-1, num_kept_R1 - 1)
+    above_RV, equal_RV = mass_RV > least_R1, mass_RV == least_R1
+    num_equal_R1 = num_kept_R1 - above_RV.sum(-1, keepdim=True)
+    return above_RV | (equal_RV & (equal_RV.cumsum(-1) <= num_equal_R1))
 
 
 def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:

@@ -30,6 +30,20 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, kept):
     assert int((law > -torch.inf).sum()) == kept
 
 
+def test_the_nucleus_is_the_same_whether_rows_are_peaked_or_flat():
+    # Flat rows need more tokens than are looked at first; ties are broken towards the lower index.
+    generator = torch.Generator().manual_seed(0)
+    peaked = torch.randn(20, 1000, generator=generator) * 6
+    flat = torch.zeros(5, 1000)
+    logits = torch.cat([peaked, flat, peaked.round()])
+    for top_p in (0.3, 0.9, 0.999):
+        law = log_law(logits, Sampling(top_p=top_p))
+        for row, found in zip(torch.log_softmax(logits, -1).exp(), law > -torch.inf, strict=True):
+            ordered, index = row.sort(descending=True, stable=True)
+            count = int(((ordered.double().cumsum(0) - ordered) < top_p).sum())
+            assert set(found.nonzero().flatten().tolist()) == set(index[:count].tolist())
+
+
 def test_suppressed_tokens_stay_at_probability_zero():
     logits = torch.tensor([[0.1, -torch.inf, 0.2]])
     for sampling in (Sampling(), Sampling(temperature=0.3), Sampling(top_k=3), Sampling(top_p=0.99)):
