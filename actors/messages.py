@@ -99,7 +99,7 @@ class Failure:
 class Effort:
     """What a worker's decode loop did, for the efficiency figures.
 
-    `engine` holds differences. `wall_s` is the loop's time with samples on hand, `tail_s` the part of it in which slots
+    `engine` holds differences. `wall_s` is the loop's time with units in hand, `tail_s` the part of it in which slots
     stood idle because no more samples were at hand.
     """
 

@@ -16,7 +16,7 @@ Count = Annotated[int, Field(ge=1)]
 
 TASK_KINDS = ("infill",)
 LATER_KINDS = ("complete", "score")
-"""Kinds of the contract that no decoder runs yet."""
+"""Kinds whose names are reserved: no decoder runs them yet."""
 
 COLUMN_NAMES = ("id", "text", "prefix", "suffix", "spans", "sentences", "reference", "seed", "tokens")
 

@@ -91,7 +91,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
         heads=heads,
         trace=job.trace,
     )
-    tokenizer = load_tokenizer(folder, place.tokenizer)
+    tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=heads is not None)
     return decoder, clerk
 

@@ -1,4 +1,4 @@
-"""The nouns that every decoder shares: Request, Outcome, Counters, and the Decoder interface.
+"""The nouns that every decoder shares: Request, Outcome, EngineStats, and the Decoder interface.
 
 Knows nothing of Ray, files or jobs. Imports no torch, so that planners and stores can use it cheaply.
 """
@@ -96,7 +96,7 @@ class EngineStats:
 class Decoder(Protocol):
     """A batch of slots that one algorithm moves forward, one forward evaluation a step.
 
-    The caller keeps the slots full: `while has_room(length): admit(...)`, then `step()`, which returns the finished
+    The caller keeps the slots full: `while room(length): admit(...)`, then `step()`, which returns the finished
     samples and frees their slots. An exception out of `step` leaves the decoder unusable until `clear`.
     """
 

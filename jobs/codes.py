@@ -1,4 +1,4 @@
-"""The exit codes of every command, as contract.md fixes them."""
+"""The exit codes of every command, which scripts and schedulers rely on (README)."""
 
 from __future__ import annotations
 

@@ -91,16 +91,16 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
-    return ended(spec, store, plan, finish)
+    return ended(spec, store, plan, finish, conditional=conditional)
 
 
-def ended(spec: JobSpec, store: Store, plan: Plan, finish: Finish) -> int:
+def ended(spec: JobSpec, store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
     """Say how the run ended; returns the exit code."""
     if finish.how == "done":
         return close(spec, store, plan)
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to go on")
-    done = len(done_units(store))
+    done = len(done_units(store, conditional=conditional))
     print(f"draftmill: interrupted with {done:,} of {plan.units:,} units done; run it again to go on", file=sys.stderr)
     return INTERRUPTED
 
@@ -175,11 +175,15 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
 
 
 def _sweep(store: Store, units: Iterable[CommittedUnit]) -> None:
-    """Delete the files of attempts that came second: the names that count are on record, and no worker is left."""
-    counting = {unit.object for unit in units}
-    for stat in [*store.list("data/")]:
-        if stat.name not in counting:
-            store.delete(stat.name)
+    """Delete the files of attempts that came second: the names that count are on record, and no worker is left.
+
+    An attempt's trace has the name of its data, in a folder of its own.
+    """
+    counting = {unit.object.removeprefix("data/") for unit in units}
+    for folder in ("data/", "traces/"):
+        for stat in [*store.list(folder)]:
+            if stat.name.removeprefix(folder) not in counting:
+                store.delete(stat.name)
 
 
 def committed_facts(run: Run, name: str) -> CommittedUnit:

@@ -1,7 +1,7 @@
 """Who decodes which unit, when, and what follows a failure: a state machine with one mutator, `on(event)`.
 
 It knows no Ray, no clock, no disk and no model. Events go in, commands come out (jobs/events.py); the same events always
-give the same commands. The driver in jobs/run.py executes them.
+give the same commands. The driver (jobs/driver.py) executes them.
 
 The states of a unit:
 

@@ -1,6 +1,6 @@
 """The job spec: every key of a job's YAML file, checked before anything is loaded. Pure pydantic, no torch.
 
-Frozen, and unknown keys are errors at every level. What a key means stands in contract form in README.
+Frozen, and unknown keys are errors at every level. docs/specs.md says what each key means.
 """
 
 from __future__ import annotations

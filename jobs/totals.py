@@ -106,7 +106,10 @@ def add_effort(one: Effort, other: Effort) -> Effort:
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
-    """The figures of how close a job came to the limit (docs: engine), each between 0 and 1; without those not counted."""
+    """The figures of how close a job came to the limit (docs: engine), without those not counted.
+
+    Shares between 0 and 1, but for spec_eff: a first self-draft is committed without being verified.
+    """
     engine = effort.engine
     pairs = {
         "token_padding_eff": (engine.useful_rows, engine.computed_rows),

@@ -16,7 +16,7 @@ import pyarrow as pa
 from jobs.codes import OK, TOO_MANY_FAILED, UNEXPECTED
 from jobs.plan import Plan, load_plan
 from jobs.thresholds import too_many_failed
-from storage.commit import SUCCESS, CommittedUnit, Manifest, done_units, read_manifest
+from storage.commit import SUCCESS, CommittedUnit, Manifest, read_manifest
 from storage.errors import StoreError, UserError
 from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet
 from storage.store import open_store
@@ -142,7 +142,8 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
     objects = {unit.object for unit in manifest.units}
-    strangers = sorted(stat.name for stat in done_units(store).values() if stat.name not in objects)
+    files = [stat.name for stat in store.list("data/") if stat.name.endswith(".parquet")]
+    strangers = sorted(name for name in files if name not in objects)
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems

@@ -1,4 +1,4 @@
-"""Unit files, the manifest and `_SUCCESS`: the promises of contract.md section 4.
+"""Unit files, the manifest and `_SUCCESS`: the promises of the run directory (docs/formats.md).
 
 A unit's file is built in memory, re-opened and checked, and then created once; that it exists *is* the commit. Knows
 nothing of how rows were made. Names in a run directory:

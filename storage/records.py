@@ -73,7 +73,7 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("metrics", pa.map_(pa.string(), pa.float64())),
     ]
 )
-"""One row per sample; contract.md section 5 says what each column means."""
+"""One row per sample; docs/formats.md says what each column means."""
 
 TRACE_SCHEMA: pa.Schema = pa.schema(
     [

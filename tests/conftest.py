@@ -1,4 +1,4 @@
-"""What every test shares: an environment set before ray or torch is imported, one local Ray, the golden data."""
+"""What every test shares: an environment set before ray or torch is imported, one local Ray, an S3 server, golden data."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+from storage.verbs import S3Options
+
+if TYPE_CHECKING:
+    from tests.storage.s3_server import S3Server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,6 +29,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     TOKENIZERS_PARALLELISM="false",
     AWS_EC2_METADATA_DISABLED="true",
+    # For the S3 server of the tests. Ray's workers inherit them only if they are there when Ray starts.
+    AWS_ACCESS_KEY_ID="test",
+    AWS_SECRET_ACCESS_KEY="test-secret",
+    AWS_DEFAULT_REGION="us-east-1",
 )
 # One torch thread: small matrices gain nothing from more, and Ray's actors run beside us on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -49,3 +59,35 @@ def ray_session() -> Iterator[ModuleType]:
 def golden() -> Path:
     """The folder of golden data: what the original public code computed, one folder per model family."""
     return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def s3_session() -> Iterator[S3Server]:
+    """An S3 server in this process, for the session; moto takes a second to import."""
+    from tests.storage.s3_server import S3Server
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_server(s3_session: S3Server) -> Iterator[S3Server]:
+    """The server without faults of other tests."""
+    s3_session.calm()
+    yield s3_session
+    s3_session.calm()
+
+
+@pytest.fixture(scope="session")
+def s3_options(s3_session: S3Server) -> S3Options:
+    return S3Options(endpoint=s3_session.endpoint, region="us-east-1")
+
+
+@pytest.fixture
+def s3_url(s3_server: S3Server) -> str:
+    """A prefix in a bucket of this test's own."""
+    bucket = s3_server.new_bucket()
+    s3_server.calm()
+    return f"s3://{bucket}/runs/one"

@@ -13,6 +13,7 @@ import yaml
 from storage.commit import read_manifest
 from storage.records import TIMING_COLUMNS, read_results
 from storage.store import open_store
+from storage.verbs import Store
 
 GOLDEN = Path(__file__).parent / "data" / "xlnet_asarm"
 VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
@@ -43,9 +44,9 @@ def write_spec(folder: Path, *, rows: Path, out: str = "run", **changes: Any) ->
     return path
 
 
-def rows_of(run: Path) -> pa.Table:
+def rows_of(run: Path | Store) -> pa.Table:
     """All result rows of a finished run, without the columns that may differ between two runs."""
-    store = open_store(str(run))
+    store = open_store(str(run)) if isinstance(run, Path) else run
     manifest = read_manifest(store)
     assert manifest is not None
     tables = list(read_results(store, objects=[unit.object for unit in manifest.units]))

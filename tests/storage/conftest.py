@@ -1,9 +1,7 @@
-"""Stores of every kind for one test body, and an S3 server in this process."""
+"""Stores of every kind for one test body."""
 
 from __future__ import annotations
 
-import logging
-import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,37 +12,6 @@ from storage.failpoints import VARIABLE, reset_failpoints
 from storage.s3 import S3Store
 from storage.store import open_store
 from storage.verbs import S3Options, Store
-from tests.storage.s3_server import S3Server
-
-
-@pytest.fixture(scope="session")
-def s3_session() -> Iterator[S3Server]:
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    os.environ.update(AWS_ACCESS_KEY_ID="test", AWS_SECRET_ACCESS_KEY="test-secret", AWS_DEFAULT_REGION="us-east-1")
-    server = S3Server()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def s3_server(s3_session: S3Server) -> Iterator[S3Server]:
-    s3_session.calm()
-    yield s3_session
-    s3_session.calm()
-
-
-@pytest.fixture
-def s3_options(s3_server: S3Server) -> S3Options:
-    return S3Options(endpoint=s3_server.endpoint, region="us-east-1")
-
-
-@pytest.fixture
-def s3_url(s3_server: S3Server, s3_options: S3Options) -> str:
-    """A prefix in a bucket of this test's own."""
-    bucket = f"bucket-{secrets.token_hex(4)}"
-    S3Store("s3://any", s3_options)._client.create_bucket(Bucket=bucket)
-    s3_server.calm()
-    return f"s3://{bucket}/runs/one"
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socket import SHUT_RDWR
 from threading import Lock, Thread
 from typing import Any
 
+import boto3
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -17,7 +19,7 @@ _CODES = {"503": "SlowDown", "500": "InternalError", "409": "ConditionalRequestC
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests of this method whose path holds `part`.
+    """What goes wrong, `times` times, with every `every`th request of this method whose path holds `part`.
 
     `kind`: 503, 500, 409 (nothing is done); reset (nothing is done, no answer); lost (done, but no answer);
     ignore_conditions (done as if no condition had been set); cut (half of the body, then the end).
@@ -27,6 +29,18 @@ class Fault:
     method: str = "PUT"
     part: str = ""
     times: int = 1
+    every: int = 1
+    seen: int = 0
+
+    def strikes(self, method: str, path: str) -> bool:
+        """Take note of a request; True if this is one that goes wrong."""
+        if not self.times or method != self.method or self.part not in path:
+            return False
+        self.seen += 1
+        if self.seen % self.every:
+            return False
+        self.times -= 1
+        return True
 
 
 @dataclass
@@ -64,8 +78,7 @@ class FaultyApp:
         with self.lock:
             self.requests.append((method, path))
             for fault in self.faults:
-                if fault.times and fault.method == method and fault.part in path:
-                    fault.times -= 1
+                if fault.strikes(method, path):
                     return fault.kind
         return ""
 
@@ -85,9 +98,15 @@ class S3Server:
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
-    def fail(self, kind: str, method: str = "PUT", part: str = "", times: int = 1) -> None:
-        """Let the next matching requests go wrong."""
-        self.app.faults.append(Fault(kind, method, part, times))
+    def fail(self, kind: str, method: str = "PUT", part: str = "", times: int = 1, every: int = 1) -> None:
+        """Let the next matching requests go wrong, or every `every`th of them."""
+        self.app.faults.append(Fault(kind, method, part, times, every))
+
+    def new_bucket(self) -> str:
+        """Make a bucket and return its name."""
+        name = f"bucket-{secrets.token_hex(4)}"
+        boto3.client("s3", endpoint_url=self.endpoint, region_name="us-east-1").create_bucket(Bucket=name)
+        return name
 
     def calm(self) -> None:
         """Forget faults and counted requests."""
