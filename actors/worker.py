@@ -1,6 +1,6 @@
 """DecodeWorker: the Ray actor around a UnitRunner, which is what tests and benchmarks use without Ray.
 
-A turn takes new units, decodes until there is news or for half a second, and reports. The driver keeps two turns queued,
+A turn takes new units, decodes until there is news or for a fifth of a second, and reports. The driver keeps two turns queued,
 so the worker never waits for it. A worker that dies is not restarted by Ray; nothing it has not committed survives it.
 """
 
@@ -22,7 +22,7 @@ from storage.failpoints import failpoint
 
 __all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
 
-TURN_S = 0.5
+TURN_S = 0.2
 """How long a turn goes on without news: the period of heartbeats and of progress."""
 
 

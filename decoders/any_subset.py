@@ -19,7 +19,7 @@ from decoders.base import Outcome
 from decoders.drafters import Draw
 from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
-from decoders.sampling import coupled_draw
+from decoders.sampling import nucleus_draw
 from decoders.slots import SlotDecoder
 from decoders.speculation import Acceptance
 from decoders.state import Group, Resident
@@ -34,6 +34,7 @@ class AnySubsetDecoder(SlotDecoder):
             self.state,
             coupled=self.sampling.acceptance == "coupled",
             greedy=self.sampling.temperature == 0.0,
+            top_p=self.uncut_top_p,
             window=window,
             vocab_size=self.info.vocab_size,
         )
@@ -146,10 +147,11 @@ class Parallel(AnySubsetDecoder):
 
     def _independent(self, law_QV: Tensor, slots_Q: Tensor, ranks_Q: Tensor) -> Tensor:
         if self.sampling.temperature == 0.0:
-            return coupled_draw(law_QV, None)
+            return nucleus_draw(law_QV, None, None)
         # Every rank is drawn once, so its noise need not be kept.
         positions_Q = self.state.order_SW[slots_Q, ranks_Q]
-        return coupled_draw(law_QV, gumbel_rows(self.state.key_S2[slots_Q], positions_Q, self.info.vocab_size))
+        gumbel_QV = gumbel_rows(self.state.key_S2[slots_Q], positions_Q, self.info.vocab_size)
+        return nucleus_draw(law_QV, gumbel_QV, self.uncut_top_p)
 
     def _outcome(self, slot: int, resident: Resident) -> Outcome:
         outcome = super()._outcome(slot, resident)

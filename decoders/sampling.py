@@ -73,6 +73,31 @@ def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
     return (law_RV if gumbel_RV is None else law_RV + gumbel_RV).argmax(-1)
 
 
+def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: float | None) -> Tensor:
+    """Return what `coupled_draw` gives on the law cut to its nucleus, from a law that is not cut yet, [R].
+
+    The best token of the whole law is the best of the nucleus wherever it lies inside, which takes one sum to see; only the
+    other rows (at most a share of 1 - top_p, on average) have their nucleus found.
+    """
+    tokens_R = coupled_draw(law_RV, gumbel_RV)
+    if top_p is None or gumbel_RV is None:
+        return tokens_R
+    outside_R = _mass_before(law_RV.exp(), tokens_R) >= top_p
+    if bool(outside_R.any()):
+        part_RV = law_RV[outside_R]
+        part_RV = part_RV.masked_fill(~_nucleus(part_RV, top_p), -torch.inf)
+        tokens_R[outside_R] = coupled_draw(part_RV, gumbel_RV[outside_R])
+    return tokens_R
+
+
+def _mass_before(mass_RV: Tensor, tokens_R: Tensor) -> Tensor:
+    """The mass of the tokens that come before the given one in the order of mass (among equals, of index), float64 [R]."""
+    own_R1 = mass_RV.gather(-1, tokens_R.unsqueeze(-1))
+    lower_RV = torch.arange(mass_RV.shape[-1], device=mass_RV.device) < tokens_R.unsqueeze(-1)
+    before_RV = (mass_RV > own_R1) | ((mass_RV == own_R1) & lower_RV)
+    return torch.where(before_RV, mass_RV, 0.0).sum(-1, dtype=torch.float64)
+
+
 def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
     """Draw one index a row in proportion to non-negative mass: the number of cumulative values <= u x total, [R].
 

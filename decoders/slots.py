@@ -46,6 +46,9 @@ class SlotDecoder(ABC):
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
         self.backbone, self.info, self.sampling = backbone, info, sampling
+        # A coupled draw needs the nucleus in few rows only: there it is found when a token is drawn, not with the law.
+        self.uncut_top_p = sampling.top_p if sampling.acceptance == "coupled" else None
+        self._warp = sampling.model_copy(update={"top_p": None}) if self.uncut_top_p else sampling
         self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, trace
         self.counting = CountingBackbone(backbone, max_rows)
         self.state = SlotState(max_rows, backbone.device, max_commit=max_commit)
@@ -171,12 +174,12 @@ class SlotDecoder(ABC):
         return logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
 
     def _law(self, logits_RV: Tensor) -> Tensor:
-        """Return the warped log law of suppressed logits."""
-        return log_law(logits_RV, self.sampling)
+        """Return the warped log law of suppressed logits; under coupled acceptance not yet cut to its nucleus."""
+        return log_law(logits_RV, self._warp)
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
         """Return each token's log-probability under the model itself (temperature 1, no truncation), float64 [R]."""
-        plain = self.sampling.temperature == 1.0 and self.sampling.top_k is None and self.sampling.top_p is None
+        plain = self._warp.temperature == 1.0 and self._warp.top_k is None and self._warp.top_p is None
         law = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
         return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 

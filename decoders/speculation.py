@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decoders import noise
-from decoders.sampling import coupled_draw, inverse_cdf_draw, residual
+from decoders.sampling import inverse_cdf_draw, nucleus_draw, residual
 from decoders.state import SlotState
 
 
@@ -63,18 +63,21 @@ class Acceptance:
     """One acceptance rule over the slots of a decoder: draws drafts, settles them, draws target tokens.
 
     Every draw is addressed by (slot, rank, when), where `when` is the number of decided tokens at the time of drafting: it
-    grows with every iteration, so no random number serves twice.
+    grows with every iteration, so no random number serves twice. `top_p` is the nucleus that laws are still to be cut to when
+    a token is drawn; None where they come cut, or where there is none.
     """
 
-    def __init__(self, state: SlotState, *, coupled: bool, greedy: bool, window: int, vocab_size: int) -> None:
+    def __init__(
+        self, state: SlotState, *, coupled: bool, greedy: bool, top_p: float | None, window: int, vocab_size: int
+    ) -> None:
         self._state = state
-        self.coupled = coupled
+        self.coupled, self.top_p = coupled, top_p
         self._window = None if greedy else NoiseWindow(state, window, vocab_size)
 
     def target(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
         """Draw the sequential decoder's token at each rank, [R]."""
         gumbel = None if self._window is None else self._window.rows(slots_R, ranks_R)
-        return coupled_draw(law_RV, gumbel)
+        return nucleus_draw(law_RV, gumbel, self.top_p)
 
     def draft(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> Tensor:
         """Draw a draft token from q at each rank, [R]."""

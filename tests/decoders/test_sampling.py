@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from decoders.sampling import coupled_draw, inverse_cdf_draw, log_law, residual
+from decoders import noise
+from decoders.sampling import coupled_draw, inverse_cdf_draw, log_law, nucleus_draw, residual
 from decoders.settings import Sampling
 
 
@@ -42,6 +43,17 @@ def test_the_nucleus_is_the_same_whether_rows_are_peaked_or_flat():
             ordered, index = row.sort(descending=True, stable=True)
             count = int(((ordered.double().cumsum(0) - ordered) < top_p).sum())
             assert set(found.nonzero().flatten().tolist()) == set(index[:count].tolist())
+
+
+def test_a_draw_that_looks_for_the_nucleus_late_is_the_draw_from_the_nucleus():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.cat([torch.randn(200, 400, generator=generator) * scale for scale in (0.0, 1.0, 5.0)])
+    gumbel = noise.gumbel_rows(noise.key_words(list(range(600))), torch.zeros(600, dtype=torch.int64), 400)
+    for top_p in (0.05, 0.5, 0.95):
+        early = coupled_draw(log_law(logits, Sampling(top_p=top_p)), gumbel)
+        late = nucleus_draw(log_law(logits, Sampling()), gumbel, top_p)
+        assert torch.equal(early, late)
+        assert not torch.equal(late, coupled_draw(log_law(logits, Sampling()), gumbel))
 
 
 def test_suppressed_tokens_stay_at_probability_zero():
