@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ from storage.errors import StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost
 from storage.store import open_store, probe
 from storage.verbs import Store
+
+SETTLE_S = 1.0
+"""How long a store that ignores conditions is left alone before its files are looked over a last time."""
 
 READERS = 16
 """Threads that ask the store for the facts of units committed earlier."""
@@ -177,13 +181,26 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
 def _sweep(store: Store, units: Iterable[CommittedUnit]) -> None:
     """Delete the files of attempts that came second: the names that count are on record, and no worker is left.
 
-    An attempt's trace has the name of its data, in a folder of its own.
+    The last write of a worker that was ended may still be under way in the store: look again until nothing more has come.
     """
     counting = {unit.object.removeprefix("data/") for unit in units}
-    for folder in ("data/", "traces/"):
-        for stat in [*store.list(folder)]:
-            if stat.name.removeprefix(folder) not in counting:
-                store.delete(stat.name)
+    _delete_others(store, counting)
+    time.sleep(SETTLE_S)
+    while _delete_others(store, counting):
+        time.sleep(SETTLE_S)
+
+
+def _delete_others(store: Store, counting: set[str]) -> int:
+    """Delete unit files and traces of other names, and say how many; a trace has the name of its data, in its own folder."""
+    others = [
+        stat.name
+        for folder in ("data/", "traces/")
+        for stat in store.list(folder)
+        if stat.name.removeprefix(folder) not in counting
+    ]
+    for name in others:
+        store.delete(name)
+    return len(others)
 
 
 def committed_facts(run: Run, name: str) -> CommittedUnit:
