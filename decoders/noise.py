@@ -104,13 +104,6 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
     return noise
 
 
-def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RK: Tensor, *, purpose: int = TARGET) -> Tensor:
-    """Return the Gumbel noise of the named tokens only, float32 [R, K]: the same values as in `gumbel_rows`."""
-    words = _words(keys_R2, positions_R, tokens_RK // _BLOCK, purpose, torch.zeros_like(positions_R))
-    chosen = words.gather(-1, (tokens_RK % _BLOCK).unsqueeze(-1)).squeeze(-1)
-    return _gumbel(_to_uniform(chosen)).to(torch.float32)
-
-
 def _gumbel(uniforms: Tensor) -> Tensor:
     return uniforms.log_().neg_().log_().neg_()
 

@@ -36,14 +36,6 @@ def test_a_seed_beyond_64_bits_is_refused():
         noise.sample_key(2**63, "a")
 
 
-def test_noise_of_chosen_tokens_equals_the_full_field():
-    keys = noise.key_words([noise.sample_key(0, str(i)) for i in range(5)])
-    positions = torch.tensor([0, 3, 3, 70, 2**20])
-    field = noise.gumbel_rows(keys, positions, 1003)
-    tokens = torch.randint(0, 1003, (5, 40), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(noise.gumbel_at(keys, positions, tokens), field.gather(1, tokens))
-
-
 def test_noise_does_not_depend_on_how_many_rows_are_asked_together():
     keys = noise.key_words(list(range(200)))
     positions = torch.arange(200)
