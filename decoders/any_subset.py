@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Rows
-from decoders.base import Outcome
+from decoders.backbones.base import Backbone, Rows
+from decoders.base import Outcome, Request
 from decoders.drafters import Draw
 from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
@@ -28,6 +28,8 @@ from decoders.state import Group, Resident
 class AnySubsetDecoder(SlotDecoder):
     """What the decoders of any-subset models share: building a forward from what is cached and what is asked."""
 
+    backbone: Backbone
+
     def __init__(self, *args: Any, window: int = 1, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.acceptance = Acceptance(
@@ -38,6 +40,9 @@ class AnySubsetDecoder(SlotDecoder):
             window=window,
             vocab_size=self.info.vocab_size,
         )
+
+    def _start(self, slot: int, request: Request) -> None:
+        self.backbone.set_order(slot, self.state.start(slot, request))
 
     def _forward(
         self, group: Group, content_end_B: Tensor, ranks_BQ: Tensor, limits_BQ: Tensor, valid_BQ: Tensor

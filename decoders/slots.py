@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Backbone, CountingBackbone
+from decoders.backbones.base import CountingBackbone, Model
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
 from decoders.sampling import log_law
 from decoders.settings import Sampling
@@ -34,7 +34,7 @@ class SlotDecoder(ABC):
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: Model,
         info: ModelInfo,
         sampling: Sampling,
         *,
@@ -93,10 +93,14 @@ class SlotDecoder(ABC):
         columns = -(-length // _COLUMN_STEP) * _COLUMN_STEP
         self.state.widen(columns)
         self.backbone.allocate(self.max_rows, columns)
-        self.backbone.set_order(slot, self.state.start(slot, resident.request))
+        self._start(slot, resident.request)
         self.counting.counters.reset(slot)
         self._residents[slot] = resident
         self._fresh.append(slot)
+
+    def _start(self, slot: int, request: Request) -> None:
+        """Put a request's canvas into its slot; a decoder with more state of its own than `SlotState` sets it here."""
+        self.state.start(slot, request)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 

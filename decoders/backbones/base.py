@@ -1,15 +1,17 @@
-"""The Backbone interface, and CountingBackbone, the only place where forwards are counted.
+"""The Backbone interfaces, and CountingBackbone, the only place where forwards are counted.
 
-A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples.
+A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples. There are
+two kinds of rows: two-stream models (any-subset) tell content from queries, in all others every row is a token.
 
-Legend: B slots of this forward, S slots in all, C content rows, Q query rows, W cache columns, D width, V vocabulary, R rows.
+Legend: B slots of this forward, S slots in all, C content rows, Q query rows, T token rows, W cache columns, D width,
+V vocabulary, R rows.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,9 +40,36 @@ class Rows:
     num_positions: int
     """No position of these slots is at or beyond this one."""
 
+    def num_valid(self) -> int:
+        """How many rows are no padding."""
+        return int(self.content_valid_BC.sum()) + int(self.query_valid_BQ.sum())
 
-class Backbone(Protocol):
-    """A model over a slot cache. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """One forward's work of a model in which every row carries a token.
+
+    A row stands at the position `positions_BT` (what the model's position encoding sees) and writes its keys and values at
+    the column `columns_BT` of its slot; several columns may hold one position, such as candidates that compete for it. All rows
+    write first, then each attends to the columns where `visible_BTW` (bool) is True; its own column is among them. The
+    columns of one slot's valid rows differ. Rows that are not `valid_BT` are padding: their indices are in range but mean
+    nothing, they write nothing that is ever read, and their `visible_BTW` may be anything.
+    """
+
+    slots_B: Tensor
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    columns_BT: Tensor
+    valid_BT: Tensor
+    visible_BTW: Tensor
+
+    def num_valid(self) -> int:
+        """How many rows are no padding."""
+        return int(self.valid_BT.sum())
+
+
+class Model(Protocol):
+    """What both kinds of backbone share. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
 
     vocab_size: int
     width: int
@@ -55,16 +84,12 @@ class Backbone(Protocol):
         """Make room for at least so many slots and columns; what the cache already holds stays."""
         ...
 
-    def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Give the positions of a slot's columns, int64 [L]; forgets what the slot held."""
-        ...
-
     def move_slot(self, source: int, target: int) -> None:
         """Copy all that slot `source` holds onto slot `target`."""
         ...
 
-    def forward(self, rows: Rows) -> Tensor:
-        """Write the content rows into the cache and return the hidden states of the query rows, [B, Q, D]."""
+    def forward(self, rows: Any) -> Tensor:
+        """Run one forward; what `rows` is and which hidden states come back is the kind's business."""
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -73,6 +98,26 @@ class Backbone(Protocol):
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return the input embeddings of tokens, [R, D]; what a draft head reads."""
+        ...
+
+
+class Backbone(Model, Protocol):
+    """A two-stream model over a slot cache whose columns are ranks."""
+
+    def set_order(self, slot: int, order_L: Tensor) -> None:
+        """Give the positions of a slot's columns, int64 [L]; forgets what the slot held."""
+        ...
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Write the content rows into the cache and return the hidden states of the query rows, [B, Q, D]."""
+        ...
+
+
+class TokenBackbone(Model, Protocol):
+    """A model over a slot cache whose rows are all tokens: causal, masked and block diffusion models."""
+
+    def forward(self, rows: TokenRows) -> Tensor:
+        """Write every valid row into the cache and return the hidden states of all rows, [B, T, D]; padding rows hold junk."""
         ...
 
 
@@ -105,7 +150,7 @@ class CountingBackbone:
     included, divided by the number of slots. A forward that ends in an exception is charged to nobody.
     """
 
-    def __init__(self, backbone: Backbone, num_slots: int) -> None:
+    def __init__(self, backbone: Model, num_slots: int) -> None:
         self.backbone = backbone
         self.counters = SlotCounters(num_slots)
         self.num_forwards = 0
@@ -115,9 +160,9 @@ class CountingBackbone:
         self.useful_rows = 0
         self.computed_rows = 0
 
-    def forward(self, rows: Rows, slots: list[int]) -> Tensor:
-        """Run one forward for `slots` (the same as rows.slots_B, on the host) and count it; returns hidden [B, Q, D]."""
-        useful = int(rows.content_valid_BC.sum()) + int(rows.query_valid_BQ.sum())
+    def forward(self, rows: Any, slots: list[int]) -> Tensor:
+        """Run one forward for `slots` (the same as rows.slots_B, on the host) and count it; returns its hidden states."""
+        useful = rows.num_valid()
         started = time.perf_counter()
         hidden = self.backbone.forward(rows)
         if hidden.is_cuda:
