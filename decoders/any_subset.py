@@ -9,8 +9,6 @@ sampler of their section on decoding. Legend: B slots, C content rows, Q query r
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
 from decoders.sampling import nucleus_draw
 from decoders.slots import SlotDecoder
-from decoders.speculation import Acceptance
 from decoders.state import Group, Resident
 
 
@@ -29,17 +26,6 @@ class AnySubsetDecoder(SlotDecoder):
     """What the decoders of any-subset models share: building a forward from what is cached and what is asked."""
 
     backbone: Backbone
-
-    def __init__(self, *args: Any, window: int = 1, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.acceptance = Acceptance(
-            self.state,
-            coupled=self.sampling.acceptance == "coupled",
-            greedy=self.sampling.temperature == 0.0,
-            top_p=self.uncut_top_p,
-            window=window,
-            vocab_size=self.info.vocab_size,
-        )
 
     def _start(self, slot: int, request: Request) -> None:
         self.backbone.set_order(slot, self.state.start(slot, request))
@@ -72,15 +58,6 @@ class AnySubsetDecoder(SlotDecoder):
         state.cached_S[slots_B] = content_end_B
         return hidden_BQD
 
-    @property
-    def law_dtype(self) -> torch.dtype:
-        """The dtype of every law: float32, or float64 on a float64 backbone."""
-        return torch.float64 if self.backbone.dtype == torch.float64 else torch.float32
-
-    def _logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return suppressed logits [R, V]."""
-        return self._suppress(self.counting.logits(hidden_RD))
-
     def _spread(self, hidden_BQD: Tensor, valid_BQ: Tensor) -> Tensor:
         """Suppressed logits of the valid rows in a [B, Q, V] rectangle; the other rows are zero and never used."""
         logits_RV = self._logits(hidden_BQD[valid_BQ])
@@ -96,12 +73,6 @@ class AnySubsetDecoder(SlotDecoder):
             return law_BV, self.acceptance.draft(law_BV, slots_B, ranks_B, when_B)
 
         return draw
-
-    def _tokens_from(self, slots_B: Tensor, ranks_B: Tensor, count: int) -> Tensor:
-        """The tokens that stand at `count` ranks from `ranks_B` on, [B, count]; junk beyond the canvas."""
-        offsets = torch.arange(count, device=self.state.device)
-        last = self.state.tokens_SW.shape[1] - 1
-        return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
 
 
 class Sequential(AnySubsetDecoder):

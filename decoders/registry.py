@@ -6,16 +6,20 @@ Knows every decoder and no job.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from decoders.any_subset import Parallel, Sequential
 from decoders.assd import AssdDecoder
-from decoders.backbones.base import Backbone
+from decoders.autoregressive import Autoregressive
+from decoders.backbones.base import Model, TokenBackbone
 from decoders.base import ModelInfo
 from decoders.heads import DraftHeads, load_heads
 from decoders.one_pass import OnePassDecoder
 from decoders.settings import AnySubset, Assd, Sampling, Settings
+from decoders.settings import Autoregressive as AutoregressiveSettings
 from decoders.settings import Parallel as ParallelSettings
 from decoders.slots import SlotDecoder
+from decoders.stops import Stops
 
 
 def check_family(settings: Settings, info: ModelInfo) -> None:
@@ -26,7 +30,7 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
         raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
 
 
-def find_heads(settings: Settings, model_folder: Path, backbone: Backbone) -> DraftHeads | None:
+def find_heads(settings: Settings, model_folder: Path, backbone: Model) -> DraftHeads | None:
     """Load the draft head that the settings name ('auto' is the model's own, where it has one), on the backbone's device."""
     if not isinstance(settings, Assd) or settings.head == "none":
         return None
@@ -43,7 +47,7 @@ def find_heads(settings: Settings, model_folder: Path, backbone: Backbone) -> Dr
 
 
 def build_decoder(
-    backbone: Backbone,
+    backbone: Model,
     info: ModelInfo,
     settings: Settings,
     sampling: Sampling,
@@ -51,11 +55,16 @@ def build_decoder(
     max_rows: int,
     max_tokens: int,
     heads: DraftHeads | None = None,
+    stops: Stops | None = None,
+    drafter: TokenBackbone | None = None,
     trace: bool = False,
 ) -> SlotDecoder:
-    """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
+    """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit.
+
+    `heads` serve the any-subset decoders; `stops` and a `drafter` (a model of the same vocabulary) those of causal models.
+    """
     check_family(settings, info)
-    size = {"max_rows": max_rows, "max_tokens": max_tokens, "trace": trace}
+    size: dict[str, Any] = {"max_rows": max_rows, "max_tokens": max_tokens, "trace": trace}
     match settings:
         case AnySubset():
             return Sequential(backbone, info, sampling, **size)
@@ -65,4 +74,6 @@ def build_decoder(
             return AssdDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
         case Assd():
             return OnePassDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
+        case AutoregressiveSettings():
+            return Autoregressive(backbone, info, sampling, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")

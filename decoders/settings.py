@@ -61,5 +61,70 @@ class Assd(Settings):
         return self
 
 
-DecoderSettings = Annotated[AnySubset | Parallel | Assd, Field(discriminator="kind")]
-DECODER_KINDS: dict[str, type[Settings]] = {"any_subset": AnySubset, "parallel": Parallel, "assd": Assd}
+class Autoregressive(Settings):
+    """Sequential decoding of a causal model, one token per forward: the baseline."""
+
+    kind: Literal["autoregressive"]
+
+
+class ModelDrafter(Settings):
+    """A smaller causal model with the same vocabulary drafts."""
+
+    kind: Literal["model"]
+    path: str = Field(min_length=1)
+    revision: str | None = None
+
+
+class NgramDrafter(Settings):
+    """Prompt look-up: what followed the last occurrence of the last `max_n` (down to `min_n`) tokens drafts."""
+
+    kind: Literal["ngram"]
+    max_n: int = Field(default=3, ge=1, le=16)
+    min_n: int = Field(default=1, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramDrafter:
+        if self.min_n > self.max_n:
+            raise ValueError(f"decoder.drafter.min_n: {self.min_n} is above max_n = {self.max_n}; allowed: 1 .. max_n")
+        return self
+
+
+class Speculative(Settings):
+    """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
+
+    kind: Literal["speculative"]
+    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
+    drafter: Annotated[ModelDrafter | NgramDrafter, Field(discriminator="kind")] = NgramDrafter(kind="ngram")
+
+
+class Jacobi(Settings):
+    """Jacobi decoding of a causal model: a block of drafts, refined by every forward until it is the model's own text."""
+
+    kind: Literal["jacobi"]
+    block_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 16
+    window: Literal["fixed", "running"] = "fixed"
+
+
+class MultiblockJacobi(Settings):
+    """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
+
+    kind: Literal["multiblock_jacobi"]
+    block_size: int = Field(default=16, ge=1, le=256)
+    blocks: int = Field(default=2, ge=1, le=8)
+    spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0)
+    verify_size: int = Field(default=4, ge=1, le=16)
+    pool_size: int = Field(default=4, ge=0, le=256)
+
+
+DecoderSettings = Annotated[
+    AnySubset | Parallel | Assd | Autoregressive | Speculative | Jacobi | MultiblockJacobi, Field(discriminator="kind")
+]
+DECODER_KINDS: dict[str, type[Settings]] = {
+    "any_subset": AnySubset,
+    "parallel": Parallel,
+    "assd": Assd,
+    "autoregressive": Autoregressive,
+    "speculative": Speculative,
+    "jacobi": Jacobi,
+    "multiblock_jacobi": MultiblockJacobi,
+}

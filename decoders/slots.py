@@ -21,6 +21,7 @@ from decoders.backbones.base import CountingBackbone, Model
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
 from decoders.sampling import log_law
 from decoders.settings import Sampling
+from decoders.speculation import Acceptance
 from decoders.state import Group, Resident, SlotState, trimmed, untouched
 
 _COLUMN_STEP = 64
@@ -29,7 +30,7 @@ _COLUMN_STEP = 64
 class SlotDecoder(ABC):
     """Keeps up to `max_rows` samples in slots, within `max_tokens` cached columns; see decoders.base.Decoder.
 
-    `max_commit` is the most tokens that one iteration can commit.
+    `max_commit` is the most tokens that one iteration can commit, `window` the number of ranks whose noise is alive at once.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class SlotDecoder(ABC):
         max_tokens: int,
         trace: bool = False,
         max_commit: int = 1,
+        window: int = 1,
     ) -> None:
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
@@ -52,6 +54,14 @@ class SlotDecoder(ABC):
         self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, trace
         self.counting = CountingBackbone(backbone, max_rows)
         self.state = SlotState(max_rows, backbone.device, max_commit=max_commit)
+        self.acceptance = Acceptance(
+            self.state,
+            coupled=sampling.acceptance == "coupled",
+            greedy=sampling.temperature == 0.0,
+            top_p=self.uncut_top_p,
+            window=window,
+            vocab_size=info.vocab_size,
+        )
         self.stats = EngineStats()
         self._residents: list[Resident | None] = [None] * max_rows
         self._num_dense = 0
@@ -173,6 +183,15 @@ class SlotDecoder(ABC):
 
     # ---- what subclasses use -------------------------------------------------------------------------------------
 
+    @property
+    def law_dtype(self) -> torch.dtype:
+        """The dtype of every law: float32, or float64 on a float64 backbone."""
+        return torch.float64 if self.backbone.dtype == torch.float64 else torch.float32
+
+    def _logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return suppressed logits [R, V]."""
+        return self._suppress(self.counting.logits(hidden_RD))
+
     def _suppress(self, logits_RV: Tensor) -> Tensor:
         """Give the mask and ids without a token probability zero, in place, before any softmax."""
         return logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
@@ -228,6 +247,12 @@ class SlotDecoder(ABC):
                     positions=self.state.order_SW[slot, span].tolist(),
                 )
             )
+
+    def _tokens_from(self, slots_B: Tensor, ranks_B: Tensor, count: int) -> Tensor:
+        """The tokens that stand at `count` ranks from `ranks_B` on, [B, count]; junk beyond the canvas."""
+        offsets = torch.arange(count, device=self.state.device)
+        last = self.state.tokens_SW.shape[1] - 1
+        return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
 
     def _longest(self, group: Group) -> int:
         """Length of the longest canvas in the group."""

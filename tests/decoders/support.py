@@ -25,6 +25,26 @@ def toy_requests(count, *, vocab_size, longest, share=0.7, seed=0, shortest=1):
     return requests
 
 
+CAUSAL_KINDS = ("autoregressive", "speculative", "jacobi", "multiblock_jacobi")
+
+
+def token_info(vocab_size, suppressed=()):
+    return ModelInfo("token_table", vocab_size, None, None, CAUSAL_KINDS, 0, tuple(suppressed))
+
+
+def toy_prompts(count, *, vocab_size, longest, seed=0, max_new=None):
+    """Completions of random prompts; canvases of up to `longest` tokens, each with at least one prompt token and one hole."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        length = int(rng.integers(2, longest + 1))
+        num_prompt = max(int(rng.integers(1, length)), length - (max_new or length))
+        canvas = rng.integers(0, vocab_size, length).astype(np.int32)
+        canvas[num_prompt:] = -1
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
 def toy_heads(width, seed=0):
     """Random draft heads that really change what is drafted."""
     torch.manual_seed(seed)
@@ -47,10 +67,8 @@ def run_all(decoder, requests):
     return outcomes
 
 
-def decode(backbone, info, settings, sampling, requests, *, rows=3, heads=None, max_tokens=1 << 20, trace=False):
-    decoder = build_decoder(
-        backbone, info, settings, sampling, max_rows=rows, max_tokens=max_tokens, heads=heads, trace=trace
-    )
+def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1 << 20, **more):
+    decoder = build_decoder(backbone, info, settings, sampling, max_rows=rows, max_tokens=max_tokens, **more)
     return run_all(decoder, requests)
 
 

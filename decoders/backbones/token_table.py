@@ -1,0 +1,90 @@
+"""An exact toy model whose rows are all tokens: a table of logits for every position and every set of visible tokens.
+
+Vocabulary and length are tiny, so that the law of a whole decoder can be enumerated. Its conditionals are arbitrary: a
+decoder that looks at the wrong context, at a dead column or at two candidates for one position is found out at once.
+
+Legend: as in backbones/base.py; P positions, X contexts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenRows
+
+
+class TokenTable:
+    """Random conditionals p(next | position of the row, set of visible (position, token)), float64.
+
+    The row of the table for a context is its code in base V + 1, a position that is not visible counting as digit V.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 3,
+        num_positions: int = 6,
+        seed: int = 0,
+        spread: float = 1.5,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        num_contexts = (vocab_size + 1) ** num_positions
+        self.vocab_size, self.width = vocab_size, vocab_size
+        self.device, self.dtype = torch.device(device), torch.float64
+        self.num_positions = num_positions
+        self.num_rows_computed, self.min_rows = 0, 1
+        table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
+        self.table_PXV = table.to(self.device)
+        embedding = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64)
+        self.embedding_VD = embedding.to(self.device)
+        self.tokens_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room; fresh cells hold junk on purpose, so that a read of a dead column shows."""
+        shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
+        tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
+        positions = torch.randint(0, self.num_positions, shape, device=self.device)
+        rows, columns = self.tokens_SW.shape
+        tokens[:rows, :columns], positions[:rows, :columns] = self.tokens_SW, self.positions_SW
+        self.tokens_SW, self.positions_SW = tokens, positions
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy a slot."""
+        self.tokens_SW[target], self.positions_SW[target] = self.tokens_SW[source], self.positions_SW[source]
+
+    def forward(self, rows: TokenRows) -> Tensor:
+        """Look up the logits of every row, [B, T, V]; padding rows hold NaN, so that whoever reads one is found out."""
+        batch, row = rows.valid_BT.nonzero(as_tuple=True)
+        slots, columns = rows.slots_B[batch], rows.columns_BT[batch, row]
+        assert len(torch.unique(torch.stack([slots, columns]), dim=1)[0]) == len(slots), "two rows write one column"
+        self.tokens_SW[slots, columns] = rows.tokens_BT[batch, row]
+        self.positions_SW[slots, columns] = rows.positions_BT[batch, row]
+        self.num_rows_computed = rows.valid_BT.numel()
+        hidden_BTV = torch.full(
+            (*rows.valid_BT.shape, self.vocab_size), torch.nan, dtype=self.dtype, device=self.device
+        )
+        visible_NW = rows.visible_BTW[batch, row]
+        assert bool(visible_NW.gather(1, columns.unsqueeze(1)).all()), "a row does not see itself"
+        hidden_BTV[batch, row] = self.table_PXV[rows.positions_BT[batch, row], self._context(slots, visible_NW)]
+        return hidden_BTV
+
+    def _context(self, slots_N: Tensor, visible_NW: Tensor) -> Tensor:
+        width = visible_NW.shape[1]
+        positions_NW, tokens_NW = self.positions_SW[slots_N, :width], self.tokens_SW[slots_N, :width]
+        held_NP = torch.zeros(len(slots_N), self.num_positions, dtype=torch.int64, device=self.device)
+        held_NP.scatter_add_(1, positions_NW, visible_NW.to(torch.int64))
+        assert int(held_NP.max()) <= 1, "a row sees two columns of one position"
+        weights_NW = (self.vocab_size + 1) ** positions_NW
+        empty = (self.vocab_size + 1) ** self.num_positions - 1
+        return empty + ((tokens_NW - self.vocab_size) * weights_NW * visible_NW).sum(-1)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Hidden states are logits."""
+        return hidden_RD.clone()
+
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Random embeddings, for draft heads."""
+        return self.embedding_VD[tokens_R]

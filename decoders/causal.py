@@ -1,0 +1,122 @@
+"""What the decoders of causal models share: the forward over a slot's columns, and a commit that ends at a stop.
+
+A canvas is a prompt of at least one token and then holes, so rank = column = position for every committed token:
+
+    column    0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
+    holds     the prompt    | generated           | drafts and junk
+    the row at column c predicts the token of column c + 1
+
+Knows nothing of tokenizers; stop strings come as a function (stops.py). Legend: B slots, T token rows, Q rows asked for,
+D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.base import Outcome, Request
+from decoders.masks import visible
+from decoders.slots import SlotDecoder
+from decoders.state import Group, Resident
+from decoders.stops import Stops
+
+FINISHES: Final = ("length", "eos", "stop")
+_LENGTH, _EOS, _STOP = range(3)
+
+
+class CausalDecoder(SlotDecoder):
+    """A decoder of completions; `stops` says what ends one before its last hole."""
+
+    backbone: TokenBackbone
+
+    def __init__(self, *args: Any, stops: Stops | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stops = stops or Stops()
+        self._stop_ids = torch.tensor(self.stops.ids, dtype=torch.int64, device=self.state.device)
+        self._finish_S = self.state.column()
+
+    def _start(self, slot: int, request: Request) -> None:
+        holes = request.canvas < 0
+        num_prompt = int(len(holes) - holes.sum())
+        if num_prompt == 0 or bool(holes[:num_prompt].any()):
+            raise ValueError("a causal model completes a prompt of at least one token; the holes must come after it")
+        super()._start(slot, request)
+
+    # ---- forwards ------------------------------------------------------------------------------------------------
+
+    def _forward(self, group: Group, end_B: Tensor) -> Tensor:
+        """Run the columns [cached, end) of each slot, under plain causal visibility; returns all hidden states [B, T, D].
+
+        Row t of a slot is its column cached + t. What is cached afterwards is the caller's to say: drafts may be refused.
+        """
+        state, slots_B = self.state, group.index_B
+        start_B = state.cached_S[slots_B]
+        num_rows_B = end_B - start_B
+        offsets = torch.arange(int(num_rows_B.max()), device=state.device)
+        valid_BT = offsets < num_rows_B.unsqueeze(1)
+        columns_BT = torch.where(valid_BT, start_B.unsqueeze(1) + offsets, 0)
+        rows = TokenRows(
+            slots_B=slots_B,
+            tokens_BT=state.tokens_SW[slots_B].gather(1, columns_BT),
+            positions_BT=columns_BT,
+            columns_BT=columns_BT,
+            valid_BT=valid_BT,
+            visible_BTW=visible(columns_BT + 1, int(end_B.max())),
+        )
+        return self.counting.forward(rows, group.slots)
+
+    def _rows_at(self, hidden_BTD: Tensor, start_B: Tensor, columns_BQ: Tensor) -> Tensor:
+        """The hidden states of the rows that stood at these columns, where row 0 stood at `start_B`; [B, Q, D]."""
+        index_BQ = (columns_BQ - start_B.unsqueeze(1)).clamp(0, hidden_BTD.shape[1] - 1)
+        return hidden_BTD.gather(1, index_BQ.unsqueeze(2).expand(-1, -1, hidden_BTD.shape[2]))
+
+    # ---- commits -------------------------------------------------------------------------------------------------
+
+    def _commit_until_stop(self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> Tensor:
+        """Commit up to `counts_B` tokens of each slot, fewer where the canvas or the completion ends; returns how many.
+
+        Whoever counts drafts must count with what comes back: the first event ends the sample, and nothing after it was.
+        """
+        state, slots_B = self.state, group.index_B
+        counts_B = torch.minimum(counts_B, state.length_S[slots_B] - state.decided_S[slots_B])
+        finish_B = torch.full_like(counts_B, _LENGTH)
+        if self.stops.ids:
+            counts_B, finish_B = self._until_stop_id(tokens_BT, counts_B, finish_B)
+        if self.stops.text is not None:
+            counts_B, finish_B = self._until_stop_text(group, tokens_BT, counts_B, finish_B)
+        self._commit(group, tokens_BT, counts_B, log_p_BT)
+        ended_B = finish_B != _LENGTH
+        state.length_S[slots_B] = torch.where(ended_B, state.decided_S[slots_B], state.length_S[slots_B])
+        self._finish_S[slots_B] = finish_B
+        return counts_B
+
+    def _until_stop_id(self, tokens_BT: Tensor, counts_B: Tensor, finish_B: Tensor) -> tuple[Tensor, Tensor]:
+        offsets_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        hit_BT = torch.isin(tokens_BT, self._stop_ids) & (offsets_T < counts_B.unsqueeze(1))
+        hit_B = hit_BT.any(1)
+        first_B = hit_BT.to(torch.int8).argmax(1)
+        return torch.where(hit_B, first_B + 1, counts_B), torch.where(hit_B, _EOS, finish_B)
+
+    def _until_stop_text(
+        self, group: Group, tokens_BT: Tensor, counts_B: Tensor, finish_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        assert self.stops.text is not None, "asked for stop strings where there are none"
+        counts, finishes = counts_B.tolist(), finish_B.tolist()
+        for row, slot in enumerate(group.slots):
+            span = slice(int(self.state.prompt_S[slot]), int(self.state.decided_S[slot]))
+            before = self.state.tokens_SW[slot, span].tolist()
+            # The text of a stop id is no part of the completion.
+            num_new = counts[row] - (finishes[row] == _EOS)
+            keep = self.stops.text.find([*before, *tokens_BT[row, :num_new].tolist()], len(before))
+            if keep is not None:
+                counts[row], finishes[row] = keep - len(before), _STOP
+        return counts_B.new_tensor(counts), finish_B.new_tensor(finishes)
+
+    def _outcome(self, slot: int, resident: Resident) -> Outcome:
+        outcome = super()._outcome(slot, resident)
+        outcome.finish = FINISHES[int(self._finish_S[slot])]
+        return outcome
