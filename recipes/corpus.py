@@ -8,6 +8,7 @@ Tests are left out (they are a different kind of text), and so are the generated
 from __future__ import annotations
 
 import hashlib
+import platform
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>", "<eod>", "<eop>")  # ids as in XLNet
-MASK_ID = 6
+BOS_ID, EOS_ID, PAD_ID, MASK_ID = 1, 2, 5, 6
 HELD_OUT_SHARE = 0.06
 EXCLUDED_FOLDERS = frozenset({"site-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"})
 EXCLUDED_PREFIX = "_sysconfigdata"
@@ -116,3 +117,27 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile]) -> Tok
     line_starts[1:] = newline[ids[:-1]]
     line_starts[bounds[:-1]] = True
     return TokenStream(ids, line_starts, bounds)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What both training and evaluation need."""
+
+    tokenizer: PreTrainedTokenizerFast
+    train: TokenStream
+    held_out: TokenStream
+    held_out_paths: list[str]
+
+    def describe(self) -> dict[str, str]:
+        """Corpus and tokenizer in words, for a model's README."""
+        return {
+            "corpus": f"CPython {platform.python_version()} standard library without tests, `encodings` and "
+            f"`pydoc_data`; {len(self.train.ids):,} tokens, {len(self.held_out.ids):,} held out",
+            "tokenizer": f"byte-level BPE, {len(self.tokenizer)} ids, trained on the training files",
+        }
+
+
+def prepare(train: list[SourceFile], held_out: list[SourceFile], tokenizer: PreTrainedTokenizerFast) -> Prepared:
+    """Encode both parts of a split."""
+    paths = [file.path for file in held_out]
+    return Prepared(tokenizer, tokenise(tokenizer, train), tokenise(tokenizer, held_out), paths)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from decoders.heads import DraftHeads, distance_index
 from recipes.corpus import MASK_ID, TokenStream
+from recipes.loop import autocast
 from recipes.masking import MaskSchedule, Windows, training_batch
-from recipes.training import autocast, to_rows
+from recipes.training import to_rows
 from recipes.two_stream import Canvas, QueryRows, TwoStream
 
 CHAIN_STEPS = 5

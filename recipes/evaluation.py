@@ -36,7 +36,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Quality:
-    """At one revealed share: bits per byte, nats per token, share of tokens that are the law's mode, tokens scored."""
+    """Over some held-out windows: bits per byte, nats per token, share of tokens that are the law's mode, tokens."""
 
     bits_per_byte: float
     nats_per_token: float
@@ -44,14 +44,36 @@ class Quality:
     tokens: int
 
 
-def held_out_windows(
-    stream: TokenStream, *, length: int, revealed: float, seed: int, limit: int | None = None
-) -> Iterator[Windows]:
-    """Consecutive windows of every file, masked at random positions; the last piece of a file is left out.
+@dataclass
+class Tally:
+    """Sums over scored tokens."""
 
-    The first `limit` windows only, where given, taken evenly over the files.
+    nats: float = 0.0
+    hits: int = 0
+    tokens: int = 0
+    num_bytes: int = 0
+
+    def add(self, law: torch.Tensor, token: torch.Tensor, token_bytes: NDArray[np.int64]) -> None:
+        """Count true tokens [N] under their log-probabilities [N, V]; `token_bytes` [V] as `corpus.token_bytes`."""
+        self.nats -= float(law.gather(1, token[:, None]).double().sum())
+        self.hits += int((law.argmax(-1) == token).sum())
+        self.tokens += len(token)
+        self.num_bytes += int(token_bytes[token.cpu().numpy()].sum())
+
+    def quality(self, length: int) -> Quality:
+        """The means; ValueError where nothing was counted because no file has a window of `length` tokens."""
+        if not self.tokens:
+            raise ValueError(f"no held-out file has {length} tokens")
+        return Quality(
+            self.nats / math.log(2) / self.num_bytes, self.nats / self.tokens, self.hits / self.tokens, self.tokens
+        )
+
+
+def window_indices(stream: TokenStream, *, length: int, limit: int | None = None) -> Iterator[NDArray[np.int64]]:
+    """Consecutive windows of every file as indices [B, L] into `stream`; the last piece of a file is left out.
+
+    `limit` windows only, where given, taken evenly over the files.
     """
-    rng = np.random.default_rng([seed, length, round(revealed * 1000)])
     starts = [
         start
         for first, last in zip(stream.bounds[:-1], stream.bounds[1:], strict=True)
@@ -59,9 +81,17 @@ def held_out_windows(
     ]
     if limit is not None and limit < len(starts):
         starts = [starts[i * len(starts) // limit] for i in range(limit)]
-    num_masked = length - max(1, round(revealed * length))
     for begin in range(0, len(starts), BATCH):
-        index = np.array(starts[begin : begin + BATCH])[:, None] + np.arange(length)
+        yield np.array(starts[begin : begin + BATCH])[:, None] + np.arange(length)
+
+
+def held_out_windows(
+    stream: TokenStream, *, length: int, revealed: float, seed: int, limit: int | None = None
+) -> Iterator[Windows]:
+    """The windows of `window_indices`, masked at random positions."""
+    rng = np.random.default_rng([seed, length, round(revealed * 1000)])
+    num_masked = length - max(1, round(revealed * length))
+    for index in window_indices(stream, length=length, limit=limit):
         masked = np.stack([random_mask(rng, length, num_masked) for _ in index])
         yield Windows(stream.ids[index], masked, decoding_ranks(masked))
 
@@ -79,18 +109,13 @@ def quality(
 ) -> Quality:
     """Score the held-out windows in float32; ValueError where no file is as long as a window."""
     device = model.lm_loss.bias.device
-    nats, hits, tokens, num_bytes = 0.0, 0, 0, 0
+    tally = Tally()
     for windows in held_out_windows(stream, length=length, revealed=revealed, seed=seed, limit=limit):
         rows = rows_of(windows, device)
         (hidden,) = read_frozen(model, rows, [rows.canvas.rank], bfloat16=False)
         law = log_law(model, hidden)
-        nats -= float(law.gather(1, rows.token[:, None]).double().sum())
-        hits += int((law.argmax(-1) == rows.token).sum())
-        tokens += len(rows.token)
-        num_bytes += int(token_bytes[rows.token.cpu().numpy()].sum())
-    if not tokens:
-        raise ValueError(f"no held-out file has {length} tokens")
-    return Quality(nats / math.log(2) / num_bytes, nats / tokens, hits / tokens, tokens)
+        tally.add(law, rows.token, token_bytes)
+    return tally.quality(length)
 
 
 @torch.no_grad()

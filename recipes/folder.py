@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoders.heads import DraftHeads
 from recipes.evaluation import Quality
-from recipes.training import write_json
+from recipes.loop import distinct_tensors, write_json
 from recipes.two_stream import Shape, TwoStream
 
 MAX_LENGTH = 512
@@ -48,7 +48,7 @@ def xlnet_config(shape: Shape) -> dict[str, Any]:
 
 def save_half(module: nn.Module, path: Path) -> None:
     """Store every parameter in float16 under its own name."""
-    tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in module.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in distinct_tensors(module).items()}
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors leaves the file readable by its owner alone
 
@@ -116,18 +116,25 @@ def readme(name: str, report: Report) -> str:
             "",
             "<!-- filled in from benchmarks/RESULTS.md -->",
             "",
-            "## Training",
-            "",
-            *(f"- {key}: {value}" for key, value in report.settings.items()),
-            "",
-            "## Held-out files",
-            "",
-            "Chosen by a hash of the path; neither the model, nor the tokenizer, nor the heads have seen them.",
-            "",
-            *(f"- `{path}`" for path in report.held_out_paths),
-            "",
+            *provenance(report.settings, report.held_out_paths, "neither the model, nor the tokenizer, nor the heads"),
         ]
     )
+
+
+def provenance(settings: dict[str, str], held_out_paths: list[str], who: str) -> list[str]:
+    """The last two sections of a README: how the model was trained, and which files `who` have not seen."""
+    return [
+        "## Training",
+        "",
+        *(f"- {key}: {value}" for key, value in settings.items()),
+        "",
+        "## Held-out files",
+        "",
+        f"Chosen by a hash of the path; {who} have seen them.",
+        "",
+        *(f"- `{path}`" for path in held_out_paths),
+        "",
+    ]
 
 
 def _quality_table(quality: dict[int, dict[float, Quality]]) -> list[str]:

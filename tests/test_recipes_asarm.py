@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 from decoders.heads import DraftHeads, load_heads
-from recipes import asarm, corpus, draft_heads, evaluation, folder, masking, training
+from recipes import asarm, corpus, draft_heads, evaluation, folder, loop, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
@@ -233,7 +233,7 @@ def test_training_is_deterministic_and_lowers_the_loss(stream: corpus.TokenStrea
 
 def test_a_resumed_training_ends_with_the_same_bits(stream: corpus.TokenStream, tmp_path: Path) -> None:
     straight = micro_trainer(stream, 6)
-    assert training.run(straight, None, training.Pace(), no_report)
+    assert loop.run(straight, None, loop.Pace(), no_report)
     first = micro_trainer(stream, 6)
     for _ in range(3):
         first.advance()
@@ -241,7 +241,7 @@ def test_a_resumed_training_ends_with_the_same_bits(stream: corpus.TokenStream, 
     second = micro_trainer(stream, 6, seed=99)
     assert second.restore(tmp_path)
     assert (second.step, second.tokens) == (3, first.tokens)
-    assert training.run(second, tmp_path, training.Pace(), no_report)
+    assert loop.run(second, tmp_path, loop.Pace(), no_report)
     for name, tensor in straight.model.state_dict().items():
         assert torch.equal(tensor, second.model.state_dict()[name]), name
     assert not micro_trainer(stream, 6).restore(tmp_path / "nothing")
@@ -251,8 +251,8 @@ def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(
     stream: corpus.TokenStream, tmp_path: Path
 ) -> None:
     trainer = micro_trainer(stream, 1000)
-    assert not training.run(trainer, tmp_path, training.Pace(minutes=0.0), no_report)
-    assert training.checkpoint_state(tmp_path / "checkpoint.safetensors")["step"] == trainer.step == 1
+    assert not loop.run(trainer, tmp_path, loop.Pace(minutes=0.0), no_report)
+    assert loop.checkpoint_state(tmp_path / "checkpoint.safetensors")["step"] == trainer.step == 1
 
 
 def test_acceptance_and_both_losses_of_a_draft_law() -> None:
