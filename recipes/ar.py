@@ -36,7 +36,7 @@ class Size:
 
 SIZES = {
     "micro-test": Size(Shape(32, 1, 2, 1, 64), steps=100),
-    "micro": Size(Shape(128, 2, 4, 2, 352), steps=4000, learning_rate=4e-3),
+    "micro": Size(Shape(128, 2, 4, 2, 352), steps=5000, learning_rate=4e-3),
     "tiny": Size(Shape(256, 4, 8, 8, 704), steps=4900),
     # For a GPU.
     "base": Size(Shape(768, 12, 12, 12, 2048), steps=8000, batch_tokens=65_536, learning_rate=6e-4),

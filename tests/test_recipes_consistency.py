@@ -1,0 +1,156 @@
+"""Progressive consistency distillation: the packed sequence, its mask and the loss against the public code, and the rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from recipes import causal, distillation, packing
+from recipes.packing import Trajectory
+
+SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def public_cases(golden: Path, kind: str) -> dict[str, Any]:
+    cases = json.loads((golden / "jacobi" / "train_cases.json").read_text())["cases"]
+    return {case["name"]: case for case in cases if case["kind"] == kind}
+
+
+def trajectory_of(case: dict[str, Any]) -> Trajectory:
+    return Trajectory(np.array(case["prompt_ids"]), [np.array(states) for states in case["trajectories"]])
+
+
+def packed_case(golden: Path) -> packing.Packed:
+    case = public_cases(golden, "train_prepare")["prep.window"]
+    trajectory = trajectory_of(case)
+    chosen = [states[i] for states, i in zip(trajectory.blocks, case["chosen_traj_index"], strict=True)]
+    return packing.pack(trajectory, chosen)
+
+
+def test_states_are_chosen_and_packed_as_in_the_public_code(golden: Path) -> None:
+    case = public_cases(golden, "train_prepare")["prep.window"]
+    trajectory = trajectory_of(case)
+    noisy = packing.noisy_states(trajectory.blocks, np.linspace(0, 1, case["window"]))
+    packed = packing.pack(trajectory, noisy)
+    assert packed.ids.tolist() == case["complete_training_sequence_ids"]
+    assert packed.ids.tolist() == packed_case(golden).ids.tolist()
+    layout = public_cases(golden, "train_layout")["train.w4"]
+    assert packed.positions.tolist() == layout["position_ids"]
+
+
+@pytest.mark.parametrize(("name", "window"), [("train.w4", 4), ("train.w2", 2), ("train.nowindow", None)])
+def test_the_mask_is_the_public_codes(golden: Path, name: str, window: int | None) -> None:
+    expected = load_file(golden / "jacobi" / "arrays.safetensors")[f"{name}.mask"]
+    batch = packing.collate([packed_case(golden)], window)
+    assert torch.equal(batch.visible[0], expected)
+
+
+@pytest.mark.parametrize(("name", "window"), [("train.w4", 4), ("train.w2", 2)])
+def test_both_losses_are_the_public_codes(
+    golden: Path, name: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = public_cases(golden, "train_layout")[name]
+    logits = load_file(golden / "jacobi" / "arrays.safetensors")[f"{name}.logits"]
+    batch = packing.collate([packed_case(golden)], window)
+    assert batch.student.tolist() == case["student_positions"]
+    assert batch.teacher.tolist() == case["teacher_positions"]
+    assert batch.inputs.tolist() == case["ar_logit_positions"]
+    assert batch.targets.tolist() == case["ar_targets"]
+    monkeypatch.setattr(distillation.loop, "autocast", lambda device: torch.enable_grad())
+    model = causal.load_model(golden / "jacobi", torch.device("cpu"))
+    rows = model(
+        input_ids=batch.ids,
+        position_ids=batch.positions,
+        attention_mask={"full_attention": batch.visible.unsqueeze(1)},
+    ).logits
+    torch.testing.assert_close(rows.double(), logits, atol=2e-4, rtol=1e-4)
+    consistency, clean = distillation.losses(model, batch)
+    assert consistency.item() / case["T"] == pytest.approx(case["consistency_loss"], rel=1e-4)  # theirs is over T
+    assert clean.item() == pytest.approx(case["ar_loss"], rel=1e-4)
+
+
+def random_trajectory(rng: np.random.Generator, num_prompt: int, num_blocks: int, n: int = 4) -> Trajectory:
+    blocks = []
+    for _ in range(num_blocks):
+        final = rng.integers(9, 24, n)
+        states = [np.where(np.arange(n) < kept, final, rng.integers(9, 24, n)) for kept in range(n + 1)]
+        blocks.append(np.stack(states))
+    return Trajectory(rng.integers(9, 24, num_prompt), blocks)
+
+
+def test_noise_is_the_share_from_the_first_difference_on() -> None:
+    states = np.array([[1, 2, 9, 4], [9, 2, 3, 4], [1, 2, 3, 9], [1, 2, 3, 4]])
+    assert packing.noise(states).tolist() == [0.5, 1.0, 0.25, 0.0]
+    assert packing.progressive_ratios(4).tolist() == [0.0, 0.25, 0.5, 0.75]
+    chosen = packing.noisy_states([states] * 4, packing.progressive_ratios(4), offset=1)
+    assert [row.tolist() for row in chosen] == [states[i].tolist() for i in (2, 0, 0, 3)]
+
+
+def test_a_padded_sample_of_a_batch_has_the_logits_it_has_alone() -> None:
+    rng = np.random.default_rng(0)
+    samples = [random_trajectory(rng, 5, 3), random_trajectory(rng, 3, 1)]
+    packed = [packing.pack(one, packing.noisy_states(one.blocks, packing.progressive_ratios(4))) for one in samples]
+    model = causal.new_model(SMALL, 0)
+    together, alone = packing.collate(packed, None), packing.collate(packed[1:], None)
+
+    def logits(batch: packing.Batch) -> torch.Tensor:
+        mask = {"full_attention": batch.visible.unsqueeze(1)}
+        return model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=mask).logits
+
+    with torch.no_grad():
+        both, one = logits(together), logits(alone)
+    assert both.isfinite().all()
+    torch.testing.assert_close(both[1:, : one.shape[1]], one)
+    length = together.ids.shape[1]
+    for rows in ("student", "teacher", "inputs"):
+        mine = getattr(together, rows)
+        assert (mine[mine >= length] - length).tolist() == getattr(alone, rows).tolist()
+
+
+def test_a_noisy_row_sees_no_clean_copy_of_its_own_block() -> None:
+    rng = np.random.default_rng(1)
+    trajectory = random_trajectory(rng, 3, 3)
+    packed = packing.pack(trajectory, [states[0] for states in trajectory.blocks])
+    for window in (None, 1, 2):
+        visible = packing.collate([packed], window).visible[0].numpy()
+        noisy, clean = packed.kind == packing.NOISY, packed.kind == packing.CLEAN
+        rows, columns = np.nonzero(visible & noisy[:, None] & clean[None, :])
+        assert (packed.block[columns] < packed.block[rows]).all()
+        assert not (visible & ~noisy[:, None] & noisy[None, :]).any()
+        assert (packed.positions[None, :] <= packed.positions[:, None])[visible].all()
+    assert len(rows) > 0  # with windows of two blocks the third block's noisy copy sees the first two fixed points
+
+
+def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> distillation.Trainer:
+    plan = distillation.Plan(
+        steps=steps, seed=seed, lengths=(16,), length_shares=(1.0,), warmup=2, learning_rate=5e-3, ratios=4
+    )
+    text = np.random.default_rng(5).integers(9, 24, 400)
+    return distillation.Trainer(causal.new_model(SMALL, seed), plan, trajectories, text, torch.device("cpu"))
+
+
+def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
+    rng = np.random.default_rng(2)
+    trajectories = [random_trajectory(rng, 4, 3) for _ in range(3)]
+    runs = []
+    for _ in range(2):
+        trainer = trainer_of(trajectories, 60)
+        runs.append([trainer.advance() for _ in range(60)])
+    assert runs[0] == runs[1]
+    held = trainer.batch(1000)
+    with torch.no_grad():
+        before = distillation.losses(trainer_of(trajectories, 1).model, held)
+        after = distillation.losses(trainer.model, held)
+    assert after[0] < before[0] - 0.3
+    assert after[1] < before[1] - 0.3
