@@ -22,13 +22,15 @@ class Request:
 
     `index` is the caller's handle and comes back in the Outcome. `key` (0 <= key < 2**64) seeds all of the sample's
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
-    `hole_order` gives the positions of the holes in the order of decoding; by default from left to right.
+    `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
+    scored has no holes: its tokens from `score_from` on (at least 1) are scored.
     """
 
     index: int
     key: int
     canvas: NDArray[np.int32]
     hole_order: NDArray[np.int64] | None = None
+    score_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class TraceStep:
 class Outcome:
     """What came of one request: tokens, why it ended, and what was counted for this sample alone.
 
-    `tokens` holds the generated ids in canvas order. `accept_hist[j]` counts the iterations that committed j tokens.
+    `tokens` holds the generated (or scored) ids in canvas order, `token_logprobs` the log-probability of each scored one,
+    float32 of the same length, None where nothing was scored. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
     sample failed and `tokens` is empty.
@@ -73,6 +76,7 @@ class Outcome:
     error_kind: str | None = None
     error: str | None = None
     trace: list[TraceStep] | None = None
+    token_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(slots=True)
