@@ -14,9 +14,11 @@ from decoders.autoregressive import Autoregressive
 from decoders.backbones.base import Model, TokenBackbone
 from decoders.base import ModelInfo
 from decoders.heads import DraftHeads, load_heads
+from decoders.jacobi import Jacobi
 from decoders.one_pass import OnePassDecoder
-from decoders.settings import AnySubset, Assd, Sampling, Settings
+from decoders.settings import AnySubset, Assd, Sampling, Settings, check_acceptance
 from decoders.settings import Autoregressive as AutoregressiveSettings
+from decoders.settings import Jacobi as JacobiSettings
 from decoders.settings import Parallel as ParallelSettings
 from decoders.slots import SlotDecoder
 from decoders.stops import Stops
@@ -64,6 +66,7 @@ def build_decoder(
     `heads` serve the any-subset decoders; `stops` and a `drafter` (a model of the same vocabulary) those of causal models.
     """
     check_family(settings, info)
+    check_acceptance(settings, sampling)
     size: dict[str, Any] = {"max_rows": max_rows, "max_tokens": max_tokens, "trace": trace}
     match settings:
         case AnySubset():
@@ -76,4 +79,6 @@ def build_decoder(
             return OnePassDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
         case AutoregressiveSettings():
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
+        case JacobiSettings():
+            return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")

@@ -128,3 +128,12 @@ DECODER_KINDS: dict[str, type[Settings]] = {
     "jacobi": Jacobi,
     "multiblock_jacobi": MultiblockJacobi,
 }
+
+
+def check_acceptance(settings: Settings, sampling: Sampling) -> None:
+    """Raise ValueError where the decoder has no rejection rule: the drafts of Jacobi decoding have no law to divide by."""
+    if sampling.acceptance == "rejection" and isinstance(settings, Jacobi | MultiblockJacobi):
+        raise ValueError(
+            f"sampling.acceptance: 'rejection' needs the law of a draft, which decoder {settings.kind!r} has not; "
+            "allowed: 'coupled'"
+        )

@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from actors.task import Columns, Given, Infill, Lines, Marker, Mask, Sentences, Spans
-from decoders.settings import DecoderSettings, Sampling, Settings
+from actors.task import Columns, Task
+from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
 from jobs.spec_errors import spec_error
 from jobs.spec_file import apply_override, read_mapping
+from jobs.task_rules import task_problem
 from storage.verbs import S3Options
 
 Auto = Literal["auto"]
@@ -108,7 +109,7 @@ class JobSpec(Settings):
 
     name: Text = "job"
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    task: Infill
+    task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
     model: ModelSettings
     decoder: DecoderSettings
@@ -120,18 +121,28 @@ class JobSpec(Settings):
     s3: S3Settings = S3Settings()
 
     @model_validator(mode="after")
-    def _mask_has_its_columns(self) -> JobSpec:
-        problem = mask_problem(self.task.mask, self.input.columns, has_tokenizer=self.model.tokenizer != "none")
+    def _task_fits(self) -> JobSpec:
+        has_tokenizer = self.model.tokenizer != "none"
+        problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
         if problem:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _acceptance_fits_the_decoder(self) -> JobSpec:
+        check_acceptance(self.decoder, self.sampling)
         return self
 
     def results_key(self) -> dict[str, Any]:
         """What of the spec changes results, plain and JSON-able: it enters the fingerprint, the rest does not.
 
-        Checkpoint, tokenizer and inputs are known by their content, which the planner adds.
+        Checkpoints, tokenizer and inputs are known by their content, which the planner adds.
         """
         full = self.model_dump(mode="json")
+        if isinstance(full["decoder"].get("drafter"), dict):
+            full["decoder"]["drafter"] = {
+                key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
+            }
         return {
             "seed": self.seed,
             "task": full["task"],
@@ -140,31 +151,6 @@ class JobSpec(Settings):
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")},
             "model": {"dtype": self.model.dtype},
         }
-
-
-def mask_problem(mask: Mask, columns: Columns, *, has_tokenizer: bool) -> str | None:
-    """Why this mask can't be applied to rows of these columns, led by the field path; None where it can."""
-    named = columns.named()
-    if isinstance(mask, Given) and "tokens" not in named:
-        return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
-    if "tokens" in named and isinstance(mask, Marker | Lines | Sentences):
-        return f"task.mask.kind: {mask.kind!r} needs text, but the rows give tokens; allowed: given, random, spans, span_fraction"
-    if not has_tokenizer and "tokens" not in named:
-        return "model.tokenizer: with 'none' every row gives its tokens: name their column in input.columns.tokens"
-    return _surplus_column(mask, named)
-
-
-def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
-    for name, kind in (("prefix", Marker), ("suffix", Marker), ("spans", Spans), ("sentences", Sentences)):
-        if name in named and not isinstance(mask, kind):
-            allowed = kind.model_fields["kind"].annotation
-            return f"input.columns.{name}: mask kind {mask.kind!r} does not use it; {get_args(allowed)[0]!r} does"
-    if isinstance(mask, Spans) and "spans" in named:
-        if mask.count is not None or mask.length is not None:
-            return "task.mask: count and length are for random spans, but input.columns.spans gives each row its own"
-        if "tokens" in named:
-            return "input.columns.spans: ranges of characters need text, but the rows give tokens"
-    return None
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
