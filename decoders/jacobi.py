@@ -1,0 +1,161 @@
+"""`jacobi`: every forward refines a whole block of drafts, and commits those that are the target's own tokens.
+
+The drafts stand in the slot's undecided columns. A forward runs the last decided token and the drafts after it under plain
+causal visibility, so that every row says which token the target puts after the tokens before it. The drafts that equal what
+the row before them says are right, and so is the token after them; what the other rows say are the next drafts.
+
+    column      .. D-1 | D   D+1  D+2  D+3          D tokens decided, four drafts
+    tokens      .. the | cat sat  mat  .
+    target says    cat | sat on   .    ""           for the column after: two drafts were right
+    next        .. the   cat sat  on | .    ""      three tokens committed, the drafts after them replaced
+
+Every forward commits at least one token, so there are never more of them than `autoregressive` needs. A token is
+argmax(log p + g) with the noise g of its position: the fixed point is the sequential text at any temperature.
+
+Source: Hu et al., "Fast and accurate causal parallel decoding using Jacobi forcing" (pcLLM), section 2 and figure 4 (running
+window); Santilli et al., 2023. Legend: B slots, T rows of a slot, Q columns from D on, R flat rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+
+from decoders import noise
+from decoders.base import Request
+from decoders.causal import CausalDecoder
+from decoders.settings import Jacobi as JacobiSettings
+from decoders.state import Group
+
+# Tokens that a forward takes at little more than the price of one (docs/engine.md), shared by all slots.
+_FREE_TOKENS: Final = {"cpu": 64, "cuda": 192}
+_LEAST_AUTO, _MOST_AUTO = 4, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the target says in the rows of one forward; only the rows that were asked have an answer.
+
+    `tokens_BT` is the token after each row, `index_BT` where its logits and law stand among the flat rows.
+    """
+
+    tokens_BT: Tensor
+    index_BT: Tensor
+    logits_RV: Tensor
+    law_RV: Tensor
+
+
+class JacobiDecoder(CausalDecoder):
+    """What the Jacobi decoders share: the first drafts, the reading of a forward, the end of an iteration."""
+
+    def _start(self, slot: int, request: Request) -> None:
+        """Every hole begins with a token of the prompt, drawn by the noise field: no window ever lacks a draft."""
+        super()._start(slot, request)
+        state = self.state
+        prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
+        holes = state.order_SW[slot, prompt:length]
+        keys = state.key_S2[slot].expand(len(holes), 2)
+        uniforms = noise.uniform_rows(keys, holes, noise.JACOBI, torch.zeros_like(holes))
+        state.tokens_SW[slot, prompt:length] = state.tokens_SW[slot, (uniforms * prompt).long()]
+
+    def _ask(self, group: Group, hidden_BTD: Tensor, ranks_BT: Tensor, asked_BT: Tensor) -> Said:
+        """Draw the target's token at `ranks_BT` from each row where `asked_BT`."""
+        slots_BT = group.index_B.unsqueeze(1).expand_as(ranks_BT)
+        logits_RV = self._logits(hidden_BTD[asked_BT])
+        law_RV = self._law(logits_RV)
+        tokens_BT = torch.zeros_like(ranks_BT)
+        tokens_BT[asked_BT] = self.acceptance.target(law_RV, slots_BT[asked_BT], ranks_BT[asked_BT])
+        index_BT = asked_BT.flatten().cumsum(0).view_as(asked_BT) - 1
+        self.stats.verified += len(law_RV)
+        return Said(tokens_BT, index_BT, logits_RV, law_RV)
+
+    def _log_p_at(self, said: Said, rows_BQ: Tensor, keep_BQ: Tensor) -> Tensor:
+        """The log-probability of what these rows (numbers along T) say, where `keep_BQ`; 0 elsewhere, [B, Q]."""
+        log_p_BQ = torch.zeros(rows_BQ.shape, dtype=torch.float64, device=rows_BQ.device)
+        index_N = said.index_BT.gather(1, rows_BQ)[keep_BQ]
+        tokens_N = said.tokens_BT.gather(1, rows_BQ)[keep_BQ]
+        log_p_BQ[keep_BQ] = self._log_p(said.logits_RV[index_N], said.law_RV[index_N], tokens_N)
+        return log_p_BQ
+
+    def _put(self, slots_B: Tensor, ranks_B: Tensor, tokens_BQ: Tensor, keep_BQ: Tensor) -> None:
+        """Write the tokens where `keep_BQ` into the columns from `ranks_B` on, as drafts."""
+        columns_BQ = ranks_B.unsqueeze(1) + torch.arange(tokens_BQ.shape[1], device=ranks_B.device)
+        slots_BQ = slots_B.unsqueeze(1).expand_as(columns_BQ)
+        self.state.tokens_SW[slots_BQ[keep_BQ], columns_BQ[keep_BQ]] = tokens_BQ[keep_BQ]
+
+    def _finish(
+        self, group: Group, line_BQ: Tensor, *, accepted_B: Tensor, log_p_BQ: Tensor, drafts_BQ: Tensor, fed_B: Tensor
+    ) -> None:
+        """Commit the accepted tokens of the line and the one after them; count and trace the iteration.
+
+        `drafts_BQ` are the `fed_B` drafts that stood in the columns from D on. A stop takes back what comes after it, from
+        the drafts that count as proposed too; the trace shows all that were fed.
+        """
+        decided_B = self.state.decided_S[group.index_B]
+        counts_B = self._commit_until_stop(group, line_BQ, accepted_B + 1, log_p_BQ)
+        stopped_B = self._finish_S[group.index_B] != 0
+        proposed_B = torch.where(stopped_B, torch.minimum(fed_B, counts_B), fed_B)
+        every_B = torch.ones_like(stopped_B)
+        self._close_iteration(group, counts_B, proposed_B, torch.minimum(accepted_B, counts_B), every_B)
+        self._trace(group, drafts_BQ, fed_B, decided_B, every_B)
+
+
+class Jacobi(JacobiDecoder):
+    """`window: fixed` finishes a block of n tokens before the next begins; `running` keeps n drafts before it always.
+
+    The token after a fully accepted block is the next block's first, and with a block whose last token was the one after the
+    accepted drafts, the next block's n drafts go into the very forward that finds its first token: no forward is spent on the
+    seed alone. Drafts never stand beyond the canvas, and the last position is never fed, since nothing comes after it.
+
+    With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first stood at
+    positions[0], the others after it, up to the end of the block (or window, or the position before the canvas's last).
+    With `window: fixed` block i is [P + i n, P + (i + 1) n) for a prompt of P tokens, and its state in an iteration is what the
+    steps before have committed of it, then `proposed`; the block's first step shows the initial state, and the outcome's
+    tokens the fixed point. A canvas of whole blocks and one token more shows every state in full.
+    """
+
+    def __init__(self, *args: Any, settings: JacobiSettings, **kwargs: Any) -> None:
+        self.block_size = block_size(settings.block_size, kwargs["max_rows"], args[0].device)
+        self.running = settings.window == "running"
+        super().__init__(*args, window=self.block_size + 1, max_commit=self.block_size + 1, **kwargs)
+
+    def _advance(self, group: Group) -> None:
+        state, slots_B = self.state, group.index_B
+        decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
+        end_B = self._end(slots_B)
+        hidden_BTD = self._forward(group, end_B)
+        ranks_BT = start_B.unsqueeze(1) + torch.arange(hidden_BTD.shape[1], device=state.device) + 1
+        asked_BT = (ranks_BT >= decided_B.unsqueeze(1)) & (ranks_BT <= end_B.unsqueeze(1))
+        said = self._ask(group, hidden_BTD, ranks_BT, asked_BT)
+        fed_B = end_B - decided_B
+        offsets_Q = torch.arange(int(fed_B.max()) + 1, device=state.device)
+        rows_BQ = ((decided_B - 1 - start_B).unsqueeze(1) + offsets_Q).clamp(max=ranks_BT.shape[1] - 1)
+        line_BQ, drafts_BQ = said.tokens_BT.gather(1, rows_BQ), self._tokens_from(slots_B, decided_B, len(offsets_Q))
+        accepted_B = leading((line_BQ == drafts_BQ) & (offsets_Q < fed_B.unsqueeze(1)))
+        self._put(slots_B, decided_B, line_BQ, offsets_Q <= fed_B.unsqueeze(1))
+        log_p_BQ = self._log_p_at(said, rows_BQ, offsets_Q <= accepted_B.unsqueeze(1))
+        self._finish(group, line_BQ, accepted_B=accepted_B, log_p_BQ=log_p_BQ, drafts_BQ=drafts_BQ, fed_B=fed_B)
+        state.cached_S[slots_B] = decided_B + accepted_B
+
+    def _end(self, slots_B: Tensor) -> Tensor:
+        """The column after each slot's last draft."""
+        state, n = self.state, self.block_size
+        decided_B, prompt_B = state.decided_S[slots_B], state.prompt_S[slots_B]
+        end_B = decided_B + n if self.running else prompt_B + ((decided_B - prompt_B) // n + 1) * n
+        return torch.minimum(end_B, state.length_S[slots_B] - 1)
+
+
+def block_size(setting: int | Literal["auto"], max_rows: int, device: torch.device) -> int:
+    """The number of drafts of a block; `auto` shares what a forward takes for free among the slots."""
+    if setting != "auto":
+        return setting
+    free = _FREE_TOKENS.get(device.type, _FREE_TOKENS["cuda"])
+    return min(max(free // max_rows, _LEAST_AUTO), _MOST_AUTO)
+
+
+def leading(flags_BQ: Tensor) -> Tensor:
+    """Count the leading True of each row."""
+    return flags_BQ.to(torch.int64).cumprod(1).sum(1)
