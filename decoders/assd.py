@@ -75,7 +75,7 @@ class AssdDecoder(AnySubsetDecoder):
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
         drafts = roller.markov(self._head, hidden_BKD, decided_B, limits_BK)
         logits_BV = self._logits(hidden_BKD[:, 0])
-        first_log_p_B = self._log_p(logits_BV, drafts.law_BKV[:, 0], drafts.tokens_BK[:, 0])
+        first_log_p_B = self._log_p(logits_BV, drafts.laws[0], drafts.tokens_BK[:, 0])
         self._first_log_p_S[slots_B] = first_log_p_B
         self._keep(slots_B, drafts, num_drafts_B, sure=1)
         single_B = num_drafts_B == 1
@@ -89,9 +89,10 @@ class AssdDecoder(AnySubsetDecoder):
         self._num_sure_S[slots_B] = sure
         self._phase_S[slots_B] = _VERIFY
         if not self.acceptance.coupled:
+            law_BKV = drafts.joined_laws()
             if self._law_SKV is None:
-                self._law_SKV = self.state.column(self.k, drafts.law_BKV.shape[2], dtype=drafts.law_BKV.dtype)
-            self._law_SKV[slots_B] = drafts.law_BKV
+                self._law_SKV = self.state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
+            self._law_SKV[slots_B] = law_BKV
 
     def _draft_ngrams(self, group: Group) -> None:
         """Fill the window of every slot that is about to draft, unless its first hole has no left neighbour."""

@@ -24,15 +24,19 @@ Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposed tokens [B, K] and the log laws [B, K, V] they were drawn from."""
+    """Proposed tokens [B, K], and the log laws they were drawn from, one [B, V] a rank."""
 
     tokens_BK: Tensor
-    law_BKV: Tensor
+    laws: list[Tensor]
+
+    def joined_laws(self) -> Tensor:
+        """All laws, [B, K, V]: a copy, which coupled acceptance never asks for."""
+        return torch.stack(self.laws, 1)
 
 
 def stack_drafts(tokens: list[Tensor], laws: list[Tensor]) -> Drafts:
     """Join the drafts of one rank after the other."""
-    return Drafts(torch.stack(tokens, 1), torch.stack(laws, 1))
+    return Drafts(torch.stack(tokens, 1), laws)
 
 
 # ---- context n-grams ---------------------------------------------------------------------------------------------
@@ -79,7 +83,7 @@ class HeadRoller:
     """
 
     def __init__(self, counting: CountingBackbone, state: SlotState, slots_B: Tensor, draw: Draw) -> None:
-        self._backbone, self._logits = counting.backbone, counting.logits
+        self._backbone, self._logits, self._network = counting.backbone, counting.logits, counting.part_of_forward
         self._state, self._slots_B, self._call_draw = state, slots_B, draw
         self._last_B = state.length_S[slots_B] - 1
         self._tokens: list[Tensor] = []
@@ -113,7 +117,8 @@ class HeadRoller:
     def _corrected(self, head: MarkovHead, hidden_BD: Tensor, ranks_B: Tensor, num_unseen_B: Tensor) -> Tensor:
         position_B, prev_B, prev_position_B = self._around(ranks_B, 1)
         _, before_B, before_position_B = self._around(ranks_B, 2)
-        return at_least_rows(
+        return self._network(
+            at_least_rows,
             self._backbone.min_rows,
             head,
             hidden_BD,
@@ -128,7 +133,8 @@ class HeadRoller:
         position_B, prev_B, prev_position_B = self._around(ranks_B, 1)
         left_B, has_left_B = canvas.at(position_B - 1)
         right_B, has_right_B = canvas.at(position_B + 1)
-        return at_least_rows(
+        return self._network(
+            at_least_rows,
             self._backbone.min_rows,
             head,
             state_BD,

@@ -54,22 +54,26 @@ def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
     return torch.tensor([[key & _MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
 
 
-def _multiply(value: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    # The int64 product wraps, but its 64 bits are those of the unsigned product.
-    product = value * multiplier
-    return (product >> 32) & _MASK32, product & _MASK32
-
-
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters and keys broadcast."""
+    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters broadcast, and keys to them.
+
+    Only the words that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned
+    one, the high half is masked after the round's exclusive ors, and the low half not before the last round is over.
+    """
     word_0, word_1, word_2, word_3 = counter
     key_0, key_1 = key
     for _ in range(_ROUNDS):
-        high_0, low_0 = _multiply(word_0, _MULTIPLIER_0)
-        high_1, low_1 = _multiply(word_2, _MULTIPLIER_1)
-        word_0, word_1, word_2, word_3 = high_1 ^ word_1 ^ key_0, low_1, high_0 ^ word_3 ^ key_1, low_0
+        product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+        word_0 = _mixed(product_1 >> 32, word_1, key_0)
+        word_2 = _mixed(product_0 >> 32, word_3, key_1)
+        word_1, word_3 = product_1, product_0
         key_0, key_1 = (key_0 + _WEYL_0) & _MASK32, (key_1 + _WEYL_1) & _MASK32
-    return word_0, word_1, word_2, word_3
+    return word_0, word_1 & _MASK32, word_2, word_3 & _MASK32
+
+
+def _mixed(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    """(high ^ word ^ key), masked; keys must broadcast to counters, since the last two steps work in place."""
+    return (high ^ word).bitwise_xor_(key).bitwise_and_(_MASK32)
 
 
 def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
@@ -105,7 +109,8 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
 
 
 def _gumbel(uniforms: Tensor) -> Tensor:
-    return uniforms.log_().neg_().log_().neg_()
+    # Close to one the inner logarithm needs float64; its result is at least 1e-10 and needs no more than float32.
+    return uniforms.log_().neg_().to(torch.float32).log_().neg_()
 
 
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:

@@ -174,9 +174,10 @@ class OnePassDecoder(AnySubsetDecoder):
         drafts = self._roll(slots_B, hidden_BQD, before_B, num_drafts_B, accepted_B)
         self._num_drafts_S[slots_B] = remaining_B[going_B].clamp(max=self.k)
         if not self.acceptance.coupled:
+            law_BKV = drafts.joined_laws()
             if self._law_SKV is None:
-                self._law_SKV = state.column(self.k, drafts.law_BKV.shape[2], dtype=drafts.law_BKV.dtype)
-            self._law_SKV[slots_B] = drafts.law_BKV
+                self._law_SKV = state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
+            self._law_SKV[slots_B] = law_BKV
 
     def _roll(
         self, slots_B: Tensor, hidden_BQD: Tensor, before_B: Tensor, num_drafts_B: Tensor, accepted_B: Tensor

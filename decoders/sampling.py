@@ -17,6 +17,8 @@ from torch import Tensor
 from decoders.settings import Sampling
 
 _NUCLEUS_FIRST: Final = 128
+# How far the float32 masses of a row may be from summing to one.
+_MASS_SLACK: Final = 1e-4
 
 
 def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
@@ -82,12 +84,20 @@ def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: float | None) 
     tokens_R = coupled_draw(law_RV, gumbel_RV)
     if top_p is None or gumbel_RV is None:
         return tokens_R
-    outside_R = _mass_before(law_RV.exp(), tokens_R) >= top_p
-    if bool(outside_R.any()):
-        part_RV = law_RV[outside_R]
+    outside = _outside(law_RV, tokens_R, top_p)
+    if len(outside):
+        part_RV = law_RV[outside]
         part_RV = part_RV.masked_fill(~_nucleus(part_RV, top_p), -torch.inf)
-        tokens_R[outside_R] = coupled_draw(part_RV, gumbel_RV[outside_R])
+        tokens_R[outside] = coupled_draw(part_RV, gumbel_RV[outside])
     return tokens_R
+
+
+def _outside(law_RV: Tensor, tokens_R: Tensor, top_p: float) -> Tensor:
+    """The numbers of the rows whose token lies outside the row's nucleus."""
+    own_R = law_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).exp()
+    # What comes before a token has at most the mass that the token leaves, up to rounding: most rows end here.
+    doubtful = (own_R <= 1.0 - top_p + _MASS_SLACK).nonzero().squeeze(1)
+    return doubtful[_mass_before(law_RV[doubtful].exp(), tokens_R[doubtful]) >= top_p]
 
 
 def _mass_before(mass_RV: Tensor, tokens_R: Tensor) -> Tensor:

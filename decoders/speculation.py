@@ -35,8 +35,9 @@ class NoiseWindow:
         new_R = ranks_R >= self._computed_S[slots_R]
         if bool(new_R.any()):
             # Several rows may ask for one rank: compute it once.
-            pairs = torch.unique(torch.stack([slots_R[new_R], ranks_R[new_R]], 1), dim=0)
-            self._fill(pairs[:, 0], pairs[:, 1])
+            width = self._state.order_SW.shape[1]
+            cells = torch.unique(slots_R[new_R] * width + ranks_R[new_R])
+            self._fill(cells // width, cells % width)
         return self._ring_SRV[slots_R, ranks_R % self._size]
 
     def _fill(self, slots_R: Tensor, ranks_R: Tensor) -> None:
@@ -46,6 +47,31 @@ class NoiseWindow:
             state.key_S2[slots_R], positions_R, self._vocab_size
         )
         self._computed_S.scatter_reduce_(0, slots_R, ranks_R + 1, "amax")
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The drafts of one iteration, and the rows of the target that judge them.
+
+    `drafts_BA` stand at `ranks_BA`; only the first `num_drafts_B` of a slot are drafts. `valid_BA` marks the ranks for which
+    there is a row: the drafts and, where it is wanted, the rank after them, whose row gives the bonus. `when_B` is the number
+    of tokens that were decided when the drafts were drawn.
+    """
+
+    slots_B: Tensor
+    when_B: Tensor
+    num_drafts_B: Tensor
+    drafts_BA: Tensor
+    ranks_BA: Tensor
+    valid_BA: Tensor
+
+    def is_draft(self) -> Tensor:
+        """Where there is a draft, bool [B, A]."""
+        return torch.arange(self.ranks_BA.shape[1], device=self.ranks_BA.device) < self.num_drafts_B.unsqueeze(1)
+
+    def slots_BA(self) -> Tensor:
+        """The slot of every cell."""
+        return self.slots_B.unsqueeze(1).expand_as(self.ranks_BA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +135,52 @@ class Acceptance:
         return self._settle_rejection(
             p_BDV, q_BDV, drafts_BD, valid_BD=valid_BD, slots_B=slots_B, ranks_BD=ranks_BD, when_B=when_B
         )
+
+    def judge(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor]:
+        """Return (drafts accepted, the token after them: recovered or bonus), each [B].
+
+        `p_RV` are the target's laws in the rows where `window.valid_BA`, in that order. `q_BKV` are the laws of the drafts;
+        None says that each had no alternative (a point mass). Coupled acceptance reads no q. Where all drafts are accepted
+        and the window has no row for a bonus, the second result means nothing.
+        """
+        if self.coupled:
+            tokens_BA, valid_BA = torch.zeros_like(window.drafts_BA), window.valid_BA
+            tokens_BA[valid_BA] = self.target(p_RV, window.slots_BA()[valid_BA], window.ranks_BA[valid_BA])
+            accepted_B = _leading(window.is_draft() & (tokens_BA == window.drafts_BA))
+            return accepted_B, _pick(tokens_BA, accepted_B)
+        return self._judge_by_ratio(p_RV, q_BKV, window)
+
+    def _judge_by_ratio(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor]:
+        is_draft_BA, valid_BA, drafts_BA = window.is_draft(), window.valid_BA, window.drafts_BA
+        log_ratio_BA = torch.zeros(valid_BA.shape, dtype=torch.float64, device=valid_BA.device)
+        log_ratio_BA[valid_BA] = p_RV.gather(-1, drafts_BA[valid_BA].unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        if q_BKV is not None:
+            first = slice(0, min(q_BKV.shape[1], valid_BA.shape[1]))
+            log_q_BK = q_BKV[:, first].gather(-1, drafts_BA[:, first].unsqueeze(-1)).squeeze(-1)
+            log_ratio_BA[:, first] -= torch.where(is_draft_BA[:, first], log_q_BK.to(torch.float64), 0.0)
+        uniform_BA = torch.ones_like(log_ratio_BA)
+        slots_R, when_BA = window.slots_BA()[is_draft_BA], window.when_B.unsqueeze(1).expand_as(drafts_BA)
+        uniform_BA[is_draft_BA] = self._uniform(
+            slots_R, window.ranks_BA[is_draft_BA], noise.ACCEPT, when_BA[is_draft_BA]
+        )
+        accepted_B = _leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
+        return accepted_B, self._after_accepted(p_RV, q_BKV, window, accepted_B)
+
+    def _after_accepted(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor) -> Tensor:
+        """Draw from the residual where a draft was refused, from p itself where none was, [B]."""
+        slots_B, when_B = window.slots_B, window.when_B
+        row_BA = window.valid_BA.flatten().cumsum(0).view_as(window.valid_BA) - 1
+        p_BV, ranks_B = p_RV[_pick(row_BA, accepted_B)], _pick(window.ranks_BA, accepted_B)
+        if q_BKV is None:
+            q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, _pick(window.drafts_BA, accepted_B).unsqueeze(1), 0.0)
+        else:
+            each_B = torch.arange(len(slots_B), device=slots_B.device)
+            q_BV = q_BKV[each_B, accepted_B.clamp(max=q_BKV.shape[1] - 1)]
+        refused_B = accepted_B < window.num_drafts_B
+        mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), p_BV.exp())
+        recovering_B = self._uniform(slots_B, ranks_B, noise.RESIDUAL, when_B)
+        bonus_B = self._uniform(slots_B, ranks_B, noise.BONUS, when_B)
+        return inverse_cdf_draw(mass_BV, torch.where(refused_B, recovering_B, bonus_B))
 
     def _settle_coupled(
         self, p_BDV: Tensor, drafts_BD: Tensor, valid_BD: Tensor, slots_B: Tensor, ranks_BD: Tensor

@@ -10,6 +10,7 @@ V vocabulary, R rows.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -173,15 +174,19 @@ class CountingBackbone:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Apply the output layer to rows of the last forward; its seconds are part of that forward's, [R, V]."""
+        return self.part_of_forward(self.backbone.logits, hidden_RD)
+
+    def part_of_forward(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Call a network on the last forward's rows (output layer, draft head); its seconds count as that forward's."""
         started = time.perf_counter()
-        logits = self.backbone.logits(hidden_RD)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
+        result = function(*args, **kwargs)
+        if result.is_cuda:
+            torch.cuda.synchronize(result.device)
         seconds = time.perf_counter() - started
         self.forward_s += seconds
         for slot in self._last_slots:
             self.counters.device_s[slot] += seconds / len(self._last_slots)
-        return logits
+        return result
 
     def _charge(self, slots: list[int], seconds: float, useful: int, computed: int) -> None:
         counters, active = self.counters, len(slots)
