@@ -30,6 +30,14 @@ def save_model(out: Path, model: Qwen2ForCausalLM, shape: Shape, tokenizer: Path
         shutil.copyfile(tokenizer / name, out / name)
 
 
+def copy_with_weights(source: Path, out: Path, model: Qwen2ForCausalLM) -> None:
+    """The model folder `source` again, with the weights of `model`."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
+        shutil.copyfile(source / name, out / name)
+    folder.save_half(model, out / "model.safetensors")
+
+
 @torch.no_grad()
 def quality(model: Qwen2ForCausalLM, prepared: corpus.Prepared, *, length: int, limit: int | None = None) -> Quality:
     """Score every token but the first of the held-out windows, in float32; ValueError where no file is as long."""
@@ -47,13 +55,18 @@ def qualities(model: Qwen2ForCausalLM, prepared: corpus.Prepared) -> dict[int, Q
     return {length: quality(model, prepared, length=length) for length in LENGTHS}
 
 
+def perplexity(quality: Quality) -> float:
+    """Per token."""
+    return math.exp(quality.nats_per_token)
+
+
 def quality_table(scores: dict[int, Quality]) -> Iterable[str]:
     """The rows of a Markdown table."""
     yield "| window | perplexity per token | bits per byte | nats per token | top-1 | tokens |"
     yield "|---|---|---|---|---|---|"
     for length, q in scores.items():
         yield (
-            f"| {length} | {math.exp(q.nats_per_token):.2f} | {q.bits_per_byte:.3f} | {q.nats_per_token:.3f} | "
+            f"| {length} | {perplexity(q):.2f} | {q.bits_per_byte:.3f} | {q.nats_per_token:.3f} | "
             f"{q.top1:.3f} | {q.tokens:,} |"
         )
 

@@ -25,13 +25,12 @@ from recipes.packing import Batch, Trajectory
 
 @dataclass(frozen=True)
 class Plan(loop.Schedule):
-    """One round: `samples` trajectories and `texts` corpus windows of `lengths` a step, noise ratios of `ratios` blocks.
+    """One round: `samples` trajectories and `batch_tokens` of corpus windows a step, noise ratios of `ratios` blocks.
 
     `window` is the number of blocks that share noisy context (packing.visibility; None: all of them).
     """
 
     samples: int = 4
-    texts: int = 4
     ratios: int = 16
     window: int | None = None
     clean_weight: float = 1.0
@@ -85,7 +84,8 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
         loss, tokens = consistency + plan.clean_weight * clean, batch.ids.numel()
         if plan.text_weight:
             length = plan.length(step)
-            windows = causal.training_windows(self.text, seed=plan.seed, step=step, count=plan.texts, length=length)
+            count = max(1, plan.batch_tokens // length)
+            windows = causal.training_windows(self.text, seed=plan.seed, step=step, count=count, length=length)
             loss = loss + plan.text_weight * causal.next_token_loss(
                 self.model, torch.from_numpy(windows).to(self.device)
             )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes import causal, distillation, packing
+from recipes import causal, consistency, distillation, loop, packing, trajectories
 from recipes.packing import Trajectory
 
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
@@ -67,7 +67,7 @@ def test_both_losses_are_the_public_codes(
     assert batch.teacher.tolist() == case["teacher_positions"]
     assert batch.inputs.tolist() == case["ar_logit_positions"]
     assert batch.targets.tolist() == case["ar_targets"]
-    monkeypatch.setattr(distillation.loop, "autocast", lambda device: torch.enable_grad())
+    monkeypatch.setattr(loop, "autocast", lambda device: torch.enable_grad())
     model = causal.load_model(golden / "jacobi", torch.device("cpu"))
     rows = model(
         input_ids=batch.ids,
@@ -122,14 +122,14 @@ def test_a_noisy_row_sees_no_clean_copy_of_its_own_block() -> None:
     rng = np.random.default_rng(1)
     trajectory = random_trajectory(rng, 3, 3)
     packed = packing.pack(trajectory, [states[0] for states in trajectory.blocks])
-    for window in (None, 1, 2):
+    for window, clean_seen in ((None, 0), (1, 48), (2, 32)):
         visible = packing.collate([packed], window).visible[0].numpy()
         noisy, clean = packed.kind == packing.NOISY, packed.kind == packing.CLEAN
         rows, columns = np.nonzero(visible & noisy[:, None] & clean[None, :])
         assert (packed.block[columns] < packed.block[rows]).all()
+        assert len(rows) == clean_seen  # 4 x 4 for every earlier window's block
         assert not (visible & ~noisy[:, None] & noisy[None, :]).any()
         assert (packed.positions[None, :] <= packed.positions[:, None])[visible].all()
-    assert len(rows) > 0  # with windows of two blocks the third block's noisy copy sees the first two fixed points
 
 
 def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> distillation.Trainer:
@@ -143,14 +143,40 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
 def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
     rng = np.random.default_rng(2)
     trajectories = [random_trajectory(rng, 4, 3) for _ in range(3)]
-    runs = []
-    for _ in range(2):
-        trainer = trainer_of(trajectories, 60)
-        runs.append([trainer.advance() for _ in range(60)])
-    assert runs[0] == runs[1]
+    trainer, again = trainer_of(trajectories, 60), trainer_of(trajectories, 60)
+    assert [trainer.advance() for _ in range(60)] == [again.advance() for _ in range(60)]
     held = trainer.batch(1000)
     with torch.no_grad():
         before = distillation.losses(trainer_of(trajectories, 1).model, held)
         after = distillation.losses(trainer.model, held)
     assert after[0] < before[0] - 0.3
     assert after[1] < before[1] - 0.3
+
+
+def traced(
+    final: list[int], num_prompt: int, drafts: list[list[int]], commits: list[int]
+) -> list[tuple[int, list[int]]]:
+    """Each iteration's first position and draft, from what was committed before it."""
+    starts = np.concatenate([[num_prompt], num_prompt + np.cumsum(commits)])
+    return [(int(start), draft) for start, draft in zip(starts, drafts, strict=False)]
+
+
+def test_block_states_are_rebuilt_from_the_drafts_of_every_iteration() -> None:
+    # Prompt 1 2; blocks of three; the first forward after (3 4 5) commits the seed of the next block with it.
+    final = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    drafts = traced(final.tolist(), 2, [[0, 0, 5], [4, 0], [0, 0], [8]], [1, 3, 1, 2])
+    blocks = trajectories.blocks_of(final, 2, drafts)
+    assert [block.tolist() for block in blocks] == [
+        [[0, 0, 5], [3, 4, 0], [3, 4, 5]],
+        [[6, 0, 0], [6, 7, 8]],
+    ]
+
+
+def test_a_block_that_the_completion_ends_in_is_cut_and_an_empty_draft_is_none() -> None:
+    final = np.array([1, 3, 4, 5])
+    blocks = trajectories.blocks_of(final, 1, [(1, [3, 0, 0, 9]), (3, [9, 9]), (3, [])])
+    assert [block.tolist() for block in blocks] == [[[3, 0, 0], [3, 4, 9], [3, 4, 5]]]
+
+
+def test_rounds_are_named_by_block_size_and_noise_ratios() -> None:
+    assert consistency.rounds("16:16,32:8") == [consistency.Round(16, 16), consistency.Round(32, 8)]

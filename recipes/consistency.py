@@ -1,0 +1,244 @@
+"""Distils a causal model into one that Jacobi decoding serves in fewer forwards, and writes its model folder.
+
+    python -m recipes.consistency --out DIR --work WORK [--model MODEL] [--rounds 16:16,32:8]
+
+Every round decodes prompts from the training files with the model so far, in a batch job of its own (decoder `jacobi`,
+greedy, `output.trace: steps`), and trains it on the trajectories that the job's traces hold: progressive consistency
+distillation (pcLLM, section 3.1). A round `n:w` has blocks of n tokens and noise schedules of w blocks. Then the model
+before and after are measured on held-out prompts, again by jobs. WORK keeps jobs, checkpoints and the rounds' models:
+run the same command again to go on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from jobs.codes import OK
+from jobs.run import RunOptions, run_job
+from jobs.session import ray_session
+from jobs.spec import JobSpec
+from recipes import causal, causal_folder, corpus, distillation, jacobi_report, loop, masking, trajectories
+from recipes.packing import IDS, Trajectory
+from storage.store import open_store
+from storage.verbs import Store
+
+BUILTIN = Path(__file__).parent.parent / "decoders" / "builtin"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of distillation: the blocks' size in tokens and the number of noise ratios."""
+
+    block_size: int
+    ratios: int
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts by sample id, token ids [P] each, and the file of them that a job reads."""
+
+    ids: dict[str, IDS]
+    path: Path
+
+
+def rounds(text: str) -> list[Round]:
+    """`n:w` for every round, separated by commas."""
+    return [Round(*(int(part) for part in one.split(":"))) for one in text.split(",")]
+
+
+def draw_prompts(
+    prepared: corpus.Prepared, path: Path, *, training: bool, count: int, length: int, seed: int
+) -> Prompts:
+    """`count` pieces of `length` tokens from training or held-out files, written to `path` as JSON lines.
+
+    A piece's text need not come back as the same tokens; the prompts hold what its text is encoded to.
+    """
+    stream, tokenizer = prepared.train if training else prepared.held_out, prepared.tokenizer
+    index = masking.draw_windows(stream, np.random.default_rng([seed, 3]), count=count, length=length)
+    texts = [str(tokenizer.decode(ids)) for ids in stream.ids[index]]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"id": f"{row:06d}", "prompt": text}) for row, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n")
+    return Prompts({f"{row:06d}": np.array(corpus.encode(tokenizer, text)) for row, text in enumerate(texts)}, path)
+
+
+def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *, new_tokens: int, trace: bool) -> Store:
+    """Complete every prompt greedily in a batch job, or find that done; the run directory. RuntimeError where it fails."""
+    spec = JobSpec.model_validate(
+        {
+            "name": run.name,
+            "task": {"kind": "complete", "max_new_tokens": new_tokens, "ignore_eos": True},
+            "input": {"path": str(prompts.path), "columns": {"id": "id", "prompt": "prompt"}},
+            "model": {"path": str(model)},
+            "decoder": decoder,
+            "sampling": {"temperature": 0.0},
+            "output": {"path": str(run), "trace": "steps" if trace else "none"},
+        }
+    )
+    code = run_job(spec, RunOptions())
+    if code != OK:
+        raise RuntimeError(f"the job of {run} ended with exit code {code}")
+    return open_store(spec.output.path)
+
+
+def distil(
+    flags: argparse.Namespace, source: Path, found: list[Trajectory], prepared: corpus.Prepared, work: Path, one: Round
+) -> distillation.Trainer | None:
+    """One round of training from the model in `source`; None where the minutes ran out."""
+    device, pace = loop.set_up(flags)
+    plan = plan_from(flags, one)
+    model = causal.load_model(source, device).train()
+    trainer = distillation.Trainer(model, plan, found, causal.packed(prepared.train, plan.seed), device)
+    return trainer if loop.run_visibly(trainer, work / "state", pace) else None
+
+
+def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
+    return distillation.Plan(
+        steps=flags.steps or 1500,
+        seed=flags.seed,
+        batch_tokens=flags.batch_tokens or 1024,
+        lengths=(256, 512),
+        length_shares=(0.75, 0.25),
+        learning_rate=flags.learning_rate or 1e-3,
+        warmup=50,
+        decay_share=flags.decay_share,
+        samples=flags.samples,
+        ratios=one.ratios,
+        window=flags.window,
+        clean_weight=flags.clean_weight,
+        text_weight=flags.text_weight,
+    )
+
+
+def run_round(
+    flags: argparse.Namespace, source: Path, prepared: corpus.Prepared, number: int, one: Round
+) -> Path | None:
+    """Trajectories of the model in `source`, training on them; the folder of the model made, None where time ran out."""
+    work, n = flags.work / f"round-{number}", one.block_size
+    out: Path = work / "model"
+    if (out / "model.safetensors").exists():
+        return out
+    prompts = draw_prompts(
+        prepared,
+        work / "prompts.jsonl",
+        training=True,
+        count=flags.prompts,
+        length=flags.prompt_tokens,
+        seed=flags.seed + number,
+    )
+    # One token more than whole blocks: the last position is never fed, and every block's states are complete.
+    new_tokens = flags.new_tokens // n * n + 1
+    decoder = {"kind": "jacobi", "block_size": n, "window": "fixed"}
+    run = decode(source, prompts, decoder, work / "trajectories", new_tokens=new_tokens, trace=True)
+    found = trajectories.read(run, prompts.ids)
+    trainer = distil(flags, source, found, prepared, work, one)
+    if trainer is None:
+        return None
+    causal_folder.copy_with_weights(source, out, trainer.model)
+    return out
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="recipes.consistency", description="Distil a model for Jacobi decoding.")
+    loop.add_flags(parser)
+    parser.add_argument(
+        "--work", type=Path, required=True, help="where jobs, checkpoints and the rounds' models are kept"
+    )
+    parser.add_argument("--model", type=Path, default=BUILTIN / "ar-tiny", help="the model folder to start from")
+    parser.add_argument(
+        "--rounds", type=rounds, default=rounds("16:16,32:8"), help="block size and noise ratios of each"
+    )
+    parser.add_argument("--prompts", type=int, default=3000, help="samples decoded in each round")
+    parser.add_argument("--prompt-tokens", type=int, default=96)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--samples", type=int, default=8, help="trajectories in a step")
+    parser.add_argument("--window", type=int, help="blocks that share noisy context; all of them by default")
+    parser.add_argument(
+        "--clean-weight", type=float, default=1.0, help="of the AR loss on the trajectories' fixed points"
+    )
+    parser.add_argument("--text-weight", type=float, default=1.0, help="of the AR loss on the corpus")
+    parser.add_argument("--measured", type=int, default=64, help="held-out prompts to measure with")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    flags = parse(arguments)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.model)
+    prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
+    source: Path = flags.model
+    with ray_session(None, num_cpus=flags.threads):
+        for number, one in enumerate(flags.rounds):
+            made = run_round(flags, source, prepared, number, one)
+            if made is None:
+                return 3
+            source = made
+        shutil.copytree(source, flags.out, dirs_exist_ok=True)
+        finish(flags, prepared)
+    return 0
+
+
+def finish(flags: argparse.Namespace, prepared: corpus.Prepared) -> None:
+    """Measure both models with finished jobs and write the folder's README."""
+    device = torch.device("cpu")
+    one, two = causal.load_model(flags.model, device), causal.load_model(flags.out, device)
+    decoded = measure(flags, prepared)
+    scores = causal_folder.qualities(one, prepared), causal_folder.qualities(two, prepared)
+    comparison = jacobi_report.Comparison(
+        decoded,
+        {length: (scores[0][length], scores[1][length]) for length in scores[0]},
+        jacobi_report.same_top1(one, two, prepared),
+        jacobi_report.same_text(*next(iter(decoded.values()))),
+    )
+    text = jacobi_report.readme(
+        flags.out.name, flags.model.name, comparison, describe(flags, prepared), prepared.held_out_paths
+    )
+    (flags.out / "README.md").write_text(text)
+    Console().print(f"wrote {flags.out}")
+
+
+def measure(
+    flags: argparse.Namespace, prepared: corpus.Prepared
+) -> dict[str, tuple[jacobi_report.Decoded, jacobi_report.Decoded]]:
+    """Every decoder's completions of held-out prompts, of the model before and after."""
+    work = flags.work / "measured"
+    length, count = flags.prompt_tokens, flags.measured
+    prompts = draw_prompts(
+        prepared, work / "prompts.jsonl", training=False, count=count, length=length, seed=flags.seed
+    )
+    found = {}
+    for name, decoder in jacobi_report.decoders([one.block_size for one in flags.rounds]).items():
+        runs = [
+            decode(model, prompts, decoder, work / f"{part} {name}", new_tokens=flags.new_tokens, trace=False)
+            for part, model in (("before", flags.model), ("after", flags.out))
+        ]
+        found[name] = (jacobi_report.read_decoded(runs[0]), jacobi_report.read_decoded(runs[1]))
+    return found
+
+
+def describe(flags: argparse.Namespace, prepared: corpus.Prepared) -> dict[str, str]:
+    """The README's list of training settings."""
+    plans = {
+        f"round {number + 1}": f"blocks of {one.block_size} tokens, {one.ratios} noise ratios; "
+        f"{flags.prompts} prompts of {flags.prompt_tokens} tokens, {flags.new_tokens} new ones; "
+        f"{flags.samples} trajectories and {plan.batch_tokens} tokens of the corpus a step; {plan.describe()}"
+        for number, one in enumerate(flags.rounds)
+        for plan in [plan_from(flags, one)]
+    }
+    weights = f"consistency 1, its fixed points {flags.clean_weight}, corpus {flags.text_weight}"
+    return {**prepared.describe(), **plans, "loss weights": weights, **loop.describe_machine(flags.threads)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
