@@ -6,10 +6,13 @@ own code and configs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from decoders.backbones import causal_families
+from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
 from decoders.base import ModelInfo
 
 Config = Mapping[str, Any]
@@ -17,7 +20,11 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have."""
+    """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
+
+    `full_names` maps the names in a checkpoint to those. `has_mask` says that the model knows a mask token; `max_length` is
+    what config.json tells of the longest text. `causal` is set for the families of transformers' causal models.
+    """
 
     name: str
     decoders: tuple[str, ...]
@@ -25,7 +32,11 @@ class Family:
     vocab_size: Callable[[Config], int]
     weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     optional: Callable[[Config], set[str]]
-    check: Callable[[Config], None]
+    check: Callable[[Config], object]
+    full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
+    has_mask: bool = True
+    max_length: Callable[[Config], int | None] = lambda config: None
+    causal: CausalFamily | None = None
 
 
 def _require(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
@@ -74,6 +85,22 @@ def _xlnet_optional(config: Config) -> set[str]:
     return names
 
 
+def _causal(family: CausalFamily) -> Family:
+    return Family(
+        name=family.name,
+        decoders=causal_families.DECODERS,
+        default_mask_id=None,
+        vocab_size=partial(causal_families.vocab_size, family),
+        weight_shapes=partial(causal_families.weight_shapes, family),
+        optional=partial(causal_families.optional_names, family),
+        check=partial(causal_families.parse_config, family),
+        full_names=partial(causal_families.full_names, family),
+        has_mask=False,
+        max_length=partial(causal_families.max_positions, family),
+        causal=family,
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "xlnet": Family(
         name="xlnet",
@@ -84,6 +111,7 @@ FAMILIES: dict[str, Family] = {
         optional=_xlnet_optional,
         check=_check_xlnet,
     ),
+    **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
 }
 
 
@@ -103,20 +131,36 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
     """Return what is known of a checkpoint from its config alone; raises ValueError where config.json does not fit."""
     family.check(config)
     vocab_size = family.vocab_size(config)
-    mask = family.default_mask_id if mask_id is None else mask_id
-    if mask is not None and not 0 <= mask < vocab_size:
-        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
-    own = config.get("draftmill", {})
+    mask = _mask_id(family, mask_id, vocab_size)
     shapes = family.weight_shapes(config)
     return ModelInfo(
         family=family.name,
         vocab_size=vocab_size,
         mask_id=mask,
-        max_length=max_length if max_length is not None else own.get("max_length"),
+        max_length=_max_length(family, config, max_length),
         decoders=family.decoders,
         num_parameters=sum(_product(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
     )
+
+
+def _mask_id(family: Family, mask_id: int | None, vocab_size: int) -> int | None:
+    if mask_id is not None and not family.has_mask:
+        raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
+    mask = family.default_mask_id if mask_id is None else mask_id
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
+    return mask
+
+
+def _max_length(family: Family, config: Config, asked: int | None) -> int | None:
+    """What was asked for, else what config.json says for draftmill, else what it says for everybody."""
+    own, public = config.get("draftmill", {}).get("max_length"), family.max_length(config)
+    length = next((value for value in (asked, own, public) if value is not None), None)
+    has_table = family.causal is not None and family.causal.position_table
+    if has_table and length is not None and public is not None and length > public:
+        raise ValueError(f"model.max_length: {length}, but the model's position table has {public} entries")
+    return length
 
 
 def _product(shape: tuple[int, ...]) -> int:

@@ -33,6 +33,8 @@ class ShapeRules:
         return min(capacity, -(-max(num_columns, 1) // self.column_multiple) * self.column_multiple)
 
 
+NO_RULES = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, exact=False)
+"""What a GPU gets: its kernels change with the shape whatever is rounded, so nothing is padded in vain."""
 _CANDIDATES = ((16, 4, 32), (16, 4, 64), (32, 8, 128), (32, 8, 512))
 
 
@@ -88,12 +90,28 @@ def choose_rules(
     `threads` is part of the question, since it moves the boundaries between kernels. Without any sufficient candidate the
     strictest one comes back with exact=False.
     """
-    for min_rows, min_queries, multiple in _CANDIDATES:
-        if _linear_exact(width, inner, vocab_size, dtype, min_rows) and _attention_exact(
-            num_heads, width // num_heads, dtype, ShapeRules(min_rows, min_queries, multiple, exact=False)
-        ):
-            return ShapeRules(min_rows, min_queries, multiple, exact=True)
+    return first_exact(
+        lambda rules: (
+            _linear_exact(width, inner, vocab_size, dtype, rules.min_rows)
+            and _attention_exact(num_heads, width // num_heads, dtype, rules)
+        )
+    )
+
+
+def first_exact(is_exact: Callable[[ShapeRules], bool]) -> ShapeRules:
+    """Return the cheapest rules that pass a test; without any, the strictest ones with exact=False."""
+    for candidate in _CANDIDATES:
+        rules = ShapeRules(*candidate, exact=True)
+        if is_exact(rules):
+            return rules
     return ShapeRules(*_CANDIDATES[-1], exact=False)
+
+
+def rows_exact(function: Callable[[Tensor], Tensor], rows_NK: Tensor, min_rows: int) -> bool:
+    """Whether a row-wise function gives the first rows the same bits, however many (>= min_rows) come along."""
+    whole = function(rows_NK)
+    counts = (min_rows, min_rows + 1, min_rows + 5, 47, 64, 129, 300)
+    return all(torch.equal(function(rows_NK[:count]), whole[:count]) for count in counts if count <= rows_NK.shape[0])
 
 
 def _linear_exact(width: int, inner: int, vocab_size: int, dtype: torch.dtype, min_rows: int) -> bool:
@@ -101,10 +119,8 @@ def _linear_exact(width: int, inner: int, vocab_size: int, dtype: torch.dtype, m
     for num_in, num_out in ((width, width), (width, inner), (inner, width), (width, vocab_size)):
         weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
         rows = torch.randn(512, num_in, generator=generator).to(dtype)
-        whole = functional.linear(rows, weight)
-        for count in (min_rows, min_rows + 1, min_rows + 5, 47, 64, 129, 300):
-            if not torch.equal(functional.linear(rows[:count], weight), whole[:count]):
-                return False
+        if not rows_exact(functools.partial(functional.linear, weight=weight), rows, min_rows):
+            return False
     return True
 
 
@@ -120,7 +136,7 @@ def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, rules:
     bias[..., num_visible:] = -torch.inf
     distances = key[0].transpose(1, 2).contiguous()
     whole, scores = attend(query, key, value, bias), position_scores(query, distances, rules.min_rows)
-    for slots, queries, columns in _shapes(num_slots, num_visible, rules):
+    for slots, queries, columns in shapes_to_compare(num_slots, num_visible, rules):
         part = query[:slots, :, :queries]
         near = slice(0, columns)
         mixed = attend(part, key[:slots, :, near], value[:slots, :, near], bias[:slots, :, :queries, near])
@@ -132,8 +148,8 @@ def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, rules:
     return True
 
 
-def _shapes(num_slots: int, num_visible: int, rules: ShapeRules) -> list[tuple[int, int, int]]:
-    """Shapes (slots, queries, columns) to hold against the largest one."""
+def shapes_to_compare(num_slots: int, num_visible: int, rules: ShapeRules) -> list[tuple[int, int, int]]:
+    """Shapes (slots, queries, columns) of attention to hold against the largest one, in which 512 columns are there."""
     multiple = rules.column_multiple
     least = -(-num_visible // multiple) * multiple
     return [

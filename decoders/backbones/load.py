@@ -1,40 +1,49 @@
-"""From a checkpoint folder to a backbone: config.json and safetensors only, no remote code, every name accounted for.
+"""From a checkpoint folder to a backbone: JSON and safetensors only, no remote code, every name accounted for.
 
-Knows the file layout of Hugging Face checkpoints (one model.safetensors, or shards with an index). Fetching a model from
-elsewhere is not its business.
+Knows the file layout of Hugging Face checkpoints: one model.safetensors, or shards with an index; config.json,
+generation_config.json and tokenizer.json. Fetching a model from elsewhere is not its business.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from decoders.backbones.base import Backbone
+from decoders.backbones.base import Backbone, TokenBackbone
 from decoders.backbones.families import Family, describe, find_family
 from decoders.backbones.xlnet import XLNetBackbone
 from decoders.base import ModelInfo
 
+T = TypeVar("T")
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json as a dict; ValueError where it is missing or no JSON object."""
-    path = folder / "config.json"
+    config = _read_object(folder / "config.json")
+    if config is None:
+        raise ValueError(f"model.path: {folder} has no config.json")
+    return config
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return a JSON object; None where there is no such file, ValueError where it holds anything else."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(f"model.path: {folder} has no config.json") from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"model.path: {path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
+    if not isinstance(found, dict):
         raise ValueError(f"model.path: {path} is not a JSON object")
-    return config
+    return found
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -63,24 +72,33 @@ def inspect_model(
     found = find_family(config, family)
     info = describe(found, config, mask_id=mask_id, max_length=max_length)
     _check_names(found, config, _header_shapes(folder), folder)
+    if found.causal is not None:
+        info = dataclasses.replace(info, suppressed=ids_without_token(folder, info.vocab_size))
     return info
 
 
 def _header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
+    return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
+
+
+def _each_tensor(folder: Path, take: Callable[[Any, str], T]) -> dict[str, T]:
+    """Call `take` for every tensor of the checkpoint; ValueError where a file is damaged."""
+    taken: dict[str, T] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ValueError(f"model.path: {path} is damaged or no safetensors file: {error}") from error
-    return shapes
+    return taken
 
 
 def _check_names(
     family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
     expected, optional = family.weight_shapes(config), family.optional(config)
+    full = family.full_names(shapes)
+    shapes = {full[name]: shape for name, shape in shapes.items()}
     missing = sorted(expected.keys() - shapes.keys())
     surplus = sorted(shapes.keys() - expected.keys() - optional)
     wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
@@ -95,16 +113,9 @@ def _check_names(
         )
 
 
-def load_weights(folder: Path) -> dict[str, Tensor]:
-    """Read every tensor of the checkpoint; ValueError where a file is damaged."""
-    weights: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                weights |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"model.path: {path} is damaged or no safetensors file: {error}") from error
-    return weights
+def load_weights(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
+    """Read every tensor of the checkpoint, one by one onto a device and into a dtype; ValueError where a file is damaged."""
+    return _each_tensor(folder, lambda file, name: file.get_tensor(name).to(device=device, dtype=dtype))
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -127,13 +138,69 @@ def pick_device(device: str) -> str:
     return device
 
 
-def load_backbone(folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto") -> Backbone:
-    """Load a checkpoint onto a device; raises ValueError as `inspect_model` does."""
+def load_backbone(
+    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto"
+) -> Backbone | TokenBackbone:
+    """Load a checkpoint onto a device and test it there.
+
+    Raises ValueError as `inspect_model` does, and what `check_masking` raises.
+    """
     config = read_config(folder)
     found = find_family(config, family)
     found.check(config)
     where = pick_device(device)
-    weights = load_weights(folder)
-    _check_names(found, config, {name: tuple(tensor.shape) for name, tensor in weights.items()}, folder)
-    assert found.name == "xlnet", f"family {found.name} has a table entry but no backbone"
-    return XLNetBackbone(config, weights, dtype=pick_dtype(dtype, where), device=where)
+    number = pick_dtype(dtype, where)
+    _check_names(found, config, _header_shapes(folder), folder)
+    weights = load_weights(folder, dtype=number, device=where)
+    if found.causal is None:
+        return XLNetBackbone(config, weights, dtype=number, device=where)
+    from decoders.backbones.self_test import check_masking
+    from decoders.backbones.transformer import TransformerBackbone
+
+    full = found.full_names(weights)
+    weights = {full[name]: tensor for name, tensor in weights.items()}
+    backbone = TransformerBackbone(found.causal, config, weights, dtype=number, device=where)
+    check_masking(backbone)
+    return backbone
+
+
+# ---- ids with a meaning --------------------------------------------------------------------------------------------
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a text: those of generation_config.json where it names any, else those of config.json.
+
+    As transformers' `generate` does. The tokenizer may know another one; ValueError where an id is no number.
+    """
+    for name in ("generation_config.json", "config.json"):
+        found = (_read_object(folder / name) or {}).get("eos_token_id")
+        if found is not None:
+            ids = found if isinstance(found, list) else [found]
+            return tuple(dict.fromkeys(_token_id(folder / name, "eos_token_id", value) for value in ids))
+    return ()
+
+
+def bos_id(folder: Path) -> int | None:
+    """Return the id that begins a text, of generation_config.json or config.json; None where neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        found = (_read_object(folder / name) or {}).get("bos_token_id")
+        if found is not None:
+            return _token_id(folder / name, "bos_token_id", found)
+    return None
+
+
+def _token_id(path: Path, key: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"model.path: {path} has {key} = {value!r}; allowed: token ids >= 0")
+    return value
+
+
+def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the ids below `vocab_size` that tokenizer.json gives no token, such as padding of the embedding table."""
+    tokenizer = _read_object(folder / "tokenizer.json")
+    if tokenizer is None:
+        return ()
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    held = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+    held |= {added["id"] for added in tokenizer.get("added_tokens") or []}
+    return tuple(sorted(set(range(vocab_size)) - held)) if held else ()

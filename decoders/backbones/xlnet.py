@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Rows
-from decoders.backbones.invariance import ShapeRules, attend, choose_rules, linear_rows, position_scores
+from decoders.backbones.invariance import NO_RULES, ShapeRules, attend, choose_rules, linear_rows, position_scores
 from decoders.masks import visible
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -34,7 +34,6 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
 _MAX_BIAS_NUMBERS: Final = 1 << 24
-_NO_RULES: Final = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, exact=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class XLNetBackbone:
 
     def _rules(self, inner: int) -> ShapeRules:
         if self.device.type != "cpu":
-            return _NO_RULES
+            return NO_RULES
         return choose_rules(self.width, inner, self.vocab_size, self.num_heads, self.dtype, torch.get_num_threads())
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:

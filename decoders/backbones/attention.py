@@ -1,0 +1,147 @@
+"""Attention of flat token rows over the slot cache: what transformers' attention modules call instead of their own.
+
+A forward's valid rows run through a model as one flat sequence, so that products compute no padding. Only here do they meet
+the cache: the rows' keys and values are written, the queries are spread over a rectangle, one line a slot, attend to the
+columns that they may see, and are gathered again. What they need for it, the `Layout`, travels through the model's keyword
+arguments as one object; nothing is kept between forwards.
+
+A row that sees nothing has attention output zero. Under grouped-query attention the queries of a group become further query
+rows of their key head: keys and values are never repeated.
+
+Legend: N flat rows (behind the valid ones comes padding), B slots, T rows of a slot, W columns, H query heads, K key heads,
+G = H / K, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decoders.backbones.cache import SlotCache
+
+# Scores computed at once: what stays near a CPU's cache; on a GPU what is small beside the weights. Never fewer rows than
+# this, so that parts stay above what the shape rules ask for.
+_CPU_SCORES: Final = 1 << 20
+_GPU_SCORES: Final = 1 << 28
+_LEAST_ROWS: Final = 64
+_EXACT_DTYPES: Final = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What the rows of one forward see: an additive bias (0 or -inf), and the flat rows that see nothing, if any."""
+
+    bias_BTW: Tensor
+    blind_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
+
+    `rectangle_N` is None where the valid rows fill the rectangle in order. `sights` are keyed by window and `windows` gives
+    the window of each layer, None for one that sees everything.
+    """
+
+    cache: SlotCache
+    slots: Tensor | slice
+    num_slots: int
+    num_rows: int
+    places: Tensor
+    rectangle_N: Tensor | None
+    windows: tuple[int | None, ...]
+    sights: Mapping[int | None, Sight]
+
+
+def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype) -> Sight:
+    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is no number."""
+    blind_BT = ~visible_BTW.any(2)
+    bias_BTW = torch.zeros(visible_BTW.shape, dtype=dtype, device=visible_BTW.device)
+    bias_BTW.masked_fill_(~(visible_BTW | blind_BT.unsqueeze(2)), -torch.inf)
+    blind = blind_BT.flatten() if rectangle_N is None else blind_BT.flatten()[rectangle_N]
+    return Sight(bias_BTW, blind.nonzero().squeeze(1) if bool(blind.any()) else None)
+
+
+def slot_attention(
+    module: Any,
+    query_1HNd: Tensor,
+    key_1KNd: Tensor,
+    value_1KNd: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    layout: Layout,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered with transformers; returns ([1, N, H, d], no attention weights)."""
+    layer, count = int(module.layer_idx), layout.places.shape[0] // key_1KNd.shape[1]
+    query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
+    layout.cache.write(layer, layout.places, key_NKd[:count], value_NKd[:count])
+    sight = layout.sights[layout.windows[layer]]
+    mixed_NHd = _mix(query_NHd[:count], layer, layout, sight, scaling)
+    if sight.blind_N is not None:
+        mixed_NHd[sight.blind_N] = 0.0
+    padding = query_NHd.shape[0] - count
+    return (functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd).unsqueeze(0), None
+
+
+def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: float) -> Tensor:
+    """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
+    key, value = layout.cache.read(layer, layout.slots, sight.bias_BTW.shape[2])
+    spread = query_NHd
+    if layout.rectangle_N is not None:
+        spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
+        spread[layout.rectangle_N] = query_NHd
+    query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
+    parts = _parts(query_BTHd, sight.bias_BTW.shape[2])
+    if len(parts) == 1:
+        mixed = attend_grouped(query_BTHd, key, value, sight.bias_BTW, scaling=scaling)
+    else:
+        mixed = torch.empty_like(query_BTHd)
+        for some, lines in parts:
+            bias = sight.bias_BTW[some, lines]
+            mixed[some, lines] = attend_grouped(query_BTHd[some, lines], key[some], value[some], bias, scaling=scaling)
+    mixed = mixed.flatten(0, 1)
+    return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
+
+
+def _parts(query_BTHd: Tensor, num_columns: int) -> list[tuple[slice, slice]]:
+    """Cut the rectangle into parts (slots, lines) whose scores are few enough to be held at once."""
+    num_slots, num_rows, num_heads, _ = query_BTHd.shape
+    limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
+    rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
+    if rows_at_once >= num_rows:
+        step = rows_at_once // num_rows
+        return [(slice(first, first + step), slice(None)) for first in range(0, num_slots, step)]
+    count = -(-num_rows // rows_at_once)
+    lines = [slice(num_rows * part // count, num_rows * (part + 1) // count) for part in range(count)]
+    return [(slice(slot, slot + 1), line) for slot in range(num_slots) for line in lines]
+
+
+def attend_grouped(
+    query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scaling: float
+) -> Tensor:
+    """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
+
+    In float32 and float64 on a CPU the products are batched ones, whose bits depend on little (invariance.py); elsewhere
+    they are left to torch's fused attention, which keeps scores in float32 or better.
+    """
+    num_slots, num_rows, num_heads, width = query_BTHd.shape
+    key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
+    split, group = (num_slots, num_rows, key_heads, -1, width), num_heads // key_heads
+    query_BKRd = query_BTHd.view(split).transpose(1, 2).reshape(num_slots, key_heads, -1, width)
+    if query_BTHd.device.type == "cpu" and query_BTHd.dtype in _EXACT_DTYPES:
+        key_CWd, value_CWd = key_BKWd.flatten(0, 1), value_BKWd.flatten(0, 1)
+        scores = torch.bmm(query_BKRd.flatten(0, 1) * scaling, key_CWd.transpose(1, 2))
+        scores.view(num_slots, key_heads, num_rows, group, num_columns).add_(bias_BTW[:, None, :, None])
+        mixed = torch.bmm(scores.softmax(-1), value_CWd)
+    else:
+        bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, num_rows * group, num_columns)
+        mixed = functional.scaled_dot_product_attention(query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scaling)
+    mixed_BTKGd = mixed.view(num_slots, key_heads, num_rows, group, width).transpose(1, 2)
+    return mixed_BTKGd.reshape(num_slots, num_rows, num_heads, width)

@@ -1,0 +1,89 @@
+"""The slot cache: the keys and values of every layer at [slot, key head, column], and the position of every column.
+
+Slots are independent and ragged: each forward writes its own rows at columns of their slots, and what was written before
+stays until it is written over, so a rejected column needs no cropping. Which columns a row may see is not the cache's
+business. Slots that follow each other are read in place; any other choice has to be copied out.
+
+Legend: S slots, B slots read, K key heads, W columns, d head width, N rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SlotCache:
+    """Keys and values of `num_layers` layers; grows, and never forgets when it does."""
+
+    def __init__(
+        self, num_layers: int, num_heads: int, head_width: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        empty = torch.zeros(2, 0, num_heads, 0, head_width, dtype=dtype, device=device)
+        self.layers_2SKWd = [empty] * num_layers
+        self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots there is room for."""
+        return self.positions_SW.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns each slot has."""
+        return self.positions_SW.shape[1]
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room for at least so many slots and columns; what is held stays. New cells are zero."""
+        slots, columns = self.positions_SW.shape
+        num_slots, num_columns = max(num_slots, slots), max(num_columns, columns)
+        if (num_slots, num_columns) == (slots, columns):
+            return
+        # One layer at a time: the old and the new cache are never both whole in memory.
+        for index, old in enumerate(self.layers_2SKWd):
+            new = old.new_zeros(2, num_slots, old.shape[2], num_columns, old.shape[4])
+            new[:, :slots, :, :columns] = old
+            self.layers_2SKWd[index] = new
+        positions = self.positions_SW.new_zeros(num_slots, num_columns)
+        positions[:slots, :columns] = self.positions_SW
+        self.positions_SW = positions
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy all that slot `source` holds onto slot `target`."""
+        for layer in self.layers_2SKWd:
+            layer[:, target] = layer[:, source]
+        self.positions_SW[target] = self.positions_SW[source]
+
+    def clear_slot(self, slot: int) -> None:
+        """Put zeros into a slot."""
+        for layer in self.layers_2SKWd:
+            layer[:, slot] = 0
+
+    def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
+        """Return where the keys of these rows go, for `write`; int64 [N * K], the same in every layer."""
+        num_heads = self.layers_2SKWd[0].shape[2]
+        heads_K = torch.arange(num_heads, device=slots_N.device)
+        places_NK = (slots_N.unsqueeze(1) * num_heads + heads_K) * self.num_columns + columns_N.unsqueeze(1)
+        return places_NK.flatten()
+
+    def write(self, layer: int, places: Tensor, key_NKd: Tensor, value_NKd: Tensor) -> None:
+        """Store the keys and values of N rows in one layer; no two rows may have one place."""
+        keys_values = self.layers_2SKWd[layer]
+        for which, rows_NKd in enumerate((key_NKd, value_NKd)):
+            width = rows_NKd.shape[2]
+            keys_values[which].view(-1, width).index_copy_(0, places, rows_NKd.reshape(-1, width))
+
+    def read(self, layer: int, slots: Tensor | slice, num_columns: int) -> tuple[Tensor, Tensor]:
+        """Return the first columns of the keys and the values of slots, [B, K, num_columns, d]; views where they are a slice."""
+        near = self.layers_2SKWd[layer][:, :, :, :num_columns]
+        if isinstance(slots, slice):
+            return near[0, slots], near[1, slots]
+        return near[0].index_select(0, slots), near[1].index_select(0, slots)
+
+
+def as_slice(slots_B: Tensor) -> Tensor | slice:
+    """Return slots that follow each other as a slice, others as they are."""
+    count = slots_B.shape[0]
+    first = int(slots_B[0]) if count else 0
+    together = torch.equal(slots_B, torch.arange(first, first + count, device=slots_B.device))
+    return slice(first, first + count) if together else slots_B

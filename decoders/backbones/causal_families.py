@@ -1,0 +1,223 @@
+"""The causal families of transformers: which of its classes they are, which tensors their checkpoints hold.
+
+Everything that a module can tell is asked of the module, built without memory on torch's meta device: names, shapes, which
+tensors are tied. transformers takes seconds to import and is imported only where a checkpoint is looked at. Only its own
+classes are used: a checkpoint's remote code is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Config = Mapping[str, Any]
+DECODERS: Final = ("autoregressive", "speculative", "jacobi", "multiblock_jacobi")
+# Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
+_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+
+def _no_windows(config: Any) -> tuple[int | None, ...]:
+    return (None,) * config.num_hidden_layers
+
+
+def _one_window(config: Any) -> tuple[int | None, ...]:
+    return (config.sliding_window,) * config.num_hidden_layers
+
+
+def _windows_by_type(config: Any) -> tuple[int | None, ...]:
+    unknown = sorted(set(config.layer_types) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
+    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
+    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalFamily:
+    """One architecture. `prefix` is what public checkpoints put before the names of the base model, or leave out.
+
+    `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
+    that positions are learned, so that there are none beyond the table. `windows` says how many positions back each layer
+    sees, its own included, None for all. Where the module that runs the weights is not the
+    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
+    """
+
+    name: str
+    config_class: str
+    model_class: str
+    prefix: str
+    buffers: tuple[str, ...]
+    position_table: bool = False
+    module_class: str = ""
+    runs_as: Callable[[Any], Any] = lambda config: config
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
+    windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
+
+
+def _gpt_neo_as_gpt2(config: Any) -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position_embeddings,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.intermediate_size,
+        activation_function=config.activation_function,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        scale_attn_weights=False,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _gpt_neo_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give GPT-Neo's weights the names and the layout of GPT-2's modules: matrices [in, out]; queries, keys, values in one."""
+    import torch
+
+    ready: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        stem, _, projection = name.partition("attention.")
+        if projection == "q_proj.weight":
+            joined = torch.cat([weights[f"{stem}attention.{which}_proj.weight"] for which in ("q", "k", "v")])
+            ready[stem + "c_attn.weight"] = joined.T.contiguous()
+            ready[stem + "c_attn.bias"] = joined.new_zeros(joined.shape[0])
+        elif projection not in {"k_proj.weight", "v_proj.weight"}:
+            is_matrix = tensor.ndim == 2 and (".mlp." in name or ".out_proj." in name)
+            ready[name.replace("attention.out_proj", "c_proj")] = tensor.T.contiguous() if is_matrix else tensor
+    return ready
+
+
+def _rotary(name: str, classes: str, windows: Callable[[Any], tuple[int | None, ...]]) -> CausalFamily:
+    buffers = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
+    return CausalFamily(name, f"{classes}Config", f"{classes}ForCausalLM", "model.", buffers, windows=windows)
+
+
+CAUSAL_FAMILIES: Final = (
+    _rotary("llama", "Llama", _no_windows),
+    _rotary("mistral", "Mistral", _one_window),
+    _rotary("qwen2", "Qwen2", _windows_by_type),
+    _rotary("qwen3", "Qwen3", _windows_by_type),
+    CausalFamily(
+        name="gpt2",
+        config_class="GPT2Config",
+        model_class="GPT2LMHeadModel",
+        prefix="transformer.",
+        buffers=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
+        position_table=True,
+    ),
+    # The same network as GPT-2, but for scores without a scale and layers that see a window; no need for a second module.
+    CausalFamily(
+        name="gpt_neo",
+        config_class="GPTNeoConfig",
+        model_class="GPTNeoForCausalLM",
+        prefix="transformer.",
+        buffers=("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
+        position_table=True,
+        module_class="GPT2LMHeadModel",
+        runs_as=_gpt_neo_as_gpt2,
+        convert=_gpt_neo_weights,
+        windows=_gpt_neo_windows,
+    ),
+)
+
+
+# ---- what config.json says ---------------------------------------------------------------------------------------
+
+
+def parse_config(family: CausalFamily, config: Config) -> Any:
+    """Return config.json as transformers' config object; ValueError where it is unusable, or is not to be batched."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        parsed = getattr(transformers, family.config_class).from_dict(dict(config))
+        _check(family, config, parsed)
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}") from error
+    return parsed
+
+
+def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
+    if config.get("quantization_config"):
+        raise ValueError("it has a quantization_config; quantized checkpoints are not read")
+    if getattr(parsed, "add_cross_attention", False):
+        raise ValueError("add_cross_attention = True; supported: False")
+    heads, key_heads = parsed.num_attention_heads, key_value_heads(parsed)
+    if min(heads, key_heads, parsed.num_hidden_layers, parsed.hidden_size, parsed.vocab_size) < 1:
+        raise ValueError("it has a layer, head, width or vocabulary count below 1")
+    if heads % key_heads or (getattr(parsed, "head_dim", None) is None and parsed.hidden_size % heads):
+        raise ValueError(f"width {parsed.hidden_size}, {heads} heads and {key_heads} key heads do not divide evenly")
+    rope = (getattr(parsed, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in _ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope!r}; supported: {', '.join(_ROPE_TYPES)} (one whose frequencies follow the longest sequence "
+            "of a batch would make samples depend on each other)"
+        )
+    family.windows(parsed)
+
+
+def key_value_heads(parsed: Any) -> int:
+    """How many key heads a layer has."""
+    return int(getattr(parsed, "num_key_value_heads", None) or parsed.num_attention_heads)
+
+
+def head_width(parsed: Any) -> int:
+    """The width of one head."""
+    return int(getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads)
+
+
+def max_positions(family: CausalFamily, config: Config) -> int | None:
+    """The longest text that the model was made for."""
+    return getattr(parse_config(family, config), "max_position_embeddings", None)
+
+
+def vocab_size(family: CausalFamily, config: Config) -> int:
+    """How many token ids there are, with and without a token."""
+    return int(parse_config(family, config).vocab_size)
+
+
+# ---- what its module says ----------------------------------------------------------------------------------------
+
+
+def empty_model(model_class: str, parsed: Any) -> Any:
+    """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
+    import torch
+    import transformers
+
+    try:
+        with torch.device("meta"):
+            return getattr(transformers, model_class)(parsed)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
+
+
+def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
+    parsed = parse_config(family, config)
+    state = empty_model(family.model_class, parsed).state_dict()
+    tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
+
+
+def optional_names(family: CausalFamily, config: Config) -> set[str]:
+    """Name the tensors that a checkpoint may have besides."""
+    parsed = parse_config(family, config)
+    names = {buffer.format(layer) for buffer in family.buffers for layer in range(parsed.num_hidden_layers)}
+    return names | ({"lm_head.weight"} if parsed.tie_word_embeddings else set())
+
+
+def full_names(family: CausalFamily, names: Iterable[str]) -> dict[str, str]:
+    """Map a checkpoint's names to full ones: those of a bare base model, such as GPT-2's public ones, lack the prefix."""
+    names = list(names)
+    if any(name.startswith(family.prefix) for name in names):
+        return {name: name for name in names}
+    return {name: name if name.startswith("lm_head.") else family.prefix + name for name in names}

@@ -1,0 +1,205 @@
+"""transformers' causal models, unmodified, under any visibility rule over the slot cache.
+
+The valid rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
+ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here.
+
+Legend: B slots of this forward, T rows of a slot, N valid rows of all slots, W columns, D width, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.attention import Layout, Sight, see, slot_attention
+from decoders.backbones.base import TokenRows
+from decoders.backbones.cache import SlotCache, as_slice
+from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
+from decoders.backbones.invariance import linear_rows
+from decoders.backbones.self_test import find_rules
+
+_ATTENTION: Final = "draftmill_slots"
+# Elementwise kernels take the last few numbers of a tensor another way; whole blocks of rows leave no such rest.
+_VECTOR: Final = 32
+
+
+class TransformerBackbone:
+    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
+
+    A slot whose sample gave numbers that are not finite is wiped when the next sample starts in it, which is when a row is
+    written at column 0: a masked column weighs 0, but 0 times NaN is NaN.
+    """
+
+    def __init__(
+        self,
+        family: CausalFamily,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+        parsed = parse_config(family, config)
+        ready = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
+        self.model = load_module(family, parsed, ready, self.device)
+        self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
+        self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
+        self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
+        self.windows = family.windows(parsed)
+        self.group = parsed.num_attention_heads // key_value_heads(parsed)
+        self.rules = find_rules(self.model, (key_value_heads(parsed), self.group, head_width(parsed)), dtype)
+        self.min_rows = self.rules.min_rows
+        inner = [module.weight.shape[0] for module in self.base.modules() if _is_linear(module)]
+        self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
+        self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
+        self._tainted: set[int] = set()
+        self.num_rows_computed = 0
+        self.forget()
+
+    # ---- the cache -----------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop the whole cache."""
+        config = self.model.config
+        self.cache = SlotCache(
+            len(self.windows), key_value_heads(config), head_width(config), dtype=self.dtype, device=self.device
+        )
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        """Make room for at least so many slots and columns; what the cache already holds stays."""
+        multiple = self.rules.column_multiple
+        self.cache.allocate(num_slots, -(-num_columns // multiple) * multiple)
+
+    def move_slot(self, source: int, target: int) -> None:
+        """Copy all that slot `source` holds onto slot `target`."""
+        self.cache.move_slot(source, target)
+        (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
+
+    # ---- the forward ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, rows: TokenRows) -> Tensor:
+        """Write every valid row into the cache and return all rows' final hidden states (normed), [B, T, D].
+
+        `num_rows_computed` counts the rows of the model's products, padding to whole blocks included; the places of the
+        attention's rectangle that hold no row are not counted.
+        """
+        batch_N, line_N = rows.valid_BT.nonzero(as_tuple=True)
+        if self._tainted:
+            self._wipe_restarted(rows, batch_N, line_N)
+        count, multiple = batch_N.shape[0], self._row_multiple
+        self.num_rows_computed = -(-max(count, self.min_rows) // multiple) * multiple
+        hidden_1ND = self.base(
+            input_ids=self._flat(rows.tokens_BT[batch_N, line_N]),
+            position_ids=self._flat(rows.positions_BT[batch_N, line_N]),
+            attention_mask=self._no_mask,
+            use_cache=False,
+            layout=self._layout(rows, batch_N, line_N),
+        ).last_hidden_state
+        hidden_ND = hidden_1ND[0, :count]
+        if not bool(hidden_ND.sum(dtype=torch.float32).isfinite()):
+            self._taint(rows.slots_B[batch_N], hidden_ND)
+        if count == rows.valid_BT.numel():
+            return hidden_ND.view(*rows.valid_BT.shape, self.width)
+        hidden_BTD = hidden_ND.new_zeros(*rows.valid_BT.shape, self.width)
+        hidden_BTD[batch_N, line_N] = hidden_ND
+        return hidden_BTD
+
+    def _flat(self, values_N: Tensor) -> Tensor:
+        padded = values_N.new_zeros(1, self.num_rows_computed)
+        padded[0, : values_N.shape[0]] = values_N
+        return padded
+
+    def _layout(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> Layout:
+        num_slots, num_lines, seen_columns = rows.visible_BTW.shape
+        num_rows = max(num_lines, -(-self.rules.min_queries // self.group))
+        num_columns = self.rules.columns(seen_columns, self.cache.num_columns)
+        assert seen_columns <= self.cache.num_columns, "rows see columns beyond the cache"
+        slots_N, columns_N = rows.slots_B[batch_N], rows.columns_BT[batch_N, line_N]
+        self.cache.positions_SW[slots_N, columns_N] = rows.positions_BT[batch_N, line_N]
+        visible_BTW = torch.zeros(num_slots, num_rows, num_columns, dtype=torch.bool, device=self.device)
+        visible_BTW[:, :num_lines, :seen_columns] = rows.visible_BTW
+        fills = batch_N.shape[0] == num_slots * num_rows
+        rectangle_N = None if fills else batch_N * num_rows + line_N
+        return Layout(
+            cache=self.cache,
+            slots=as_slice(rows.slots_B),
+            num_slots=num_slots,
+            num_rows=num_rows,
+            places=self.cache.places(slots_N, columns_N),
+            rectangle_N=rectangle_N,
+            windows=self.windows,
+            sights=self._sights(rows, visible_BTW, rectangle_N),
+        )
+
+    def _sights(self, rows: TokenRows, visible_BTW: Tensor, rectangle_N: Tensor | None) -> dict[int | None, Sight]:
+        sights: dict[int | None, Sight] = {}
+        if None in self.windows:
+            sights[None] = see(visible_BTW, rectangle_N, self.dtype)
+        near_BW = self.cache.positions_SW[rows.slots_B, : visible_BTW.shape[2]] if any(self.windows) else None
+        for window in {window for window in self.windows if window is not None}:
+            assert near_BW is not None, "a window without the columns' positions"
+            within_BTW = near_BW.unsqueeze(1) > rows.positions_BT.unsqueeze(2) - window
+            windowed_BTW = visible_BTW.clone()
+            windowed_BTW[:, : within_BTW.shape[1]] &= within_BTW
+            sights[window] = see(windowed_BTW, rectangle_N, self.dtype)
+        return sights
+
+    # ---- numbers that are none -----------------------------------------------------------------------------------
+
+    def _taint(self, slots_N: Tensor, hidden_ND: Tensor) -> None:
+        self._tainted.update(slots_N[~hidden_ND.isfinite().all(1)].tolist())
+
+    def _wipe_restarted(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> None:
+        restarted = set(rows.slots_B[batch_N[rows.columns_BT[batch_N, line_N] == 0]].tolist())
+        for slot in self._tainted & restarted:
+            self.cache.clear_slot(slot)
+        self._tainted -= restarted
+
+    # ---- both ends -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return logits [R, V] of final hidden states, float32 or better."""
+        raw = linear_rows(hidden_RD, self.head.weight, self.head.bias, self.min_rows)
+        return raw if raw.dtype == torch.float64 else raw.float()
+
+    @torch.no_grad()
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """Return token embeddings [R, D]."""
+        return self.embedding_VD[tokens_R]
+
+
+def _is_linear(module: Any) -> bool:
+    return getattr(getattr(module, "weight", None), "ndim", 0) == 2 and hasattr(module, "bias")
+
+
+def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:
+    """Build the transformers module that runs a checkpoint, with these very tensors as its parameters.
+
+    `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
+    checkpoint holds another one.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_ATTENTION, slot_attention)
+    config = family.runs_as(parsed)
+    config._attn_implementation = _ATTENTION
+    model = empty_model(family.module_class or family.model_class, config)
+    model.load_state_dict(family.convert(weights), strict=False, assign=True)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
+        head.weight = embedding.weight
+    if hasattr(model.base_model, "rotary_emb"):
+        # Frequencies are no weights: they are computed, in float32 whatever the model's dtype.
+        model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=config).to(device)
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    assert not empty, f"this version of transformers has tensors that no checkpoint fills: {', '.join(empty[:5])}"
+    return model.eval().requires_grad_(False)
