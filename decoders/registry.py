@@ -15,10 +15,12 @@ from decoders.backbones.base import Model, TokenBackbone
 from decoders.base import ModelInfo
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
+from decoders.multiblock_jacobi import MultiblockJacobi
 from decoders.one_pass import OnePassDecoder
 from decoders.settings import AnySubset, Assd, Sampling, Settings, check_acceptance
 from decoders.settings import Autoregressive as AutoregressiveSettings
 from decoders.settings import Jacobi as JacobiSettings
+from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
 from decoders.settings import Parallel as ParallelSettings
 from decoders.slots import SlotDecoder
 from decoders.stops import Stops
@@ -81,4 +83,6 @@ def build_decoder(
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
         case JacobiSettings():
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
+        case MultiblockJacobiSettings():
+            return MultiblockJacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")
