@@ -18,6 +18,10 @@ FailureKind = Literal["TASK", "INFRA"]
 """TASK: an exception that this unit's data raised. INFRA: the store or the machine; the data is not to blame."""
 
 
+MOST_UNITS = 4
+"""Units in a worker's hands at most: one that waits, and those that are being decoded or written to their ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Rows [start, stop) of a unit that are never decoded again: they come back failed with this error."""
@@ -110,11 +114,15 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """What one call of a worker gives back: news, and the effort and the samples that ended since the last one."""
+    """What one call of a worker gives back: news, and the effort and the samples that ended since the last one.
+
+    `spent` names the leases whose samples have for the most part got a slot: the worker could take another unit.
+    """
 
     news: tuple[Receipt | Failure, ...]
     effort: Effort
     decoded: Tally
+    spent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

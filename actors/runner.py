@@ -16,13 +16,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from actors.messages import Effort, Failure, Receipt, Tally, WorkUnit
+from actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
 from actors.samples import Meter, Sample, length_of
-from decoders.base import Decoder, Outcome, Request
+from decoders.base import Decoder, Outcome
 from storage.errors import RowError, StoreError, UserError
-
-HOLD = 2
-"""Units at a time: the one that is decoded and the one that the slots are refilled from."""
 
 
 class Clerk(Protocol):
@@ -47,11 +44,12 @@ class Open:
     waiting: deque[Sample] = field(default_factory=deque)
     left: int = 0
     queued_at_s: float = 0.0
+    opened: bool = False
     closing: bool = False
 
 
 class UnitRunner:
-    """Decodes up to two units at once with one decoder; the owner calls `add` and `step`."""
+    """Decodes a few units at once with one decoder; the owner calls `add` and `step`."""
 
     def __init__(self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker") -> None:
         self.decoder = decoder
@@ -71,9 +69,15 @@ class UnitRunner:
         """Number of units in hand."""
         return len(self._open)
 
+    @property
+    def spent(self) -> tuple[int, ...]:
+        """Leases of the units of which at most half of the samples still wait for a slot."""
+        opened = (unit for unit in self._open.values() if unit.opened)
+        return tuple(unit.unit.lease for unit in opened if 2 * len(unit.waiting) <= len(unit.samples))
+
     def add(self, unit: WorkUnit) -> None:
         """Take a unit in; its rows are read while the slots go on."""
-        assert self.held < HOLD, "a worker holds at most two units"
+        assert self.held < MOST_UNITS, "more units than the scheduler may hand out"
         self._open[unit.lease] = Open(unit, self._thread.submit(self.clerk.open_unit, unit))
 
     def drop(self, lease: int) -> None:
@@ -132,7 +136,7 @@ class UnitRunner:
             self._opened(unit, job.result())
 
     def _opened(self, unit: Open, samples: list[Sample]) -> None:
-        unit.samples = samples
+        unit.samples, unit.opened = samples, True
         unit.queued_at_s = time.perf_counter()
         runnable = [sample for sample in samples if sample.canvas is not None]
         runnable.sort(key=lambda sample: (-length_of(sample), sample.index))
@@ -194,9 +198,8 @@ class UnitRunner:
     def _give_slots(self, samples: list[tuple[Open, Sample]]) -> None:
         requests = []
         for unit, sample in samples:
-            assert sample.canvas is not None
             self._resident[self._handles] = (unit, sample)
-            requests.append(Request(self._handles, sample.key, sample.canvas))
+            requests.append(sample.request(self._handles))
             self._handles += 1
         self.decoder.admit(requests, queued_at_s=[unit.queued_at_s for unit, _ in samples])
 

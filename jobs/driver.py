@@ -133,9 +133,9 @@ class Driver:
                 self._worker_died(worker, reason)
             case Reported(worker, report):
                 self.totals.reported(report)
-                self._tell(Heard(worker))
                 for item in report.news:
                     self._answer(item)
+                self._tell(Heard(worker, report.spent))
 
     def _worker_died(self, worker: str, reason: str) -> None:
         if self.scheduler.finished is None:

@@ -35,9 +35,10 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A worker answered: it is alive, and its leases run on."""
+    """A worker answered: it is alive, and its leases run on; of the `spent` ones most samples have got a slot."""
 
     worker: str
+    spent: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

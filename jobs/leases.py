@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from actors.messages import Verdict, WorkUnit
+from actors.messages import MOST_UNITS, Verdict, WorkUnit
 from jobs.inquest import Inquest, Range
 
-HOLD = 2
-"""Leases per worker: the unit it decodes and the one it refills its slots from."""
+AHEAD = 1
+"""Leases per worker of units that still wait for slots: what it refills them from."""
 
 COPIES = 2
 """Workers that may hold the same unit at the end of a job."""
@@ -80,11 +80,17 @@ class Lease:
 
 @dataclass(slots=True)
 class Worker:
-    """A worker that is starting or up, and the leases it holds, oldest first."""
+    """A worker that is starting or up, and the leases it holds, oldest first; of the `spent` ones few samples still wait."""
 
     name: str
     up: bool = False
     leases: list[int] = field(default_factory=list)
+    spent: set[int] = field(default_factory=set)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it could use another unit: those it holds have for the most part got their slots."""
+        return len(self.leases) < MOST_UNITS and len(self.leases) - len(self.spent) < AHEAD
 
 
 class Ledger:
@@ -143,7 +149,14 @@ class Ledger:
         self.touched[lease.unit].leases.remove(number)
         if lease.worker in self.workers:
             self.workers[lease.worker].leases.remove(number)
+            self.workers[lease.worker].spent.discard(number)
         return lease
+
+    def note_spent(self, name: str, leases: Iterable[int]) -> None:
+        """Enter which of a worker's leases have few samples left that wait; leases it has lost meanwhile don't count."""
+        worker = self.workers.get(name)
+        if worker is not None:
+            worker.spent = set(leases).intersection(worker.leases)
 
     def dismiss(self, name: str) -> tuple[Worker, list[Lease]] | None:
         """Strike out a worker with its leases; None if it is unknown."""
@@ -208,7 +221,8 @@ class Ledger:
             assert lease.rows is None or lease.rows in (self.touched[lease.unit].inquest or Inquest()).asked
         for worker in self.workers.values():
             assert worker.up or not worker.leases
-            assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else HOLD)
+            assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else MOST_UNITS)
+            assert worker.spent <= set(worker.leases)
             assert all(self.leases[number].worker == worker.name for number in worker.leases)
         for unit in self.touched.values():
             assert all(number in self.leases for number in unit.leases)

@@ -43,7 +43,7 @@ from jobs.events import (
     WorkerUp,
 )
 from jobs.inquest import MAX_ROUNDS, Cause, Inquest, Range
-from jobs.leases import COPIES, HOLD, Lease, Ledger, Limits, Unit, UnitSize, Worker
+from jobs.leases import COPIES, Lease, Ledger, Limits, Unit, UnitSize, Worker
 
 DEFAULT = Limits()
 
@@ -88,8 +88,9 @@ class Scheduler:
                 self._worker_up(name)
             case WorkerDied(name, reason):
                 self._worker_died(name, reason)
-            case Heard(name):
+            case Heard(name, spent):
                 self._renew(name)
+                self.books.note_spent(name, spent)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
             case ProbeDone(number, _):
@@ -162,7 +163,8 @@ class Scheduler:
         self.draining = True
         for worker in self.books.workers.values():
             for number in list(worker.leases):
-                if number != worker.leases[0] or self.books.leases[number].rows is not None:
+                running = number == worker.leases[0] or number in worker.spent
+                if not running or self.books.leases[number].rows is not None:
                     self._revoke(number)
 
     # ---- what follows a failure
@@ -256,7 +258,7 @@ class Scheduler:
         idle: list[Worker] = []
         while hands:
             worker = hands.popleft()
-            number = self.books.next_waiting() if len(worker.leases) < HOLD else None
+            number = self.books.next_waiting() if worker.has_room else None
             if number is not None:
                 self._lease(worker, number, None)
                 hands.append(worker)

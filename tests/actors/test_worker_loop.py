@@ -57,6 +57,23 @@ def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
     assert decoder.widths == [2] * 9
 
 
+def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
+    clerk = FakeClerk({0: [3] * 4, 1: [3] * 4})
+    runner = UnitRunner(FakeDecoder(max_rows=2), clerk)
+    first, second = work(0, 4), work(1, 4)
+    runner.add(first)
+    assert runner.spent == ()  # its rows are not there yet
+    runner._thread.submit(int).result(10)
+    runner.step()
+    assert runner.spent == (first.lease,)
+    runner.add(second)
+    runner._thread.submit(int).result(10)
+    runner.step()
+    assert runner.spent == (first.lease,)
+    run_all(runner)
+    assert runner.spent == ()
+
+
 def test_a_row_that_failed_before_decoding_takes_no_slot():
     clerk = FakeClerk({0: [2, -1]})
     runner = UnitRunner(FakeDecoder(), clerk)

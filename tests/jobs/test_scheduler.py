@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.messages import WorkUnit
+from actors.messages import MOST_UNITS, WorkUnit
 from jobs.events import (
     Assign,
     Command,
@@ -53,9 +53,38 @@ def failure(work: WorkUnit, kind: str = "TASK") -> UnitFailed:
     return UnitFailed(work.lease, work.unit, kind, "boom", "decode", "it broke")  # type: ignore[arg-type]
 
 
-def test_the_longest_units_go_first_and_a_worker_holds_two():
+def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
+    """Bring up w0 and let it hold the units that it gets, of which the first `spent` have got their slots."""
+    held = units_of(started(scheduler))
+    while len(held) <= spent:
+        held += units_of(scheduler.on(Heard("w0", tuple(work.lease for work in held))))
+    return held
+
+
+def test_the_longest_units_go_first_and_the_next_one_when_most_samples_have_a_slot():
     scheduler = Scheduler(sizes(5, 9, 7), workers=1)
-    assert assigned(started(scheduler)) == [("w0", 1), ("w0", 2)]
+    (first,) = units_of(started(scheduler))
+    assert first.unit == 1
+    assert scheduler.on(Heard("w0")) == []
+    (second,) = units_of(scheduler.on(Heard("w0", (first.lease,))))
+    assert second.unit == 2
+    assert scheduler.on(Heard("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(Heard("w0", (first.lease, second.lease)))) == [("w0", 0)]
+
+
+def test_a_worker_never_holds_more_than_a_few_units():
+    scheduler = Scheduler(sizes(*[5] * 9), workers=1)
+    held = holding(scheduler, spent=MOST_UNITS - 1)
+    assert len(held) == MOST_UNITS
+    assert scheduler.on(Heard("w0", tuple(work.lease for work in held))) == []
+
+
+def test_a_worker_that_reports_a_lease_it_has_lost_gets_nothing_for_it():
+    scheduler = Scheduler(sizes(9, 8, 7), workers=1)
+    (first,) = units_of(started(scheduler))
+    (second,) = units_of(scheduler.on(UnitDone(first.lease, first.unit)))
+    assert scheduler.on(Heard("w0", (first.lease,))) == []
+    assert assigned(scheduler.on(Heard("w0", (first.lease, second.lease)))) == [("w0", 2)]
 
 
 def test_no_more_workers_are_started_than_units_remain():
@@ -69,7 +98,7 @@ def test_a_job_without_units_is_done_at_once():
 
 def test_the_job_is_done_when_the_last_unit_is():
     scheduler = Scheduler(sizes(5, 6), workers=1)
-    first, second = units_of(started(scheduler))
+    first, second = holding(scheduler, spent=1)
     assert scheduler.on(UnitDone(first.lease, first.unit)) == []
     assert scheduler.on(UnitDone(second.lease, second.unit)) == [Finish("done")]
     assert scheduler.on(Tick(9.0)) == []
@@ -86,10 +115,11 @@ def test_an_idle_worker_takes_a_copy_and_the_loser_is_told_to_forget_it():
 
 def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
     scheduler = Scheduler(sizes(9, 8), workers=1)
-    started(scheduler)
+    holding(scheduler, spent=1)
     assert scheduler.on(WorkerDied("w0", "killed")) == [StartWorker("w1")]
-    again = units_of(scheduler.on(WorkerUp("w1")))
-    assert [(work.unit, work.attempt) for work in again] == [(0, 2), (1, 2)]
+    (first,) = units_of(scheduler.on(WorkerUp("w1")))
+    (second,) = units_of(scheduler.on(Heard("w1", (first.lease,))))
+    assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
 
 
 def test_a_unit_that_took_two_workers_with_it_runs_alone_and_its_neighbour_is_cleared():
@@ -175,11 +205,12 @@ def test_workers_that_never_start_end_the_job():
     assert finish == Finish("failed", "workers can't start: no such model")
 
 
-def test_draining_keeps_the_unit_that_runs_and_gives_back_the_next():
+def test_draining_keeps_the_units_that_run_and_gives_back_the_next():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
-    first, second = units_of(started(scheduler))
-    assert scheduler.on(Drain()) == [Revoke("w0", second.lease)]
-    assert scheduler.on(UnitDone(first.lease, first.unit)) == [Finish("drained")]
+    first, second, third = holding(scheduler, spent=2)
+    assert scheduler.on(Drain()) == [Revoke("w0", third.lease)]
+    assert scheduler.on(UnitDone(first.lease, first.unit)) == []
+    assert scheduler.on(UnitDone(second.lease, second.unit)) == [Finish("drained")]
 
 
 def test_draining_an_idle_job_ends_it_at_once():
@@ -215,7 +246,7 @@ class World:
             self.starting.append(command.worker)
         elif isinstance(command, Assign):
             self.up[command.worker].append(command.unit)
-            assert len(self.up[command.worker]) <= 2
+            assert len(self.up[command.worker]) <= MOST_UNITS
         elif isinstance(command, Revoke):
             held = self.up[command.worker]
             self.up[command.worker] = [work for work in held if work.lease != command.lease]
@@ -260,7 +291,7 @@ class World:
 def random_step(world: World, data: st.DataObject) -> None:
     """One thing happens: mostly progress, sometimes a fault."""
     busy = sorted(name for name, held in world.up.items() if held)
-    choices = ["tick"] + ["start"] * 3 * bool(world.starting) + ["work"] * 4 * bool(busy)
+    choices = ["tick"] + ["start"] * 3 * bool(world.starting) + (["work"] * 4 + ["report"] * 3) * bool(busy)
     faults = (
         ["die"] * bool(world.up) + ["fail"] * bool(busy) + ["stall"] * bool(busy) + ["zombie"] * bool(world.zombies)
     )
@@ -274,6 +305,10 @@ def random_step(world: World, data: st.DataObject) -> None:
         world.tell(WorkerUp(name))
     elif choice == "work":
         world.work(data.draw(st.sampled_from(busy)))
+    elif choice == "report":
+        name = data.draw(st.sampled_from(busy))
+        held = [work.lease for work in world.up[name]]
+        world.tell(Heard(name, tuple(held[: data.draw(st.integers(0, len(held)))])))
     elif choice == "die":
         world.die(data.draw(st.sampled_from(sorted(world.up))))
     elif choice == "fail":
@@ -291,7 +326,7 @@ def fair_end(world: World) -> None:
             return
         world.tick(0.5)
         for name in list(world.up):
-            world.tell(Heard(name))
+            world.tell(Heard(name, tuple(work.lease for work in world.up[name])))
         while world.starting:
             name = world.starting.pop()
             world.up[name] = []
