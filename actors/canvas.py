@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.ids import STAGE, check_ids, check_length, given_ids, is_id
 from actors.masking import (
-    STAGE,
     Range,
     bad_mask,
     hole_length,
@@ -44,20 +44,31 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges."""
+    """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges.
+
+    A canvas to be scored has no holes: the tokens from `score_from` on are, and `text` is what they say, where it is known.
+    """
 
     tokens: NDArray[np.int32]
     holes: tuple[Range, ...]
+    score_from: int | None = None
+    text: str | None = None
 
     @property
     def num_masked(self) -> int:
-        """How many tokens are to be generated."""
+        """How many tokens are to be generated, at most."""
         return sum(end - start for start, end in self.holes)
+
+    @property
+    def size(self) -> Size:
+        """What a planner needs to know."""
+        length = len(self.tokens)
+        return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a planner needs of a canvas: its length in tokens, and how many of them are to be generated."""
+    """What a planner needs of a canvas: its length in tokens, and how many of them are to be generated (or scored)."""
 
     length: int
     masked: int
@@ -84,7 +95,7 @@ class CanvasMaker:
         """Return the row's canvas; RowError where the row does not fit the mask or the model."""
         mask = self.task.mask
         if self.columns.tokens is not None:
-            tokens = self._given_tokens(values, nulls=mask.kind == "given")
+            tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
             return (
                 self._punched(tokens, key) if isinstance(mask, Random | Spans | SpanFraction) else self._checked(tokens)
             )
@@ -113,7 +124,7 @@ class CanvasMaker:
             canvas = self.make(values, key)
         except RowError as error:
             return error
-        return Size(len(canvas.tokens), canvas.num_masked)
+        return canvas.size
 
     def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
         """The mask hides a known number of tokens, so no noise is drawn, and all texts are encoded at once."""
@@ -123,8 +134,8 @@ class CanvasMaker:
 
     def _size_of_ids(self, mask: Random | Spans | SpanFraction, ids: list[int]) -> Size | RowError:
         try:
-            self._check_ids(np.asarray(ids, dtype=np.int64))
-            self._check_length(len(ids))
+            check_ids(np.asarray(ids, dtype=np.int64), self.info)
+            check_length(len(ids), self.info)
             return Size(len(ids), masked_count(mask, len(ids)))
         except RowError as error:
             return error
@@ -136,50 +147,23 @@ class CanvasMaker:
         return self.tokenizer
 
     def _encode(self, text: str) -> NDArray[np.int32]:
-        ids = np.asarray(self._tokenizer().encode(text), dtype=np.int64)
-        self._check_ids(ids)
-        return ids.astype(np.int32)
-
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
-        wrong = ids[(ids < 0) | (ids >= self.info.vocab_size)]
-        if len(wrong):
-            raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model has the ids 0 to {self.info.vocab_size - 1}")
-
-    def _check_length(self, length: int) -> None:
-        most = self.info.max_length
-        if most is not None and length > most:
-            raise RowError("too_long", STAGE, f"{length} tokens; the model takes {most}")
-
-    def _given_tokens(self, values: Values, *, nulls: bool) -> NDArray[np.int32]:
-        assert self.columns.tokens is not None
-        given = values.get(self.columns.tokens)
-        if given is None:
-            raise missing(values, self.columns.tokens)
-        if not isinstance(given, list | tuple | np.ndarray):
-            raise RowError("bad_tokens", STAGE, f"{self.columns.tokens!r} is {type(given).__name__}, not a list of ids")
-        for token in given:
-            if not _is_id(token) and not (nulls and token is None):
-                raise RowError(
-                    "bad_tokens", STAGE, f"{token!r} is no token id{'' if nulls else ' (mask kind given takes null)'}"
-                )
-        self._check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64))
-        return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
+        return check_ids(np.asarray(self._tokenizer().encode(text), dtype=np.int64), self.info)
 
     def _checked(self, tokens: NDArray[np.int32]) -> Canvas:
-        self._check_length(len(tokens))
+        check_length(len(tokens), self.info)
         return Canvas(tokens, tuple(runs(tokens == HOLE)))
 
     def _punched(self, tokens: NDArray[np.int32], key: int) -> Canvas:
         mask = self.task.mask
         assert isinstance(mask, Random | Spans | SpanFraction)
-        self._check_length(len(tokens))
+        check_length(len(tokens), self.info)
         punched = tokens.copy()
         punched[masked_positions(mask, key, len(tokens))] = HOLE
         return self._checked(punched)
 
     def _joined(self, pieces: Sequence[str | int]) -> NDArray[np.int32]:
         """Tokens of pieces: text, or a number of holes."""
-        self._check_length(sum(piece for piece in pieces if isinstance(piece, int)))
+        check_length(sum(piece for piece in pieces if isinstance(piece, int)), self.info)
         parts = [
             self._encode(piece) if isinstance(piece, str) else np.full(piece, HOLE, dtype=np.int32) for piece in pieces
         ]
@@ -224,7 +208,7 @@ class CanvasMaker:
     def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> NDArray[np.int32]:
         ids, offsets = self._tokenizer().offsets(text)
         tokens = np.asarray(ids, dtype=np.int64)
-        self._check_ids(tokens)
+        check_ids(tokens, self.info)
         where = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
         for start, end in ranges:
             tokens[(where[:, 0] < end) & (where[:, 1] > start)] = HOLE
@@ -288,10 +272,6 @@ def _own_spans(values: Values, column: str) -> list[Range]:
 def _pair(item: Any, column: str) -> Range:
     if isinstance(item, Mapping):
         item = (item.get("start"), item.get("end"))
-    if not isinstance(item, list | tuple) or len(item) != 2 or not all(_is_id(number) for number in item):
+    if not isinstance(item, list | tuple) or len(item) != 2 or not all(is_id(number) for number in item):
         raise bad_mask(f"{item!r} in {column!r} is no [start, end) pair of characters")
     return int(item[0]), int(item[1])
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
-from actors.canvas import Canvas, CanvasMaker, finish_row
+from actors.canvas import Canvas
 from actors.job import Job
+from actors.makers import maker_for
 from actors.messages import Receipt, WorkUnit
 from actors.plan_table import PlannedRow, PlanTable
+from actors.results import counted, decoded, failed
 from actors.rows import row_key
 from actors.samples import Sample, tally_of
+from actors.stop_text import stop_strings
 from actors.text import Tokenizer
-from decoders.base import ModelInfo, Outcome
+from decoders.base import ModelInfo
 from decoders.noise import sample_key
+from decoders.settings import ModelDrafter, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError
 from storage.failpoints import failpoint
@@ -49,7 +52,8 @@ class RowClerk:
         self._store = open_store(job.store_url, s3=job.s3)
         self._plan = PlanTable(self._store)
         self._tokenizer = tokenizer
-        self._maker = CanvasMaker(job.task, job.columns, tokenizer, info)
+        self._maker = maker_for(job.task, job.columns, tokenizer, info)
+        self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
@@ -106,7 +110,7 @@ class RowClerk:
             rows = read_rows(
                 self._job.files[file],
                 places,
-                columns=self._job.columns.wanted(),
+                columns=self._job.columns.wanted(self._job.task),
                 chunk_chars=self._job.chunk_chars,
                 s3=self._job.s3,
             )
@@ -122,7 +126,7 @@ class RowClerk:
             sample.error = made
         else:
             sample.note.canvas = made
-            sample.canvas = made.tokens
+            sample.canvas, sample.score_from = made.tokens, made.score_from
 
     def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
         planned: PlannedRow = sample.note.planned
@@ -133,13 +137,13 @@ class RowClerk:
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
         """One row of the result table: what the plan, the canvas and the outcome say of the sample."""
-        text: dict[str, Any] = {}
+        said: dict[str, Any] = {}
         if sample.error is None:
-            filled = guarded(lambda: self._texts(sample), "detokenize", "detokenize_error")
-            if isinstance(filled, RowError):
-                sample.error = filled
+            found = guarded(lambda: self._decoded(sample), "detokenize", "detokenize_error")
+            if isinstance(found, RowError):
+                sample.error = found
             else:
-                text = filled
+                said = found
         row = {
             "id": sample.note.planned.id,
             "unit": unit.unit,
@@ -157,22 +161,13 @@ class RowClerk:
         if sample.outcome is not None:
             row |= counted(sample.outcome)
         if sample.error is not None:
-            return row | failed_columns(sample.error)
-        return row | text
+            return row | failed(sample.error)
+        return row | said
 
-    def _texts(self, sample: Sample) -> dict[str, Any]:
+    def _decoded(self, sample: Sample) -> dict[str, Any]:
         outcome, canvas = sample.outcome, sample.note.canvas
         assert outcome is not None and canvas is not None
-        finished = finish_row(canvas, outcome.tokens, self._tokenizer)
-        return {
-            "text": finished.text,
-            "fills": finished.fills,
-            "tokens": outcome.tokens,
-            "prompt_tokens": len(canvas.tokens) - canvas.num_masked,
-            "new_tokens": len(outcome.tokens),
-            "finish": outcome.finish,
-            "logprob": outcome.logprob,
-        }
+        return decoded(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 
 def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
@@ -185,35 +180,17 @@ def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
         return RowError(kind, stage, f"{type(error).__name__}: {error}")
 
 
-def counted(outcome: Outcome) -> dict[str, Any]:
-    """The columns that hold what the decoder counted and timed."""
-    return {
-        "nfe": outcome.nfe,
-        "nfe_draft": outcome.nfe_draft,
-        "iterations": outcome.iterations,
-        "proposed": outcome.proposed,
-        "accepted": outcome.accepted,
-        "accept_hist": outcome.accept_hist,
-        "wait_s": outcome.wait_s,
-        "prefill_s": outcome.prefill_s,
-        "decode_s": outcome.decode_s,
-        "total_s": outcome.total_s,
-        "device_s": outcome.device_s,
-        "batch_rows": outcome.batch_rows,
-        "pad_fraction": outcome.pad_fraction,
-        "started_at": datetime.fromtimestamp(outcome.started_at_s, UTC),
-    }
-
-
-def failed_columns(error: RowError) -> dict[str, Any]:
-    """The columns of a failed row: no text, and nothing generated."""
-    return {"error_kind": error.kind, "error_stage": error.stage, "error": error.message, "new_tokens": 0}
-
-
 def drafter_of(job: Job, has_head: bool) -> str | None:
-    """What proposes tokens: the model itself, its draft head, an n-gram table; None where nothing is proposed."""
-    drafter = getattr(job.decoder, "drafter", None)
-    return "head" if drafter == "self" and has_head else drafter
+    """What proposes tokens: the model itself, its draft head, an n-gram table, a model's path; None where nothing does."""
+    match getattr(job.decoder, "drafter", None):
+        case ModelDrafter(path=path):
+            return path
+        case NgramDrafter():
+            return "ngram"
+        case "self" if has_head:
+            return "head"
+        case drafter:
+            return drafter
 
 
 def _trace_rows(unit: WorkUnit, samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.task import Columns, Infill
+from actors.task import Columns, Task
 from decoders.settings import DecoderSettings, Sampling
 from storage.reader import InputFile
 from storage.verbs import S3Options
@@ -46,7 +46,7 @@ class Job:
     max_rows: int | None
     max_tokens: int | None
     unit_rows: int
-    task: Infill
+    task: Task
     columns: Columns
     chunk_chars: int | None
     files: tuple[InputFile, ...]

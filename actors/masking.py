@@ -12,6 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.ids import STAGE
 from actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
 from decoders.noise import MASK, uniforms
 from storage.errors import RowError
@@ -19,7 +20,6 @@ from storage.errors import RowError
 Range = tuple[int, int]
 """[start, end)"""
 
-STAGE = "tokenize"
 DEFAULT_SPAN = 16
 
 _CLOSING = ">])}"

@@ -1,15 +1,18 @@
-"""What a row says of itself: its id, its key, its text. Pure; knows the columns and no mask."""
+"""What a row says of itself: its id, its key, its text, prompt or messages. Pure; knows the columns and no mask."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from actors.task import Columns
+from actors.task import Columns, Complete, Score
 from decoders.noise import sample_key
 from storage.errors import RowError
 
 Values = Mapping[str, Any]
+
+Messages = list[dict[str, Any]]
+"""A conversation: each message with its `role`, and mostly its `content`."""
 
 MAX_ID_CHARS = 4096
 
@@ -53,13 +56,59 @@ def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) 
 
 def text_of(values: Values, columns: Columns) -> str:
     """Return the row's text; RowError where there is none."""
-    column = columns.text or ("text" if "text" in values or "prompt" not in values else "prompt")
+    return string_of(values, columns.text or ("text" if "text" in values or "prompt" not in values else "prompt"))
+
+
+def string_of(values: Values, column: str) -> str:
+    """Return the text that stands in a column; RowError where there is none."""
     value = values.get(column)
     if value is None:
         raise missing(values, column)
     if not isinstance(value, str):
         raise RowError("bad_row", "read", f"the column {column!r} holds {type(value).__name__}, not text")
     return checked_text(value, column)
+
+
+def prompt_of(values: Values, columns: Columns, task: Complete | Score) -> str | Messages:
+    """Return what the row has in front of what the model is to say: its prompt, or its conversation.
+
+    A named column comes first; then, for a chat, a column `messages`; then `prompt`; then, where nothing is scored, `text`.
+    """
+    completes = isinstance(task, Complete)
+    named = columns.prompt or (columns.text if completes else None)
+    if columns.messages is not None:
+        return messages_of(values, columns.messages)
+    if named is not None:
+        return string_of(values, named)
+    if task.chat and values.get("messages") is not None:
+        return messages_of(values, "messages")
+    for column in ("prompt", "text") if completes else ("prompt",):
+        if values.get(column) is not None:
+            return string_of(values, column)
+    if not task.chat and values.get("messages") is not None:
+        raise RowError("missing_column", "read", "the row has messages; task.chat: true reads them")
+    raise missing(values, "prompt")
+
+
+def messages_of(values: Values, column: str) -> Messages:
+    """Return the conversation that stands in a column; RowError where there is none."""
+    given = values.get(column)
+    if given is None:
+        raise missing(values, column)
+    fine = isinstance(given, list) and all(
+        isinstance(item, dict) and isinstance(item.get("role"), str) for item in given
+    )
+    if not given or not fine:
+        raise RowError("bad_messages", "read", f"the column {column!r} holds no list of messages with a role each")
+    return list(given)
+
+
+def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
+    """Return the text to score and whether it is a completion, which the row's own `prompt`, if it has one, stands before."""
+    own = columns.completion is None and columns.text is None and values.get("completion") is not None
+    if columns.completion is not None or own:
+        return string_of(values, columns.completion or "completion"), True
+    return string_of(values, columns.text or "text"), False
 
 
 def checked_text(text: str, column: str) -> str:

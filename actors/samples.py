@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.messages import Effort, Tally
-from decoders.base import Decoder, EngineStats, Outcome
+from decoders.base import HOLE, Decoder, EngineStats, Outcome, Request
 from storage.errors import RowError
 
 
@@ -20,15 +20,29 @@ from storage.errors import RowError
 class Sample:
     """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
 
-    `index` is its place in the unit. `note` is the clerk's own.
+    `index` is its place in the unit. `score_from` is the first position to be scored, None where tokens are to be generated.
+    `note` is the clerk's own.
     """
 
     index: int
     key: int = 0
     canvas: NDArray[np.int32] | None = None
+    score_from: int | None = None
     error: RowError | None = None
     outcome: Outcome | None = None
     note: Any = None
+
+    def request(self, handle: int) -> Request:
+        """What a decoder is asked for; the outcome comes back under `handle`."""
+        assert self.canvas is not None, "a row without a canvas is not decoded"
+        return Request(handle, self.key, self.canvas, score_from=self.score_from)
+
+    @property
+    def num_given(self) -> int:
+        """Tokens that are there before anything is generated or scored."""
+        if self.canvas is None:
+            return 0
+        return int((self.canvas != HOLE).sum()) if self.score_from is None else self.score_from
 
 
 class Meter:
@@ -82,8 +96,7 @@ def tally_of(samples: Iterable[Sample]) -> Tally:
         rows=len(samples),
         ok=len(fine),
         failed=len(samples) - len(fine),
-        prompt_tokens=sum(length_of(sample) for sample in samples if sample.error is None)
-        - sum(len(outcome.tokens) for outcome in fine),
+        prompt_tokens=sum(sample.num_given for sample in samples if sample.error is None),
         new_tokens=sum(len(outcome.tokens) for outcome in fine),
         nfe=sum(outcome.nfe for outcome in fine),
         nfe_draft=sum(outcome.nfe_draft for outcome in fine),

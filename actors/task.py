@@ -5,20 +5,14 @@ They live beside the code that carries them out (canvas.py), since workers need 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from decoders.settings import Settings
 
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-
-TASK_KINDS = ("infill",)
-LATER_KINDS = ("complete", "score")
-"""Kinds whose names are reserved: no decoder runs them yet."""
-
-COLUMN_NAMES = ("id", "text", "prefix", "suffix", "spans", "sentences", "reference", "seed", "tokens")
 
 
 def _as_tuple(value: Any) -> Any:
@@ -29,13 +23,16 @@ def _as_tuple(value: Any) -> Any:
 class Columns(Settings):
     """Which of the file's columns holds what; a column that is named must be in every row.
 
-    Not named, the id is taken from a column `id` where a row has one, and the text from a column `text` or `prompt`. `prefix` and
-    `suffix` stand in for the text: the hole lies between them. `reference` is for later comparison. `seed` replaces the
-    job's seed for its row.
+    Not named, the id is taken from a column `id` where a row has one, and what the task reads from the columns that it knows
+    by name (its `reads`). `prefix` and `suffix` stand in for the text: the hole lies between them. `reference` is for later
+    comparison. `seed` replaces the job's seed for its row.
     """
 
     id: str | None = None
     text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: str | None = None
     prefix: str | None = None
     suffix: str | None = None
     spans: str | None = None
@@ -62,11 +59,11 @@ class Columns(Settings):
 
     def named(self) -> dict[str, str]:
         """The columns that the spec names: task column -> file column."""
-        return {name: value for name in COLUMN_NAMES if (value := getattr(self, name)) is not None}
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
-    def wanted(self) -> dict[str, str]:
-        """The columns worth reading: the named ones, and those that are used where nothing is named."""
-        return {"id": "id", "text": "text", "prompt": "prompt"} | self.named()
+    def wanted(self, task: Task) -> dict[str, str]:
+        """The columns worth reading: the named ones, and those that the task looks for where nothing is named."""
+        return {name: name for name in ("id", *task.reads)} | self.named()
 
 
 class Marker(Settings):
@@ -141,14 +138,58 @@ class Given(Settings):
 Mask = Annotated[Marker | Random | Spans | Lines | Sentences | SpanFraction | Given, Field(discriminator="kind")]
 
 
-def _known_kind(value: Any) -> Any:
-    if value in LATER_KINDS:
-        raise ValueError(f"task.kind: no decoder here runs {value!r} yet; kinds that run: {', '.join(TASK_KINDS)}")
-    return value
-
-
 class Infill(Settings):
     """Fill the holes that the mask leaves in each row."""
 
-    kind: Annotated[Literal["infill"], BeforeValidator(_known_kind)]
+    reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
+    goal: ClassVar[str] = "to generate"
+    kind: Literal["infill"]
     mask: Mask
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
+def _visible(text: str) -> str:
+    if "\ufffd" in text:
+        raise ValueError("task.stop: U+FFFD shows bytes that are no character; it can't be a stop string")
+    return text
+
+
+Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
+
+
+class Complete(Settings):
+    """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings comes.
+
+    With `ignore_eos` end tokens are tokens like others. With `chat` the prompt is a conversation, or one message of a user, in
+    the form of the tokenizer's chat template.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
+    goal: ClassVar[str] = "to generate, at most"
+    kind: Literal["complete"]
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = ()
+    ignore_eos: bool = False
+    chat: bool = False
+
+
+class Score(Settings):
+    """Log-probabilities of each row's text, or of its completion behind its prompt; `chat` as in Complete."""
+
+    reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
+    goal: ClassVar[str] = "to score"
+    kind: Literal["score"]
+    chat: bool = False
+
+
+Task = Infill | Complete | Score
+
+TASK_DECODERS: dict[str, tuple[str, ...]] = {
+    "infill": ("any_subset", "parallel", "assd"),
+    "complete": ("autoregressive", "speculative", "jacobi", "multiblock_jacobi"),
+    "score": ("autoregressive",),
+}
+"""The decoders that do each kind of task."""

@@ -1,16 +1,20 @@
-"""Text to token ids and back, exactly: nothing is added, cleaned up or parsed as a special token.
+"""Text to token ids and back, exactly: nothing is added, cleaned up or parsed as a special token, unless asked for.
 
-Wraps the tokenizer of a Hugging Face checkpoint. transformers is imported when the first tokenizer is loaded.
+Wraps the tokenizer of a Hugging Face checkpoint, and its chat template. transformers is imported when the first tokenizer
+is loaded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.rows import Messages
 from storage.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,17 +23,30 @@ if TYPE_CHECKING:
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _PROBE = ("a b", "c\n d", "  e")
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows."""
+    """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows.
 
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
+    `bos_id` and `eos_id` are its begin and end tokens, None where it has none. `chat` renders a conversation up to where the
+    model's answer begins, special tokens spelled out; None where the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_id: int | None = None,
+        chat: Callable[[Messages], str] | None = None,
+    ) -> None:
         # A checkpoint's file may ask for truncation, padding, and special tokens found in the text: none of it here.
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = True
         self._core = core
+        self.bos_id, self.eos_id, self.chat = bos_id, eos_id, chat
 
     @property
     def size(self) -> int:
@@ -53,6 +70,37 @@ class Tokenizer:
         """Text of `ids`, special tokens included; bytes that form no character become U+FFFD. Never raises."""
         return self._core.decode(list(ids), skip_special_tokens=False)
 
+    def continuation(self, ids: Sequence[int]) -> str:
+        """Text of `ids` that stand behind other text: a space in front, which some vocabularies drop there, stays."""
+        return self.decode([*self._before, *ids])[len(self.decode(self._before)) :]
+
+    def parse(self, text: str) -> list[int]:
+        """Ids of `text` in which special tokens are spelled out, as in a rendered chat."""
+        return self._parsing.encode(text, add_special_tokens=False).ids
+
+    def is_byte(self, token: int) -> bool:
+        """Whether the token stands for a byte that is no character of its own (the byte fallback of SentencePiece)."""
+        return _BYTE.fullmatch(self._core.id_to_token(token) or "") is not None
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id."""
+        return self._core.get_vocab(with_added_tokens=True)
+
+    @cached_property
+    def lead(self) -> tuple[int, ...]:
+        """The special tokens that transformers' `tokenizer(text)` puts in front of a text; what it puts behind is left out."""
+        found = self._core.encode("a", add_special_tokens=True)
+        return tuple(found.ids[: sum(takewhile(bool, found.special_tokens_mask))])
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return self.encode("a")
+
+    @cached_property
+    def _parsing(self) -> tokenizers.Tokenizer:
+        # Parsing is a switch of the tokenizer as a whole, and `encode` must not see it move.
+        return type(self._core).from_str(self._core.to_str())
+
     @cached_property
     def joins(self) -> bool:
         """Whether the pieces of a text, encoded one by one, decode to the text: so with byte-level vocabularies."""
@@ -73,7 +121,18 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
             "that give tokens",
             field=_FIELD,
         )
-    return Tokenizer(_load(place, trust_remote_code).backend_tokenizer)
+    inner = _load(place, trust_remote_code)
+    return Tokenizer(
+        inner.backend_tokenizer, bos_id=inner.bos_token_id, eos_id=inner.eos_token_id, chat=_chat_of(inner)
+    )
+
+
+def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
+    try:
+        inner.get_chat_template()
+    except ValueError:  # it has none, or several and no default among them
+        return None
+    return lambda messages: inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:

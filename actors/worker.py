@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from actors.clerk import RowClerk
 from actors.job import Job
+from actors.loading import load_networks
 from actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from actors.models import fetch_model
 from actors.runner import UnitRunner
+from actors.stop_text import stops_of
 from actors.text import load_tokenizer
 from decoders.base import Decoder
 from storage.failpoints import failpoint
@@ -49,7 +51,7 @@ class Turns:
             failpoint("worker.step")
             news = self._runner.step()
         effort, decoded = self._runner.take_effort()
-        return TurnReport(tuple(news), effort, decoded)
+        return TurnReport(tuple(news), effort, decoded, self._runner.spent)
 
 
 class DecodeWorker(Turns):
@@ -70,29 +72,31 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     """Load the model and everything else that a worker needs; raises UserError or ValueError where that can't be."""
     import torch
 
-    from decoders.backbones.load import inspect_model, load_backbone
-    from decoders.registry import build_decoder, find_heads
+    from decoders.backbones.load import inspect_model
+    from decoders.registry import build_decoder
 
     torch.set_num_threads(threads)
     place = job.model
     folder = fetch_model(place.path, revision=place.revision, s3=job.s3)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
-    backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
-    heads = find_heads(job.decoder, folder, backbone)
-    on_gpu = backbone.device.type != "cpu"
+    tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
+    networks = load_networks(folder, place, job.decoder, job.s3)
+    on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or auto_rows(job.unit_rows, on_gpu=on_gpu)
     decoder = build_decoder(
-        backbone,
+        networks.backbone,
         info,
         job.decoder,
         job.sampling,
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
-        heads=heads,
+        heads=networks.heads,
+        drafter=networks.drafter,
+        stops=stops_of(job.task, folder, tokenizer, info),
         trace=job.trace,
     )
-    tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=heads is not None)
+    has_head = networks.heads is not None
+    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head)
     return decoder, clerk
 
 

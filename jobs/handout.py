@@ -5,24 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.job import Job, ModelPlace
-from decoders.settings import DecoderSettings
+from decoders.settings import DecoderSettings, ModelDrafter, Speculative
 from jobs.plan import Plan
 from jobs.spec import JobSpec
 
 
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
     """What the workers are told of a job; local paths are made absolute, since workers may stand elsewhere."""
-    model = spec.model
-    place = ModelPlace(
-        path=absolute(model.path) if Path(model.path).exists() else model.path,
-        revision=model.revision,
-        family=model.family,
-        mask_id=model.mask_id,
-        tokenizer=model.tokenizer if model.tokenizer in {"auto", "none"} else absolute(model.tokenizer),
-        dtype=model.dtype,
-        device=model.device,
-        trust_remote_code=model.trust_remote_code,
-    )
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -31,7 +20,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
         conditional=conditional,
         trace=spec.output.trace == "steps",
         seed=spec.seed,
-        model=place,
+        model=place_of(spec),
         decoder=decoder_of(spec),
         sampling=spec.sampling,
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
@@ -44,12 +33,35 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
     )
 
 
+def place_of(spec: JobSpec) -> ModelPlace:
+    """The model section, with local paths made absolute."""
+    model = spec.model
+    return ModelPlace(
+        path=where(model.path),
+        revision=model.revision,
+        family=model.family,
+        mask_id=model.mask_id,
+        tokenizer=model.tokenizer if model.tokenizer in {"auto", "none"} else absolute(model.tokenizer),
+        dtype=model.dtype,
+        device=model.device,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
 def decoder_of(spec: JobSpec) -> DecoderSettings:
-    """The decoder's settings with the folder of a draft head made absolute."""
+    """The decoder's settings, with the folders of a draft head and of a model that drafts made absolute."""
     head = getattr(spec.decoder, "head", None)
-    if head in {None, "auto", "none"}:
-        return spec.decoder
-    return spec.decoder.model_copy(update={"head": absolute(head)})
+    if head not in {None, "auto", "none"}:
+        return spec.decoder.model_copy(update={"head": absolute(head)})
+    if isinstance(spec.decoder, Speculative) and isinstance(spec.decoder.drafter, ModelDrafter):
+        drafter = spec.decoder.drafter.model_copy(update={"path": where(spec.decoder.drafter.path)})
+        return spec.decoder.model_copy(update={"drafter": drafter})
+    return spec.decoder
+
+
+def where(path: str) -> str:
+    """A model's path: a folder that is here as an absolute one; anything else stays as it is."""
+    return absolute(path) if Path(path).exists() else path
 
 
 def absolute(path: str) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.canvas import CanvasMaker
+from actors.makers import maker_for
 from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
 from actors.rows import row_id
+from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from jobs.duplicates import DuplicateFinder, Place
@@ -88,7 +89,7 @@ def build_plan(
     Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
     the spec names, or a file is damaged.
     """
-    maker = CanvasMaker(spec.task, spec.input.columns, tokenizer, info)
+    maker = maker_for(spec.task, spec.input.columns, tokenizer, info)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows)
     writer.discard()
@@ -168,12 +169,25 @@ def _no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """Every row lacks what it needs: then the spec is wrong, not the rows."""
     rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
     there = next(rows).values or {}
-    needed = spec.input.columns.named() or {"text": "text"}
-    name, column = next((pair for pair in needed.items() if there.get(pair[1]) is None), ("text", "text"))
+    if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
+        return UserError(
+            "no row has a prompt or a text, but messages, which a chat reads; allowed: true", field="task.chat"
+        )
+    expected = _expected_column(spec.task, there)
+    needed = spec.input.columns.named() or {expected: expected}
+    name, column = next((pair for pair in needed.items() if there.get(pair[1]) is None), (expected, expected))
     listed = ", ".join(map(repr, there)) or "nothing"
     return UserError(
         f"no row has a value in a column {column!r}; the first has {listed}", field=f"input.columns.{name}"
     )
+
+
+def _expected_column(task: Task, there: dict[str, Any]) -> str:
+    """The column that such a row lacks where the spec names none."""
+    if isinstance(task, Infill):
+        return "text"
+    has_text = there.get("text") is not None or there.get("completion") is not None
+    return "prompt" if isinstance(task, Complete) or has_text else "text"
 
 
 def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.loading import check_drafter, fetch_drafter
 from actors.models import fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from actors.stop_text import end_ids
+from actors.task import TASK_DECODERS, Infill, Task
 from actors.text import Tokenizer, load_tokenizer
 from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
+from jobs.handout import place_of
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
 from jobs.progress import Display
 from jobs.spec import JobSpec
@@ -42,8 +46,15 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     folder = fetch_model(spec.model.path, spec.model.revision, s3=spec.s3.options())
     info = inspect(spec, folder)
     tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
+    check_chat(spec, tokenizer)
     inputs = list_inputs(spec.input.path, s3=spec.s3.options())
-    hashes = Hashes(model_hash(folder), tokenizer_hash(folder, spec.model.tokenizer), head_hash(spec))
+    hashes = Hashes(
+        model=model_hash(folder),
+        tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
+        head=head_hash(spec),
+        drafter=drafter_hash(spec, folder, info, tokenizer),
+        ends=end_ids(spec.task, folder, tokenizer, info),
+    )
     plan = load_plan(store)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
@@ -51,18 +62,46 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
 
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
-    """Describe the checkpoint and check that the decoder runs on its family."""
+    """Describe the checkpoint and check that its family does the task, and runs the decoder."""
     from decoders.backbones.load import inspect_model
     from decoders.registry import check_family
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
+        check_task(spec.task, info)
         check_family(spec.decoder, info)
     except UserError:
         raise
     except ValueError as error:
         raise user_error(error, "model.path") from None
     return info
+
+
+def check_task(task: Task, info: ModelInfo) -> None:
+    """Raise UserError where no decoder that runs on the model's family does the task."""
+    from decoders.backbones.families import FAMILIES
+
+    wanted = set(TASK_DECODERS[task.kind])
+    if wanted.isdisjoint(info.decoders):
+        families = sorted(name for name, family in FAMILIES.items() if wanted.intersection(family.decoders))
+        tasks = [kind for kind, decoders in TASK_DECODERS.items() if set(decoders).intersection(info.decoders)]
+        raise UserError(
+            f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks)}; "
+            f"families that do it: {', '.join(families) or 'none'}",
+            field="task.kind",
+        )
+
+
+def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError where the task is a chat and the tokenizer has no chat template."""
+    if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
+        raise UserError("the tokenizer has no chat template; allowed: false", field="task.chat")
+
+
+def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
+    """SHA-256 of the model that drafts, None where none does; UserError where it can't be had, or does not fit the model."""
+    drafter = fetch_drafter(spec.decoder, spec.s3.options())
+    return None if drafter is None else check_drafter(drafter, folder, info, tokenizer, place_of(spec))
 
 
 def head_hash(spec: JobSpec) -> str | None:
@@ -101,5 +140,7 @@ def make_plan(prepared: Prepared, store: Store, display: Display) -> Plan:
         store,
         progress=progress,
     )
-    display.note(f"planned: {plan.rows:,} samples, {plan.holes:,} tokens to generate, {plan.units:,} units")
+    display.note(
+        f"planned: {plan.rows:,} samples, {plan.holes:,} tokens {prepared.spec.task.goal}, {plan.units:,} units"
+    )
     return plan

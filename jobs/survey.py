@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from actors.canvas import CanvasMaker, Size
+from actors.canvas import Size
+from actors.makers import Maker
 from actors.plan_table import ROW_SCHEMA
 from actors.rows import row_id, row_key
 from jobs.spec import JobSpec
@@ -33,7 +34,7 @@ class Batch:
     chars: int = 0
 
 
-def survey(spec: JobSpec, maker: CanvasMaker, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
     """Yield tables of ROW_SCHEMA in the order of the input, at most `input.limit` rows together.
 
     Raises UserError if a file is gone or damaged as a whole.
@@ -47,13 +48,13 @@ def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:
     for number, file in enumerate(inputs):
         batch = Batch(number)
         for row in iterate(
-            file, columns=spec.input.columns.wanted(), chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()
+            file, columns=spec.input.columns.wanted(spec.task), chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()
         ):
             if left == 0:
                 break
             left = None if left is None else left - 1
             batch.rows.append(row)
-            batch.chars += _chars(row.values)
+            batch.chars += _chars(row.values or {})
             if len(batch.rows) == BATCH_ROWS or batch.chars >= BATCH_CHARS:
                 yield batch
                 batch = Batch(number)
@@ -63,11 +64,18 @@ def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:
             return
 
 
-def _chars(values: dict[str, Any] | None) -> int:
-    return sum(len(value) for value in (values or {}).values() if isinstance(value, str | list))
+def _chars(value: Any) -> int:
+    """Roughly how much memory a value takes: characters of its texts, and one for each number of a list."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_chars, value.values()))
+    if not isinstance(value, list):
+        return 1
+    return sum(map(_chars, value)) if value and isinstance(value[0], str | dict | list) else len(value)
 
 
-def _measured(spec: JobSpec, maker: CanvasMaker, file: InputFile, batch: Batch) -> pa.Table:
+def _measured(spec: JobSpec, maker: Maker, file: InputFile, batch: Batch) -> pa.Table:
     named = [_named(spec, file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
     sizes = iter(maker.sizes(good))

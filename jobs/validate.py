@@ -9,23 +9,21 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
-from actors.canvas import Canvas, CanvasMaker
+from actors.loading import load_networks
+from actors.makers import Maker, maker_for
 from actors.models import user_error
 from actors.rows import row_id, row_key
-from actors.text import Tokenizer
-from decoders.base import HOLE, Decoder, Request
+from actors.stop_text import stops_of
+from decoders.base import Decoder, Request
 from jobs.codes import OK
-from jobs.packing import auto_unit_rows, longest_first, padding_efficiency
+from jobs.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
+from jobs.handout import decoder_of, place_of
 from jobs.prepare import Prepared, prepare
-from jobs.progress import duration
 from jobs.spec import JobSpec
 from jobs.survey import survey
 from storage.errors import RowError, UserError
@@ -36,46 +34,6 @@ from storage.store import open_store
 SAMPLE_ROWS = 512
 TRIAL_ROWS = 64
 TRIAL_S = 5.0
-SHOWN_CHARS = 1200
-BATCH = 32
-"""Samples of a batch for which the padding is estimated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The first rows of the input as the planner sees them; `total` is how many rows there are, `exact` or estimated."""
-
-    table: pa.Table
-    total: int
-    exact: bool
-
-    def lengths(self) -> NDArray[np.int32]:
-        """Canvas tokens of each row, int32 [rows]."""
-        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
-
-    def masked(self) -> NDArray[np.int32]:
-        """Tokens to generate of each row, int32 [rows]."""
-        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A row and its canvas."""
-
-    id: str
-    key: int
-    canvas: Canvas
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU."""
-
-    rows: int
-    tokens: int
-    took_s: float
-    memory_bytes: int
-    where: str
 
 
 def validate(spec: JobSpec) -> int:
@@ -126,9 +84,9 @@ def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
     return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
 
 
-def maker_of(prepared: Prepared) -> CanvasMaker:
+def maker_of(prepared: Prepared) -> Maker:
     """What makes this job's canvases."""
-    return CanvasMaker(prepared.spec.task, prepared.spec.input.columns, prepared.tokenizer, prepared.info)
+    return maker_for(prepared.spec.task, prepared.spec.input.columns, prepared.tokenizer, prepared.info)
 
 
 def first_canvases(prepared: Prepared, count: int) -> list[Made]:
@@ -139,7 +97,7 @@ def first_canvases(prepared: Prepared, count: int) -> list[Made]:
 
 def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
     spec, maker = prepared.spec, maker_of(prepared)
-    columns = spec.input.columns.wanted()
+    columns = spec.input.columns.wanted(spec.task)
     for file in prepared.inputs:
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
             try:
@@ -148,7 +106,7 @@ def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
                 yield error
 
 
-def _made(spec: JobSpec, maker: CanvasMaker, row: Row, name: str) -> Made:
+def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
     if row.error is not None:
         raise row.error
     values = row.values or {}
@@ -166,7 +124,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
         decoder = _build(prepared, max_rows=len(rows))
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    waiting = deque(Request(number, row.key, row.canvas.tokens) for number, row in enumerate(rows))
+    waiting = deque(row.request(number) for number, row in enumerate(rows))
     _step(decoder, waiting)  # the first forward allocates and chooses kernels
     tokens, began_s = decoder.stats.committed, time.perf_counter()
     while (waiting or decoder.active) and time.perf_counter() - began_s < TRIAL_S:
@@ -176,20 +134,20 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
 
 
 def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
-    from decoders.backbones.load import load_backbone
-    from decoders.registry import build_decoder, find_heads
+    from decoders.registry import build_decoder
 
     spec, batching = prepared.spec, prepared.spec.batching
-    model = spec.model
-    backbone = load_backbone(prepared.folder, family=model.family, dtype=model.dtype, device=model.device)
+    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
     return build_decoder(
-        backbone,
+        networks.backbone,
         prepared.info,
         spec.decoder,
         spec.sampling,
         max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
-        heads=find_heads(spec.decoder, prepared.folder, backbone),
+        heads=networks.heads,
+        drafter=networks.drafter,
+        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
     )
 
 
@@ -205,85 +163,3 @@ def _memory(device: str) -> tuple[int, str]:
     if device == "cpu" or not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
     return torch.cuda.max_memory_allocated(), "GPU memory"
-
-
-# ---- what is printed
-
-
-def header(prepared: Prepared) -> Iterator[str]:
-    """The job, its model and its inputs."""
-    spec, info = prepared.spec, prepared.info
-    longest = "any length" if info.max_length is None else f"up to {info.max_length} tokens"
-    num_bytes = sum(file.size or 0 for file in prepared.inputs)
-    yield f"job       {spec.name}: {spec.task.kind}, mask {spec.task.mask.kind}, decoder {spec.decoder.kind}"
-    yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
-    yield f"input     {spec.input.path}: {len(prepared.inputs):,} files, {num_bytes / 1e6:,.1f} MB"
-    planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
-    yield f"output    {spec.output.path}{planned}"
-
-
-def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
-    """The first canvas, with each hole as its number of tokens in brackets."""
-    if not canvases:
-        yield f"canvas    none of the first {SAMPLE_ROWS} rows has one"
-        return
-    canvas = canvases[0].canvas
-    holes = f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
-    yield f"canvas    {canvases[0].id}: {len(canvas.tokens)} tokens, {holes}, key {canvases[0].key:#018x}"
-    yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
-    if prepared.tokenizer is not None:
-        shown = prompt_text(canvas, prepared.tokenizer)
-        yield "  prompt (a hole is [its tokens])"
-        yield from (f"  | {line}" for line in shown[:SHOWN_CHARS].splitlines())
-        if len(shown) > SHOWN_CHARS:
-            yield "  | ..."
-
-
-def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
-    """What the model sees, as text; each hole as [number of tokens]."""
-    parts: list[str] = []
-    shown = 0
-    for start, end in canvas.holes:
-        parts += [tokenizer.decode(canvas.tokens[shown:start].tolist()), f"[{end - start}]"]
-        shown = end
-    return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
-
-
-def size_lines(prepared: Prepared, sample: Sample) -> Iterator[str]:
-    """Rows, tokens, units and padding, of the sample and of the whole."""
-    lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
-    scale = sample.total / len(lengths)
-    yield f"samples   {about}{sample.total:,}; looked at {len(lengths):,}"
-    errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
-    if errors:
-        kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"  fail    {len(errors)} of those looked at: {kinds}"
-    yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
-    yield f"  new     {masked.mean():.1f} a sample, {about}{masked.sum() * scale:,.0f} to generate"
-    unit_rows = rows_per_unit(prepared.spec, sample.total)
-    yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {unit_rows} samples"
-    by_length = lengths[longest_first(lengths)]
-    yield (
-        f"padding   {padding_efficiency(by_length, batch_rows=BATCH):.1%} of token positions are useful in batches of "
-        f"{BATCH} sorted by length, {padding_efficiency(lengths, batch_rows=BATCH):.1%} in the order of the file"
-    )
-
-
-def rows_per_unit(spec: JobSpec, rows: int) -> int:
-    """Rows of a unit: the spec's, or what the planner will choose."""
-    if spec.output.unit_rows != "auto":
-        return spec.output.unit_rows
-    return auto_unit_rows(min(rows, spec.batching.window))
-
-
-def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[str]:
-    """Memory and time, measured and extrapolated."""
-    yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
-    rate = trial.tokens / trial.took_s if trial.took_s else 0.0
-    todo = float(sample.masked().mean()) * sample.total
-    yield f"rate      {rate:,.0f} tokens/s on one worker, measured over {trial.took_s:.1f} s"
-    if rate:
-        count = prepared.spec.workers.count
-        shared = "; divide by the number of workers" if count == "auto" else f" on {count} workers"
-        workers = 1 if count == "auto" else count
-        yield f"time      ~{duration(todo / rate / workers)}{shared}"

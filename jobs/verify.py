@@ -18,7 +18,7 @@ from jobs.plan import Plan, load_plan
 from jobs.thresholds import too_many_failed
 from storage.commit import SUCCESS, CommittedUnit, Manifest, read_manifest
 from storage.errors import StoreError, UserError
-from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet
+from storage.records import parquet_metadata, read_parquet, schema_of
 from storage.store import open_store
 from storage.verbs import S3Options, Store
 
@@ -104,10 +104,11 @@ def _unit_problems(
         yield "its SHA-256 is not the manifest's"
     if stat is not None and stat.etag != committed.etag:
         yield f"its etag is {stat.etag}, the manifest has {committed.etag}"
-    if not table.schema.remove_metadata().equals(SCHEMA):
+    version = plan.results["schema_version"]
+    if not table.schema.remove_metadata().equals(schema_of(version)):
         yield "its schema is not that of the result table"
         return
-    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "schema_version": str(SCHEMA_VERSION)}
+    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "schema_version": str(version)}
     found = parquet_metadata(table.schema)
     yield from (
         f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value

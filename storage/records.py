@@ -13,7 +13,10 @@ import pyarrow.parquet as pq
 
 from storage.verbs import Store
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_ADDED = {"token_logprobs": 2}
+"""The version that brought a column; the others are as old as the schema."""
+
 KEY_PREFIX = "draftmill."
 """Leads the names of our Parquet key-value metadata: schema_version, fingerprint, unit, pass, code_version, counts."""
 
@@ -71,9 +74,16 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("node", _WORDS),
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
         pa.field("metrics", pa.map_(pa.string(), pa.float64())),
+        pa.field("token_logprobs", pa.list_(pa.float32())),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""
+
+
+def schema_of(version: int) -> pa.Schema:
+    """The schema as a version up to SCHEMA_VERSION has it."""
+    return pa.schema([field for field in SCHEMA if _ADDED.get(field.name, 1) <= version])
+
 
 TRACE_SCHEMA: pa.Schema = pa.schema(
     [

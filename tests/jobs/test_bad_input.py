@@ -76,6 +76,10 @@ def damaged_weights(spec: dict[str, Any], folder: Path) -> None:
     spec["task"]["mask"] = {"kind": "given"}
 
 
+def completing(spec: dict[str, Any], folder: Path) -> None:
+    spec |= {"task": {"kind": "complete"}, "decoder": {"kind": "autoregressive"}}
+
+
 REFUSED: dict[str, tuple[Change, str]] = {
     "unknown key": (setting("decoder.kk", 3), "decoder.kk: unknown key; did you mean decoder.k?"),
     "wrong type": (setting("decoder.k", "three"), "decoder.k: 'three' is not allowed; allowed: a whole number"),
@@ -86,8 +90,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "unwritable output": (unwritable, "Not a directory"),
     "corrupt weights": (damaged_weights, "model.path: "),
     "missing model": (setting("model.path", "builtin:none"), "model.path: 'builtin:none' does not exist"),
-    "unknown decoder": (setting("decoder.kind", "jacobi"), "decoder.kind: 'jacobi' is not known; allowed: any_subset"),
-    "task of a later release": (setting("task.kind", "complete"), "task.kind: no decoder here runs 'complete' yet"),
+    "unknown decoder": (setting("decoder.kind", "fast"), "decoder.kind: 'fast' is not known; allowed: any_subset"),
+    "decoder for another task": (setting("task", {"kind": "complete"}), "decoder.kind: 'assd' does not run the task 'complete'"),
+    "model for another task": (completing, "task.kind: 'complete' is no task for models of family 'xlnet', which do infill"),
 }  # fmt: skip
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from actors.canvas import Canvas, Size
 from decoders.base import HOLE
+from jobs.forecast import prompt_text
 from jobs.spec import check_spec
 from jobs.survey import table_of
-from jobs.validate import estimated_rows, prompt_text, validate
+from jobs.validate import estimated_rows, validate
 from storage.reader import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
 

@@ -1,0 +1,92 @@
+"""From a job's model and decoder sections to networks in memory: the model, its draft head, and the model that drafts for it.
+
+Every problem is a UserError or a ValueError with the field path. Nothing here decides what is decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, cast
+
+from actors.job import ModelPlace
+from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
+from actors.text import Tokenizer, load_tokenizer
+from decoders.base import ModelInfo
+from decoders.settings import DecoderSettings, ModelDrafter
+from storage.errors import UserError
+from storage.verbs import S3Options
+
+if TYPE_CHECKING:
+    from decoders.backbones.base import Model, TokenBackbone
+    from decoders.heads import DraftHeads
+
+DRAFTER_FIELD = "decoder.drafter.path"
+
+
+@dataclass(frozen=True, slots=True)
+class Networks:
+    """What a decoder computes with; `heads` and `drafter` are None where nothing of the kind drafts."""
+
+    backbone: Model
+    heads: DraftHeads | None
+    drafter: TokenBackbone | None
+
+
+def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options) -> Networks:
+    """Load the model in `folder` and all that drafts for it onto the device of `place`."""
+    from decoders.backbones.load import load_backbone
+    from decoders.registry import find_heads
+
+    backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
+    drafter = None
+    if (found := fetch_drafter(decoder, s3)) is not None:
+        # check_drafter has seen to it that this is a causal model, whose rows are all tokens.
+        drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
+    return Networks(backbone, find_heads(decoder, folder, backbone), drafter)
+
+
+def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
+    """The local folder of the model that drafts, fetched if need be; None where no model of its own does."""
+    drafter = getattr(decoder, "drafter", None)
+    if not isinstance(drafter, ModelDrafter):
+        return None
+    return fetch_model(drafter.path, drafter.revision, s3=s3, field=DRAFTER_FIELD)
+
+
+def check_drafter(drafter: Path, model: Path, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace) -> str:
+    """Return the drafter's hash; UserError unless it is a causal model with the vocabulary of the model that it drafts for."""
+    from decoders.backbones.load import inspect_model
+
+    try:
+        found = inspect_model(drafter)
+        if "autoregressive" not in found.decoders:
+            raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
+        if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):
+            _check_vocabulary(drafter, found, info, tokenizer, place)
+        return model_hash(drafter)
+    except ValueError as error:
+        _refuse(error)
+
+
+def _check_vocabulary(
+    drafter: Path, found: ModelInfo, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace
+) -> None:
+    """Two tokenizers may differ in a template or a comment; what counts is which token each id is."""
+    if tokenizer is None:
+        if found.vocab_size != info.vocab_size:
+            raise ValueError(f"{drafter} has {found.vocab_size} ids, the model {info.vocab_size}")
+        return
+    other = load_tokenizer(drafter, trust_remote_code=place.trust_remote_code)
+    assert other is not None
+    differing = sorted(token for token, _ in tokenizer.vocabulary().items() ^ other.vocabulary().items())
+    if differing:
+        raise ValueError(
+            f"{drafter} has another vocabulary than the model, for example the token {differing[0]!r}; "
+            "a drafter needs the same tokens under the same ids"
+        )
+
+
+def _refuse(error: ValueError) -> NoReturn:
+    """The checks of a checkpoint speak of model.path, but here the drafter is meant."""
+    raise UserError(user_error(error, DRAFTER_FIELD).message, field=DRAFTER_FIELD) from None

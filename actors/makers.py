@@ -1,0 +1,33 @@
+"""Which maker turns the rows of a task into canvases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from actors.canvas import Canvas, CanvasMaker, Size
+from actors.prompts import PromptMaker
+from actors.rows import Values
+from actors.task import Columns, Infill, Task
+from actors.text import Tokenizer
+from decoders.base import ModelInfo
+from storage.errors import RowError
+
+
+class Maker(Protocol):
+    """Turns rows into canvases; all that a canvas depends on apart from its row and key is inside."""
+
+    def make(self, values: Values, key: int) -> Canvas:
+        """Return the row's canvas; RowError where the row does not fit the task or the model."""
+        ...
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        ...
+
+
+def maker_for(task: Task, columns: Columns, tokenizer: Tokenizer | None, info: ModelInfo) -> Maker:
+    """Return what makes the canvases of a task."""
+    if isinstance(task, Infill):
+        return CanvasMaker(task, columns, tokenizer, info)
+    return PromptMaker(task, columns, tokenizer, info)

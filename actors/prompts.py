@@ -1,0 +1,135 @@
+"""A row of the input -> what a causal model is to continue or to score. Pure: no files, no model.
+
+    complete   | lead  prompt | _ _ _ _ _ |                 holes: up to max_new_tokens, as many as the model has room for
+    score      | lead  prompt | completion |                score_from: the completion's first token
+    score      | begin        | text       |                without a prompt: behind the begin token
+
+`lead` are the special tokens that transformers' `tokenizer(text)` puts in front. A conversation is rendered by the
+tokenizer's chat template, which spells out every special token; they are parsed, wherever in it they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.canvas import Canvas, Size
+from actors.ids import STAGE, check_ids, check_length, given_ids
+from actors.rows import Messages, Values, checked_text, prompt_of, scored_text
+from actors.task import Columns, Complete, Score
+from actors.text import Tokenizer
+from decoders.base import HOLE, ModelInfo
+from storage.errors import RowError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMaker:
+    """All that the canvas of a completion, or of a text to score, depends on, apart from the row."""
+
+    task: Complete | Score
+    columns: Columns
+    tokenizer: Tokenizer | None
+    info: ModelInfo
+
+    def make(self, values: Values, key: int) -> Canvas:
+        """Return the row's canvas; RowError where the row has none, or does not fit the model. No `key` plays a part."""
+        return self._completed(values, self.task) if isinstance(self.task, Complete) else self._scored(values)
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        return [self._size(values, key) for values, key in rows]
+
+    def _size(self, values: Values, key: int) -> Size | RowError:
+        try:
+            return self.make(values, key).size
+        except RowError as error:
+            return error
+
+    # ---- canvases
+
+    def _completed(self, values: Values, task: Complete) -> Canvas:
+        prompt = self._given(values) if self.columns.tokens is not None else self._prompt(values)
+        if not len(prompt):
+            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, and the tokenizer no begin token")
+        most, room = self.info.max_length, task.max_new_tokens
+        if most is not None:
+            room = min(room, most - len(prompt))
+        if room < 1:
+            raise RowError("too_long", STAGE, f"{len(prompt)} tokens of prompt leave no room; the model takes {most}")
+        return Canvas(np.append(prompt, np.full(room, HOLE, dtype=np.int32)), ((len(prompt), len(prompt) + room),))
+
+    def _scored(self, values: Values) -> Canvas:
+        if self.columns.tokens is not None:
+            return self._behind(self._given(values), 0, None)
+        text, is_completion = scored_text(values, self.columns)
+        if self.task.chat:
+            prompt = self._prompt(values)
+        else:
+            has_prompt = self.columns.prompt is not None or (is_completion and values.get("prompt") is not None)
+            before = self._plain(values) if has_prompt else ""
+            if before and not self._tokenizer().joins:
+                return self._scored_at_once(before, text)
+            prompt = self._begun(before)
+        return self._behind(np.append(prompt, self._checked(self._tokenizer().encode(text))), len(prompt), text)
+
+    def _behind(self, tokens: NDArray[np.int32], start: int, text: str | None) -> Canvas:
+        """Score from `start` on; a first token with nothing in front of it has no probability and counts as given."""
+        check_length(len(tokens), self.info)
+        start, text = (start, text) if start else (1, None)
+        if len(tokens) <= start:
+            raise RowError("empty_text", STAGE, "no token of the row is behind another, so there is nothing to score")
+        return Canvas(tokens, (), score_from=start, text=text)
+
+    def _scored_at_once(self, before: str, text: str) -> Canvas:
+        """The vocabulary can't encode pieces: a token with any character of the text in it is scored."""
+        ids, offsets = self._tokenizer().offsets(before + text)
+        lead = self._tokenizer().lead
+        start = len(lead) + sum(end <= len(before) for _, end in offsets)
+        return self._behind(self._checked([*lead, *ids]), start, text)
+
+    # ---- prompts
+
+    def _prompt(self, values: Values) -> NDArray[np.int32]:
+        if not self.task.chat:
+            return self._begun(self._plain(values))
+        found = prompt_of(values, self.columns, self.task)
+        messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
+        return self._checked(self._tokenizer().parse(self._rendered(messages)))
+
+    def _plain(self, values: Values) -> str:
+        text = prompt_of(values, self.columns, self.task)
+        assert isinstance(text, str), "messages without a chat"
+        return text
+
+    def _begun(self, text: str) -> NDArray[np.int32]:
+        """A prompt as transformers' `tokenizer(text)` has it; an empty one is the begin token, where there is one."""
+        tokenizer = self._tokenizer()
+        ids = [*tokenizer.lead, *tokenizer.encode(text)]
+        if not ids and tokenizer.bos_id is not None:
+            ids = [tokenizer.bos_id]
+        return self._checked(ids)
+
+    def _rendered(self, messages: Messages) -> str:
+        chat = self._tokenizer().chat
+        assert chat is not None, "the spec asks for a chat where there is no template"
+        try:
+            text = chat(messages)
+        except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program, and raises what it likes
+            raise RowError("bad_messages", STAGE, f"{type(error).__name__}: {error}"[:1000]) from None
+        return checked_text(text, "messages")
+
+    # ---- tokens
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "the spec asks for text where there is no tokenizer"
+        return self.tokenizer
+
+    def _given(self, values: Values) -> NDArray[np.int32]:
+        assert self.columns.tokens is not None
+        return given_ids(values, self.columns.tokens, self.info, nulls=False)
+
+    def _checked(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        return check_ids(np.asarray(ids, dtype=np.int64), self.info)

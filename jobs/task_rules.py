@@ -1,0 +1,118 @@
+"""Whether a task fits the columns that its rows have and the decoder that is to do it. Pure; problems are sentences led by
+the path of the key to change.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from actors.task import (
+    TASK_DECODERS,
+    Columns,
+    Complete,
+    Given,
+    Infill,
+    Lines,
+    Marker,
+    Mask,
+    Score,
+    Sentences,
+    Spans,
+    Task,
+)
+from decoders.settings import DecoderSettings
+
+_READ_BY_ALL = ("id", "reference", "seed", "tokens")
+_COMPLETE_COLUMNS = ("prompt", "text", "messages")
+_SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
+_INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
+
+
+def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
+    """Why this task can't be done to rows of these columns by this decoder; None where it can."""
+    problem = _stray_column(task, columns.named())
+    if problem is None and not has_tokenizer and columns.tokens is None:
+        problem = "model.tokenizer: with 'none' every row gives its tokens: name their column in input.columns.tokens"
+    if problem is None:
+        problem = (
+            mask_problem(task.mask, columns)
+            if isinstance(task, Infill)
+            else prompt_problem(task, columns, has_tokenizer=has_tokenizer)
+        )
+    return problem or decoder_problem(task, decoder)
+
+
+def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
+    """Why this decoder does not do this kind of task; None where it does."""
+    allowed = TASK_DECODERS[task.kind]
+    if decoder.kind in allowed:
+        return None
+    return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
+
+
+def _stray_column(task: Task, named: dict[str, str]) -> str | None:
+    """A column that the task has no use for is a mistake about the task."""
+    used = {"infill": _INFILL_COLUMNS, "complete": _COMPLETE_COLUMNS, "score": _SCORE_COLUMNS}
+    for name in named:
+        if name not in _READ_BY_ALL and name not in used[task.kind]:
+            others = [kind for kind, columns in used.items() if name in columns]
+            return f"input.columns.{name}: the task {task.kind!r} does not use it; {' and '.join(others)} do"
+    return None
+
+
+# ---- infill
+
+
+def mask_problem(mask: Mask, columns: Columns) -> str | None:
+    """Why this mask can't be applied to rows of these columns; None where it can."""
+    named = columns.named()
+    if isinstance(mask, Given) and "tokens" not in named:
+        return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
+    if "tokens" in named and isinstance(mask, Marker | Lines | Sentences):
+        return f"task.mask.kind: {mask.kind!r} needs text, but the rows give tokens; allowed: given, random, spans, span_fraction"
+    return _surplus_column(mask, named)
+
+
+def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
+    for name, kind in (("prefix", Marker), ("suffix", Marker), ("spans", Spans), ("sentences", Sentences)):
+        if name in named and not isinstance(mask, kind):
+            allowed = kind.model_fields["kind"].annotation
+            return f"input.columns.{name}: mask kind {mask.kind!r} does not use it; {get_args(allowed)[0]!r} does"
+    if isinstance(mask, Spans) and "spans" in named:
+        if mask.count is not None or mask.length is not None:
+            return "task.mask: count and length are for random spans, but input.columns.spans gives each row its own"
+        if "tokens" in named:
+            return "input.columns.spans: ranges of characters need text, but the rows give tokens"
+    return None
+
+
+# ---- complete and score
+
+
+def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: bool) -> str | None:
+    """Why rows of these columns give no prompt, or no text to score, or more than one; None where they give one."""
+    named = columns.named()
+    if "messages" in named and not task.chat:
+        return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
+    if "tokens" in named and task.chat:
+        return "task.chat: a chat is made of text, but the rows give tokens"
+    if not has_tokenizer and isinstance(task, Complete) and task.stop:
+        return "task.stop: stop strings are looked for in text, which takes a tokenizer; with 'none' there is none"
+    return _one_of(_exclusive(task, named))
+
+
+def _exclusive(task: Complete | Score, named: dict[str, str]) -> list[list[str]]:
+    """Groups of named columns of which each row can have one only."""
+    if "tokens" in named:
+        return [[name for name in named if name in {"tokens", *_SCORE_COLUMNS}]]
+    if isinstance(task, Complete):
+        return [[name for name in named if name in _COMPLETE_COLUMNS]]
+    before, scored = ("prompt", "messages"), ("text", "completion")
+    return [[name for name in named if name in group] for group in (before, scored)]
+
+
+def _one_of(groups: list[list[str]]) -> str | None:
+    for names in groups:
+        if len(names) > 1:
+            return f"input.columns: {' and '.join(names)} each say what a row holds; only one of them may be named"
+    return None
