@@ -29,7 +29,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 class Tokenizer:
     """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows.
 
-    `bos_id` and `eos_id` are its begin and end tokens, None where it has none. `chat` renders a conversation up to where the
+    `bos_id` and `eos_id` are its begin and end tokens, None where there is none. `chat` renders a conversation up to where the
     model's answer begins, special tokens spelled out; None where the tokenizer has no chat template.
     """
 
@@ -110,8 +110,11 @@ class Tokenizer:
 def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a model folder (`auto`), of another folder (a path), or None (`none`).
 
-    Raises UserError where there is none, or it can't be loaded.
+    A tokenizer without a begin token has the one that the model's own configuration names. Raises UserError where there is
+    no tokenizer, or it can't be loaded.
     """
+    from decoders.backbones.load import bos_id
+
     if setting == "none":
         return None
     place = folder if setting == "auto" else Path(setting).expanduser()
@@ -123,7 +126,10 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
         )
     inner = _load(place, trust_remote_code)
     return Tokenizer(
-        inner.backend_tokenizer, bos_id=inner.bos_token_id, eos_id=inner.eos_token_id, chat=_chat_of(inner)
+        inner.backend_tokenizer,
+        bos_id=bos_id(folder) if inner.bos_token_id is None else inner.bos_token_id,
+        eos_id=inner.eos_token_id,
+        chat=_chat_of(inner),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from actors.task import Complete
+from actors.task import Infill
 from decoders.base import ModelInfo
 from jobs.spec import JobSpec
 from storage.reader import InputFile
@@ -22,21 +22,22 @@ SHOWN = 8
 @dataclass(frozen=True, slots=True)
 class Hashes:
     """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, a draft head from elsewhere, and the model
-    that drafts; and the ids that end a completion, which come from the checkpoint's generation config and its tokenizer.
+    that drafts; and the ids that begin and end a text, which may come from the checkpoint's generation config.
     """
 
     model: str
     tokenizer: str
     head: str | None = None
     drafter: str | None = None
+    begin: int | None = None
     ends: tuple[int, ...] = ()
 
 
 def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
     """Everything that results depend on, plain and JSON-able; where the checkpoint or the inputs lie is no part of it."""
     key = spec.results_key()
-    if isinstance(spec.task, Complete):
-        key["task"] |= {"ends": list(hashes.ends)}
+    if not isinstance(spec.task, Infill):
+        key["task"] |= {"begin": hashes.begin, "ends": list(hashes.ends)}
     if hashes.drafter is not None:
         key["decoder"]["drafter"] |= {"weights": hashes.drafter}
     key["model"] |= {

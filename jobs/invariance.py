@@ -10,12 +10,15 @@ from dataclasses import replace
 
 from actors.messages import WorkUnit
 from actors.worker import build_parts
-from decoders.base import Decoder, Request
+from decoders.base import Decoder, Outcome, Request
 from jobs.handout import make_job
 from jobs.plan import Plan
 from storage.commit import CommittedUnit, Manifest
 from storage.records import read_parquet
 from storage.verbs import Store
+
+Said = tuple[list[int], list[float] | None]
+"""The tokens of a sample, and the log-probability of each where they were scored."""
 
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
@@ -23,30 +26,37 @@ def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: i
     job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
     decoder, clerk = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
-    for unit, index, tokens in pick(store, manifest, samples):
+    for unit, index, stored in pick(store, manifest, samples):
         (sample,) = clerk.open_unit(alone(unit, index))
         if sample.canvas is None:
             continue
         compared += 1
-        equal += decode_alone(decoder, Request(0, sample.key, sample.canvas)) == tokens
+        equal += said(decode_alone(decoder, sample.request(0))) == stored
     share = equal / compared if compared else 1.0
     print(f"  decoded {compared} samples again, each alone: {equal} equal ({share:.1%})")
     return share
 
 
-def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, list[int]]]:
-    """Evenly spread over the run: (unit, row in it, its tokens) of samples that are ok."""
+def said(outcome: Outcome) -> Said:
+    """What an outcome says, as `pick` has it of a stored row."""
+    scores = outcome.token_logprobs
+    return outcome.tokens.tolist(), None if scores is None else scores.tolist()
+
+
+def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, Said]]:
+    """Evenly spread over the run: (unit, row in it, what it says) of samples that are ok."""
     total = manifest.total("rows")
     wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)})
     first = 0
     for unit in manifest.units:
         rows = [row - first for row in wanted if first <= row < first + unit.rows]
         first += unit.rows
-        table = read_parquet(store.get(unit.object), columns=["status", "tokens"]) if rows else None
+        table = read_parquet(store.get(unit.object)) if rows else None
         for row in rows:
             assert table is not None
             if table.column("status")[row].as_py() == "ok":
-                yield unit, row, table.column("tokens")[row].as_py()
+                scores = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+                yield unit, row, (table.column("tokens")[row].as_py(), scores)
 
 
 def alone(unit: CommittedUnit, index: int) -> WorkUnit:
@@ -64,9 +74,9 @@ def alone(unit: CommittedUnit, index: int) -> WorkUnit:
     )
 
 
-def decode_alone(decoder: Decoder, request: Request) -> list[int]:
-    """The tokens of one request in an empty decoder."""
+def decode_alone(decoder: Decoder, request: Request) -> Outcome:
+    """The outcome of one request in an empty decoder."""
     decoder.admit([request])
     while True:
         for outcome in decoder.step():
-            return [int(token) for token in outcome.tokens]
+            return outcome

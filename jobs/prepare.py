@@ -53,6 +53,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
         drafter=drafter_hash(spec, folder, info, tokenizer),
+        begin=None if tokenizer is None else tokenizer.bos_id,
         ends=end_ids(spec.task, folder, tokenizer, info),
     )
     plan = load_plan(store)

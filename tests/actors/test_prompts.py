@@ -1,0 +1,280 @@
+"""Rows become prompts with room for a completion, or texts to score: columns, begin tokens, chats, bounds, and bad rows."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Core
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from actors.canvas import Canvas, Size
+from actors.prompts import PromptMaker
+from actors.task import Columns, Complete, Score
+from actors.text import Tokenizer, load_tokenizer
+from decoders.base import HOLE
+from storage.errors import RowError
+from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
+
+BEGIN, END = 1, 2
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<cls>{{ m.role }}\n{{ m.content }}<sep>{% endfor %}{% if add_generation_prompt %}<cls>assistant\n{% endif %}"
+)
+
+
+def core_with(*, lead: bool = False, tail: bool = False) -> Core:
+    """The byte-level vocabulary, putting a begin token in front of a text and an end token behind it where asked."""
+    core = Core.from_str(byte_level()._core.to_str())
+    single = f"{'<s> ' if lead else ''}$A{' </s>' if tail else ''}"
+    core.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", BEGIN), ("</s>", END)])
+    return core
+
+
+@cache
+def beginning() -> Tokenizer:
+    return Tokenizer(core_with(lead=True, tail=True), bos_id=BEGIN, eos_id=END)
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer as checkpoints have it, chat template included."""
+    folder = tmp_path_factory.mktemp("chat")
+    special = {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<cls>", "sep_token": "<sep>"}
+    inner = PreTrainedTokenizerFast(tokenizer_object=core_with(lead=True), **special)
+    inner.chat_template = TEMPLATE
+    inner.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chatting(chat_folder: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(chat_folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def maker(
+    *, tokenizer: Tokenizer | None = None, columns: dict[str, str] | None = None, score: bool = False, **task: Any
+) -> PromptMaker:
+    max_length = task.pop("max_length", 64)
+    kind = Score if score else Complete
+    setting = kind.model_validate({"kind": kind.model_fields["kind"].annotation.__args__[0]} | task, strict=True)
+    return PromptMaker(
+        setting, Columns(**(columns or {})), tokenizer or byte_level(), model_info(max_length=max_length)
+    )
+
+
+def made(make: PromptMaker, values: dict[str, Any]) -> Canvas:
+    """The row's canvas, of the size that the planner knows."""
+    canvas = make.make(values, 1)
+    assert make.sizes([(values, 1)]) == [canvas.size]
+    return canvas
+
+
+def prompt(canvas: Canvas) -> list[int]:
+    return canvas.tokens[: canvas.holes[0][0]].tolist()
+
+
+def error_kind(make: PromptMaker, values: dict[str, Any]) -> str:
+    with pytest.raises(RowError) as caught:
+        make.make(values, 1)
+    (size,) = make.sizes([(values, 1)])
+    assert isinstance(size, RowError) and size.kind == caught.value.kind
+    return caught.value.kind
+
+
+# ---- completions
+
+
+def test_a_canvas_is_the_prompt_and_room_for_its_completion() -> None:
+    canvas = made(maker(max_new_tokens=5), {"prompt": "x = "})
+    ids = byte_level().encode("x = ")
+    assert canvas.tokens.tolist() == [*ids, *[HOLE] * 5]
+    assert canvas.holes == ((len(ids), len(ids) + 5),) and canvas.size == Size(len(ids) + 5, 5)
+
+
+def test_the_room_ends_where_the_model_does() -> None:
+    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 6}).size == Size(8, 2)
+    assert made(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 7}).size == Size(8, 1)
+    assert error_kind(maker(max_new_tokens=5, max_length=8), {"prompt": "7" * 8}) == "too_long"
+    assert made(maker(max_new_tokens=5, max_length=None), {"prompt": "7" * 80}).size == Size(85, 5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "expected"),
+    [
+        ({}, {"prompt": "p", "text": "t"}, "p"),
+        ({}, {"prompt": None, "text": "t"}, "t"),
+        ({}, {"text": "t"}, "t"),
+        ({"prompt": "q"}, {"prompt": "p", "q": "q"}, "q"),
+        ({"text": "body"}, {"prompt": "p", "body": "b"}, "b"),
+    ],
+)
+def test_a_prompt_is_the_named_column_else_prompt_else_text(
+    columns: dict[str, str], values: dict[str, Any], expected: str
+) -> None:
+    assert prompt(made(maker(columns=columns), values)) == byte_level().encode(expected)
+
+
+def test_a_prompt_is_what_transformers_makes_of_a_text_but_for_an_end_token(chat_folder: Path) -> None:
+    theirs: Any = AutoTokenizer.from_pretrained(chat_folder)
+    tokenizer = load_tokenizer(chat_folder)
+    for text in ("x = 1\n", " x", "日本"):
+        assert prompt(made(maker(tokenizer=tokenizer), {"prompt": text})) == theirs(text).input_ids
+    assert prompt(made(maker(tokenizer=beginning()), {"prompt": "x"})) == [BEGIN, *byte_level().encode("x")]
+
+
+def test_a_special_token_that_a_prompt_spells_is_text() -> None:
+    ids = prompt(made(maker(tokenizer=beginning()), {"prompt": "a</s>b"}))
+    assert ids == [BEGIN, *byte_level().encode("a</s>b")] and END not in ids
+
+
+def test_an_empty_prompt_is_the_begin_token_where_there_is_one() -> None:
+    assert prompt(made(maker(tokenizer=beginning()), {"prompt": ""})) == [BEGIN]
+    assert prompt(made(maker(tokenizer=Tokenizer(core_with(), bos_id=BEGIN)), {"prompt": ""})) == [BEGIN]
+    assert prompt(made(maker(tokenizer=Tokenizer(core_with(), bos_id=BEGIN)), {"prompt": "x"})) != [BEGIN]
+    assert error_kind(maker(), {"prompt": ""}) == "empty_prompt"
+
+
+def test_a_checkpoints_begin_token_stands_in_for_that_of_the_tokenizer(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=core_with()).save_pretrained(tmp_path)
+    for content, expected in (("{}", None), ('{"bos_token_id": 4}', 4)):
+        (tmp_path / "config.json").write_text(content)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None and tokenizer.bos_id == expected
+
+
+def test_tokens_are_a_prompt_as_they_are() -> None:
+    make = maker(columns={"tokens": "ids"}, tokenizer=beginning())
+    assert prompt(made(make, {"ids": [7, 8]})) == [7, 8]
+    assert error_kind(make, {"ids": []}) == "empty_prompt"
+    assert error_kind(make, {"ids": [7, None]}) == "bad_tokens"
+    assert error_kind(make, {"ids": [300]}) == "bad_tokens"
+    assert error_kind(make, {"prompt": "x"}) == "missing_column"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"a": 1}, "missing_column"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "missing_column"),
+        ({"prompt": ["a", "b"]}, "bad_row"),
+        ({"prompt": "\ud800"}, "bad_encoding"),
+    ],
+)
+def test_a_row_without_a_prompt_fails(values: dict[str, Any], kind: str) -> None:
+    assert error_kind(maker(), values) == kind
+
+
+# ---- chats
+
+
+def test_a_conversation_takes_the_form_of_the_template(chat_folder: Path, chatting: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    theirs: Any = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, add_generation_prompt=True)
+    ids = prompt(made(maker(tokenizer=chatting, chat=True), {"messages": messages}))
+    assert ids == theirs["input_ids"] and ids[0] == BEGIN and BEGIN not in ids[1:]
+
+
+def test_a_chats_text_is_one_message_of_a_user(chatting: Tokenizer) -> None:
+    make = maker(tokenizer=chatting, chat=True)
+    ids = prompt(made(make, {"prompt": "hello"}))
+    assert ids == prompt(made(make, {"messages": [{"role": "user", "content": "hello"}]}))
+    named = maker(tokenizer=chatting, chat=True, columns={"prompt": "q"})
+    assert prompt(made(named, {"q": "hello", "messages": [{"role": "user", "content": "no"}]})) == ids
+
+
+def test_special_tokens_in_a_conversation_are_parsed_as_transformers_does(
+    chat_folder: Path, chatting: Tokenizer
+) -> None:
+    messages = [{"role": "user", "content": "a</s>b"}]
+    ids = prompt(made(maker(tokenizer=chatting, chat=True), {"messages": messages}))
+    theirs: Any = AutoTokenizer.from_pretrained(chat_folder).apply_chat_template(messages, add_generation_prompt=True)
+    assert END in ids and ids == theirs["input_ids"]
+    assert END not in chatting.encode("a</s>b"), "parsing a chat must not switch parsing on elsewhere"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", [], ["hello"], [{"content": "no role"}], [{"role": 3}], [{"role": "odd", "content": "refused"}]],
+    ids=str,
+)
+def test_what_is_no_conversation_fails(chatting: Tokenizer, messages: Any) -> None:
+    assert error_kind(maker(tokenizer=chatting, chat=True), {"messages": messages}) == "bad_messages"
+
+
+def test_a_tokenizer_without_a_template_has_no_chat(tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=core_with()).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None and tokenizer.chat is None
+
+
+# ---- scores
+
+
+def test_a_text_is_scored_behind_the_begin_token() -> None:
+    canvas = made(maker(score=True, tokenizer=beginning()), {"text": "x = 1", "prompt": "not used"})
+    ids = byte_level().encode("x = 1")
+    assert canvas.tokens.tolist() == [BEGIN, *ids] and canvas.score_from == 1 and canvas.holes == ()
+    assert canvas.text == "x = 1" and canvas.size == Size(len(ids) + 1, len(ids))
+
+
+def test_without_a_begin_token_the_first_token_is_given() -> None:
+    canvas = made(maker(score=True), {"text": "x = 1"})
+    assert canvas.tokens.tolist() == byte_level().encode("x = 1") and canvas.score_from == 1
+    assert canvas.text is None, "only a part of the text is scored"
+    assert error_kind(maker(score=True), {"text": "x"}) == "empty_text"
+    assert error_kind(maker(score=True, tokenizer=beginning()), {"text": ""}) == "empty_text"
+
+
+@pytest.mark.parametrize(
+    ("columns", "values", "before", "scored"),
+    [
+        ({}, {"prompt": "ab", "completion": "c", "text": "t"}, "ab", "c"),
+        ({}, {"completion": "c"}, "", "c"),
+        ({"prompt": "prompt"}, {"prompt": "ab", "text": "t"}, "ab", "t"),
+        ({"prompt": "q", "completion": "a"}, {"q": "ab", "a": "c"}, "ab", "c"),
+        ({"completion": "a"}, {"prompt": "ab", "a": "c"}, "ab", "c"),
+        ({"text": "body"}, {"prompt": "ab", "completion": "c", "body": "t"}, "", "t"),
+    ],
+)
+def test_a_completion_is_scored_behind_its_prompt(
+    columns: dict[str, str], values: dict[str, Any], before: str, scored: str
+) -> None:
+    canvas = made(maker(score=True, columns=columns, tokenizer=beginning()), values)
+    ids = [BEGIN, *byte_level().encode(before)]
+    assert canvas.tokens.tolist() == [*ids, *byte_level().encode(scored)]
+    assert (canvas.score_from, canvas.text) == (len(ids), scored)
+
+
+def test_a_vocabulary_that_joins_no_pieces_scores_every_token_with_a_part_of_the_completion() -> None:
+    make = maker(score=True, tokenizer=word_pieces(), columns={"prompt": "p", "text": "t"})
+    canvas = made(make, {"p": "the cat", "t": " sat on"})
+    assert canvas.tokens.tolist() == word_pieces().encode("the cat sat on") and canvas.score_from == 2
+    canvas = made(make, {"p": "the c", "t": "at sat"})
+    assert canvas.tokens.tolist() == word_pieces().encode("the cat sat") and canvas.score_from == 1
+
+
+def test_a_chats_answer_is_scored_behind_the_generation_prompt(chatting: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    before = prompt(made(maker(tokenizer=chatting, chat=True), {"messages": messages}))
+    canvas = made(maker(score=True, tokenizer=chatting, chat=True), {"messages": messages, "completion": "hi"})
+    assert canvas.tokens.tolist() == [*before, *chatting.encode("hi")] and canvas.score_from == len(before)
+    assert error_kind(maker(score=True, tokenizer=chatting, chat=True), {"text": "hi"}) == "missing_column"
+
+
+def test_given_tokens_are_scored_from_the_second_on() -> None:
+    make = maker(score=True, columns={"tokens": "ids"})
+    canvas = made(make, {"ids": [7, 8, 9]})
+    assert np.array_equal(canvas.tokens, [7, 8, 9]) and (canvas.score_from, canvas.text) == (1, None)
+    assert error_kind(make, {"ids": [7]}) == "empty_text"
+
+
+def test_a_text_longer_than_the_model_fails() -> None:
+    assert made(maker(score=True, max_length=8), {"text": "7" * 8}).size == Size(8, 7)
+    assert error_kind(maker(score=True, max_length=8), {"text": "7" * 9}) == "too_long"
