@@ -62,8 +62,11 @@ def maker(
     *, tokenizer: Tokenizer | None = None, columns: dict[str, str] | None = None, score: bool = False, **task: Any
 ) -> PromptMaker:
     max_length = task.pop("max_length", 64)
-    kind = Score if score else Complete
-    setting = kind.model_validate({"kind": kind.model_fields["kind"].annotation.__args__[0]} | task, strict=True)
+    setting: Complete | Score = (
+        Score.model_validate({"kind": "score"} | task, strict=True)
+        if score
+        else Complete.model_validate({"kind": "complete"} | task, strict=True)
+    )
     return PromptMaker(
         setting, Columns(**(columns or {})), tokenizer or byte_level(), model_info(max_length=max_length)
     )
