@@ -1,10 +1,11 @@
 """What the job costs beyond decoding: tokens/s of a whole job against the bare decode loop over the same samples.
 
-    python -m benchmarks.engine [--limit N] [--set decoder.fused=rows ...]
+    python -m benchmarks.engine [--limit N] [--shape tiny|base] [--set decoder.fused=rows ...]
 
 The bare loop runs in this process: the same decoder, slots and canvases, read and tokenized beforehand, nothing written. The
-job then runs with one worker and the same threads, and with the workers that `auto` gives. Beside the ratio stand the figures
-of how close the job came to its limits; the goals are those of the design (docs/decisions.md).
+job then runs with one worker and the same threads, and with the workers that `auto` gives. `--shape base` runs random weights
+in the recipe's base shape (8 layers of 512, 28 million parameters) instead of the model that ships. Beside the ratio stand
+the figures of how close the job came to its limits; the goals are those of the design (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from actors.job import Job
 from actors.messages import WorkUnit
+from actors.models import BUILTIN
 from actors.samples import Sample
 from actors.worker import build_parts
 from decoders.base import Request
@@ -85,14 +87,30 @@ def bare_loop(spec: JobSpec, threads: int) -> float:
     return tokens / (time.perf_counter() - started)
 
 
+def random_model(folder: Path) -> str:
+    """Write a model of the recipe's base shape with random weights, and the builtin one's tokenizer; returns its path."""
+    from transformers import PreTrainedTokenizerFast
+
+    from recipes.asarm import SIZES
+    from recipes.folder import save_model
+    from recipes.two_stream import TwoStream
+
+    model = TwoStream(SIZES["base"].shape, torch.Generator().manual_seed(0))
+    save_model(folder, model, PreTrainedTokenizerFast.from_pretrained(BUILTIN / "asarm-tiny"))
+    return str(folder)
+
+
 def main() -> None:
     """Run the job both ways and the bare loop, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=512)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--shape", choices=("tiny", "base"), default="tiny")
     flags = parser.parse_args()
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, ray_session(None):
+        if flags.shape == "base":
+            flags.overrides.append(f"model.path={random_model(Path(folder) / 'model')}")
         specs = {
             name: load_spec(
                 SPEC,
