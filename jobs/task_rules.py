@@ -56,7 +56,7 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     for name in named:
         if name not in _READ_BY_ALL and name not in used[task.kind]:
             others = [kind for kind, columns in used.items() if name in columns]
-            return f"input.columns.{name}: the task {task.kind!r} does not use it; {' and '.join(others)} do"
+            return f"input.columns.{name}: the task {task.kind!r} does not use it; used by: {', '.join(others)}"
     return None
 
 
