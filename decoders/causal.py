@@ -21,11 +21,27 @@ from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.base import Outcome, Request
 from decoders.masks import visible
 from decoders.slots import SlotDecoder
-from decoders.state import Group, Resident
+from decoders.state import Group, Resident, SlotState
 from decoders.stops import Stops
 
 FINISHES: Final = ("length", "eos", "stop")
 _LENGTH, _EOS, _STOP = range(3)
+
+
+def rows_between(state: SlotState, slots_B: Tensor, start_B: Tensor, end_B: Tensor) -> TokenRows:
+    """The rows of the columns [start, end) of each slot, under plain causal visibility."""
+    num_rows_B = end_B - start_B
+    offsets = torch.arange(int(num_rows_B.max()), device=state.device)
+    valid_BT = offsets < num_rows_B.unsqueeze(1)
+    columns_BT = torch.where(valid_BT, start_B.unsqueeze(1) + offsets, 0)
+    return TokenRows(
+        slots_B=slots_B,
+        tokens_BT=state.tokens_SW[slots_B].gather(1, columns_BT),
+        positions_BT=columns_BT,
+        columns_BT=columns_BT,
+        valid_BT=valid_BT,
+        visible_BTW=visible(columns_BT + 1, int(end_B.max())),
+    )
 
 
 class CausalDecoder(SlotDecoder):
@@ -53,21 +69,8 @@ class CausalDecoder(SlotDecoder):
 
         Row t of a slot is its column cached + t. What is cached afterwards is the caller's to say: drafts may be refused.
         """
-        state, slots_B = self.state, group.index_B
-        start_B = state.cached_S[slots_B]
-        num_rows_B = end_B - start_B
-        offsets = torch.arange(int(num_rows_B.max()), device=state.device)
-        valid_BT = offsets < num_rows_B.unsqueeze(1)
-        columns_BT = torch.where(valid_BT, start_B.unsqueeze(1) + offsets, 0)
-        rows = TokenRows(
-            slots_B=slots_B,
-            tokens_BT=state.tokens_SW[slots_B].gather(1, columns_BT),
-            positions_BT=columns_BT,
-            columns_BT=columns_BT,
-            valid_BT=valid_BT,
-            visible_BTW=visible(columns_BT + 1, int(end_B.max())),
-        )
-        return self.counting.forward(rows, group.slots)
+        start_B = self.state.cached_S[group.index_B]
+        return self.counting.forward(rows_between(self.state, group.index_B, start_B, end_B), group.slots)
 
     def _rows_at(self, hidden_BTD: Tensor, start_B: Tensor, columns_BQ: Tensor) -> Tensor:
         """The hidden states of the rows that stood at these columns, where row 0 stood at `start_B`; [B, Q, D]."""

@@ -22,7 +22,9 @@ from decoders.settings import Autoregressive as AutoregressiveSettings
 from decoders.settings import Jacobi as JacobiSettings
 from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
 from decoders.settings import Parallel as ParallelSettings
+from decoders.settings import Speculative as SpeculativeSettings
 from decoders.slots import SlotDecoder
+from decoders.speculative import Speculative
 from decoders.stops import Stops
 
 
@@ -61,11 +63,13 @@ def build_decoder(
     heads: DraftHeads | None = None,
     stops: Stops | None = None,
     drafter: TokenBackbone | None = None,
+    drafter_info: ModelInfo | None = None,
     trace: bool = False,
 ) -> SlotDecoder:
     """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit.
 
     `heads` serve the any-subset decoders; `stops` and a `drafter` (a model of the same vocabulary) those of causal models.
+    `drafter_info` says how long a text the drafter takes; without it, as long as the model's.
     """
     check_family(settings, info)
     check_acceptance(settings, sampling)
@@ -81,6 +85,11 @@ def build_decoder(
             return OnePassDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
         case AutoregressiveSettings():
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
+        case SpeculativeSettings(k=0):
+            return Autoregressive(backbone, info, sampling, stops=stops, **size)
+        case SpeculativeSettings():
+            more: dict[str, Any] = {"settings": settings, "stops": stops, "drafter": drafter, "drafter_info": drafter_info}
+            return Speculative(backbone, info, sampling, **more, **size)
         case JacobiSettings():
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():

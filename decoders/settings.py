@@ -131,9 +131,20 @@ DECODER_KINDS: dict[str, type[Settings]] = {
 
 
 def check_acceptance(settings: Settings, sampling: Sampling) -> None:
-    """Raise ValueError where the decoder has no rejection rule: the drafts of Jacobi decoding have no law to divide by."""
-    if sampling.acceptance == "rejection" and isinstance(settings, Jacobi | MultiblockJacobi):
+    """Raise ValueError where the decoder has no rejection rule, or where its results would depend on time under it.
+
+    The drafts of Jacobi decoding have no law to divide by. A draft length chosen by time leaves the text alone under coupled
+    acceptance, but under the rejection rule it decides which random numbers a token is drawn with.
+    """
+    if sampling.acceptance != "rejection":
+        return
+    if isinstance(settings, Jacobi | MultiblockJacobi):
         raise ValueError(
             f"sampling.acceptance: 'rejection' needs the law of a draft, which decoder {settings.kind!r} has not; "
             "allowed: 'coupled'"
+        )
+    if getattr(settings, "k", None) == "auto":
+        raise ValueError(
+            "decoder.k: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would depend on it; "
+            "allowed with 'rejection': a number"
         )

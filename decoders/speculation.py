@@ -69,9 +69,14 @@ class Window:
         """Where there is a draft, bool [B, A]."""
         return torch.arange(self.ranks_BA.shape[1], device=self.ranks_BA.device) < self.num_drafts_B.unsqueeze(1)
 
-    def slots_BA(self) -> Tensor:
+    def slots(self) -> Tensor:
         """The slot of every cell."""
         return self.slots_B.unsqueeze(1).expand_as(self.ranks_BA)
+
+    def ending(self, accepted_B: Tensor, last_B: Tensor) -> Tensor:
+        """The drafts, with `last_B` in the place after the accepted ones, [B, A]."""
+        offsets_A = torch.arange(self.ranks_BA.shape[1], device=self.ranks_BA.device)
+        return torch.where(offsets_A == accepted_B.unsqueeze(1), last_B.unsqueeze(1), self.drafts_BA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +150,7 @@ class Acceptance:
         """
         if self.coupled:
             tokens_BA, valid_BA = torch.zeros_like(window.drafts_BA), window.valid_BA
-            tokens_BA[valid_BA] = self.target(p_RV, window.slots_BA()[valid_BA], window.ranks_BA[valid_BA])
+            tokens_BA[valid_BA] = self.target(p_RV, window.slots()[valid_BA], window.ranks_BA[valid_BA])
             accepted_B = _leading(window.is_draft() & (tokens_BA == window.drafts_BA))
             return accepted_B, _pick(tokens_BA, accepted_B)
         return self._judge_by_ratio(p_RV, q_BKV, window)
@@ -159,7 +164,7 @@ class Acceptance:
             log_q_BK = q_BKV[:, first].gather(-1, drafts_BA[:, first].unsqueeze(-1)).squeeze(-1)
             log_ratio_BA[:, first] -= torch.where(is_draft_BA[:, first], log_q_BK.to(torch.float64), 0.0)
         uniform_BA = torch.ones_like(log_ratio_BA)
-        slots_R, when_BA = window.slots_BA()[is_draft_BA], window.when_B.unsqueeze(1).expand_as(drafts_BA)
+        slots_R, when_BA = window.slots()[is_draft_BA], window.when_B.unsqueeze(1).expand_as(drafts_BA)
         uniform_BA[is_draft_BA] = self._uniform(
             slots_R, window.ranks_BA[is_draft_BA], noise.ACCEPT, when_BA[is_draft_BA]
         )

@@ -1,0 +1,143 @@
+"""Plain references of the causal decoders: one sample, no cache, every random choice made by a chooser (choosers.py).
+
+Written to be read beside the papers and to be enumerated, as reference.py is for any-subset models: the batched decoders must
+give the same tokens and counts from the same noise, and the law of this very code is summed up exactly.
+
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.choosers import Rule
+from decoders.reference import Trail
+from decoders.sampling import log_law
+from decoders.settings import Sampling
+
+Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
+"""(all tokens, rule, most drafts) -> (laws q, drafts)."""
+Stop = Callable[[list[int]], bool]
+"""Whether these generated tokens end the sample."""
+
+
+class PlainCausal:
+    """A causal model asked from scratch: every call recomputes all rows. One text at a time."""
+
+    def __init__(
+        self, backbone: TokenBackbone, *, length: int, sampling: Sampling, suppressed: Sequence[int] = ()
+    ) -> None:
+        self.backbone, self.length, self.sampling = backbone, length, sampling
+        self._suppressed = torch.tensor(list(suppressed), dtype=torch.int64)
+        backbone.allocate(1, length)
+
+    def law(self, tokens: Sequence[int]) -> Tensor:
+        """Return the warped log law of the token after `tokens`, [V]."""
+        columns = torch.arange(len(tokens)).unsqueeze(0)
+        rows = TokenRows(
+            slots_B=torch.tensor([0]),
+            tokens_BT=torch.tensor([list(tokens)]),
+            positions_BT=columns,
+            columns_BT=columns,
+            valid_BT=torch.ones_like(columns, dtype=torch.bool),
+            visible_BTW=torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().unsqueeze(0),
+        )
+        logits_1V = self.backbone.logits(self.backbone.forward(rows)[0, -1:])
+        return log_law(logits_1V.index_fill(-1, self._suppressed, -torch.inf), self.sampling)[0]
+
+
+def autoregressive(model: PlainCausal, prompt: Sequence[int], rule: Rule) -> Trail:
+    """One token a forward."""
+    trail = Trail(list(prompt))
+    while (n := len(trail.tokens)) < model.length:
+        trail.tokens.append(rule.direct(model.law(trail.tokens), n, n))
+        trail.nfe += 1
+        trail.close(drafts=0, accepted=0, committed=1)
+    return trail
+
+
+def speculative(
+    model: PlainCausal,
+    prompt: Sequence[int],
+    rule: Rule,
+    *,
+    k: int,
+    draft: Drafting,
+    stop: Stop = lambda generated: False,
+    calls: Callable[[int], int] = lambda drafts: drafts,
+) -> Trail:
+    """Draft, judge in one forward, commit what was accepted and the token after it; `calls` counts what drafting took."""
+    trail = Trail(list(prompt))
+    while (n := len(trail.tokens)) < model.length:
+        room = min(k, model.length - n - 1)
+        laws, drafts = draft(trail.tokens, rule, room) if room else ([], [])
+        trail.lookups += calls(len(drafts)) if room else 0
+        trail.nfe += 1
+        new, accepted = _judged(model, trail.tokens, rule, laws, drafts)
+        ends = next((cut for cut in range(1, len(new) + 1) if stop(trail.tokens[len(prompt) :] + new[:cut])), None)
+        new = new[:ends]
+        trail.tokens += new
+        proposed = len(drafts) if ends is None else min(len(drafts), ends)
+        trail.close(drafts=proposed, accepted=min(accepted, len(new)), committed=len(new))
+        if ends is not None:
+            break
+    return trail
+
+
+def _judged(
+    model: PlainCausal, tokens: list[int], rule: Rule, laws: list[Tensor], drafts: list[int]
+) -> tuple[list[int], int]:
+    """What a forward commits: accepted drafts, and the recovered token or the bonus."""
+    n, new = len(tokens), list[int]()
+    for q_V, draft in zip(laws, drafts, strict=True):
+        ok, token = rule.settle(model.law(tokens + new), q_V, draft, n + len(new), n)
+        new.append(token)
+        if not ok:
+            return new, len(new) - 1
+    new.append(rule.direct(model.law(tokens + new), n + len(new), n))
+    return new, len(drafts)
+
+
+def by_model(drafter: PlainCausal) -> Drafting:
+    """A smaller model drafts, one token after the other."""
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        laws, drafts = list[Tensor](), list[int]()
+        for _ in range(count):
+            laws.append(drafter.law(tokens + drafts))
+            drafts.append(rule.draft(laws[-1], len(tokens) + len(drafts), len(tokens)))
+        return laws, drafts
+
+    return draft
+
+
+def by_lookup(vocab_size: int, *, max_n: int, min_n: int) -> Drafting:
+    """The text so far drafts; each draft is a point mass."""
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        after = _last_match(tokens, max_n, min_n)
+        if after is None:
+            return [], []
+        text = list(tokens)
+        for _ in range(count):
+            text.append(text[after])
+            after += 1
+        drafts = text[len(tokens) :]
+        laws = [
+            torch.zeros(vocab_size, dtype=torch.float64).index_fill(0, torch.tensor([d]), 1.0).log() for d in drafts
+        ]
+        return laws, drafts
+
+    return draft
+
+
+def _last_match(tokens: list[int], max_n: int, min_n: int) -> int | None:
+    for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
+        for after in range(len(tokens) - 1, n - 1, -1):
+            if tokens[after - n : after] == tokens[len(tokens) - n :]:
+                return after
+    return None
