@@ -46,17 +46,14 @@ class _Window:
     start_B: Tensor
     decided_B: Tensor
     end_B: Tensor
+    num_own_B: Tensor
+    """Rows that stand in their own columns."""
     num_drafts_B: Tensor
     """Drafts of the real-active block."""
     drafts_BQ: Tensor
     """What stands in the columns from `decided_B` on."""
     candidates_BCM: Tensor
     num_candidates_B: Tensor
-
-    @property
-    def chain_B(self) -> Tensor:
-        """How many rows stand in their own columns."""
-        return self.end_B - self.start_B
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +95,7 @@ class MultiblockJacobi(JacobiDecoder):
         said = self._run(group, window)
         chain = self._chain(window, said)
         best = self._best(window, said, chain)
-        self._recycle(slots_B, window, chain)
-        held_BQ = self._held(slots_B, window)
+        active_B, held_BQ = self._active(slots_B), self._held(slots_B, window)
         fed_B = window.end_B - window.decided_B
         self._put(slots_B, window.decided_B, best.tokens_BQ, self._up_to(fed_B, best) & ~held_BQ)
         log_p_BQ = self._log_p_at(said, best.rows_BQ, self._up_to(best.accepted_B, best))
@@ -109,6 +105,7 @@ class MultiblockJacobi(JacobiDecoder):
         )
         # Beyond what the chain itself got right, its columns hold the states of other tokens.
         state.cached_S[slots_B] = window.decided_B + chain.accepted_B
+        self._recycle(slots_B, window, active_B)
         self._hold(slots_B, window, chain)
         self._open(slots_B)
 
@@ -132,10 +129,12 @@ class MultiblockJacobi(JacobiDecoder):
                 slots_B, before_B, active_BM, num_drafts_B, self.most_candidates
             )
             state.lookups_S[slots_B] += 1
+        start_B = state.cached_S[slots_B]
         return _Window(
-            start_B=state.cached_S[slots_B],
+            start_B=start_B,
             decided_B=decided_B,
             end_B=end_B,
+            num_own_B=end_B - start_B,
             num_drafts_B=num_drafts_B,
             drafts_BQ=drafts_BQ,
             candidates_BCM=candidates_BCM,
@@ -150,11 +149,11 @@ class MultiblockJacobi(JacobiDecoder):
         """One forward over the chain and the candidates, whose columns follow the chain's without a gap."""
         state, slots_B = self.state, group.index_B
         start_B1, decided_B1 = window.start_B.unsqueeze(1), window.decided_B.unsqueeze(1)
-        num_rows_B = window.chain_B + window.num_candidates_B * window.num_drafts_B
+        num_rows_B = window.num_own_B + window.num_candidates_B * window.num_drafts_B
         offsets_T = torch.arange(int(num_rows_B.max()), device=state.device)
         valid_BT = offsets_T < num_rows_B.unsqueeze(1)
         columns_BT = torch.where(valid_BT, start_B1 + offsets_T, 0)
-        side_BT = offsets_T - window.chain_B.unsqueeze(1)
+        side_BT = offsets_T - window.num_own_B.unsqueeze(1)
         beside_BT = (side_BT >= 0) & valid_BT
         lengths_B1 = window.num_drafts_B.clamp(min=1).unsqueeze(1)
         step_BT = torch.where(beside_BT, side_BT % lengths_B1, 0)
@@ -202,41 +201,41 @@ class MultiblockJacobi(JacobiDecoder):
         numbers_C1 = torch.arange(num, device=drafts_B11.device).unsqueeze(1)
         steps_M = torch.arange(length, device=drafts_B11.device)
         # The row of a candidate's draft speaks of the next one; of the first one speaks the last decided token's row.
-        behind_BCM = window.chain_B.view(-1, 1, 1) + numbers_C1 * drafts_B11 + steps_M - 1
+        behind_BCM = window.num_own_B.view(-1, 1, 1) + numbers_C1 * drafts_B11 + steps_M - 1
         rows_BCM = torch.where(steps_M == 0, chain.rows_BQ[:, :1].unsqueeze(1), behind_BCM)
         rows_BCM = rows_BCM.clamp(max=said.tokens_BT.shape[1] - 1)
         tokens_BCM = said.tokens_BT.gather(1, rows_BCM.flatten(1)).view_as(rows_BCM)
         right_BCM = (tokens_BCM == window.candidates_BCM) & (steps_M < drafts_B11)
         accepted_BC = leading(right_BCM.flatten(0, 1)).view(-1, num)
-        accepted_BC = torch.where(numbers_C1.T < window.num_candidates_B.unsqueeze(1), accepted_BC, -1)
+        accepted_BC = torch.where(window.num_candidates_B.unsqueeze(1) > numbers_C1.T, accepted_BC, -1)
         # argmax gives the first of equals, so the chain wins them.
         accepted_B, best_B = torch.cat([chain.accepted_B.unsqueeze(1), accepted_BC], 1).max(1)
         offsets_Q = torch.arange(chain.rows_BQ.shape[1], device=drafts_B11.device)
         other_BQ = (best_B > 0).unsqueeze(1) & (offsets_Q > 0) & (offsets_Q <= window.num_drafts_B.unsqueeze(1))
-        first_B = window.chain_B + (best_B - 1) * window.num_drafts_B - 1
+        first_B = window.num_own_B + (best_B - 1) * window.num_drafts_B - 1
         rows_BQ = torch.where(other_BQ, first_B.unsqueeze(1) + offsets_Q, chain.rows_BQ)
         return _Line(said.tokens_BT.gather(1, rows_BQ), rows_BQ, accepted_B)
 
     # ---- the blocks ----------------------------------------------------------------------------------------------
 
-    def _recycle(self, slots_B: Tensor, window: _Window, chain: _Line) -> None:
-        """Push what the chain was fed, from the start of the real-active block, and what it says behind its last right token."""
-        if not self.most_candidates:
-            return
-        first_B = self.state.prompt_S[slots_B] + self._active(slots_B) * self.block_size
-        lengths_B = window.end_B - first_B
-        self._pool.push(slots_B, self._tokens_from(slots_B, first_B, int(lengths_B.max())), lengths_B)
-        skipped_B = chain.accepted_B + 1
-        places_BQ = skipped_B.unsqueeze(1) + torch.arange(chain.rows_BQ.shape[1], device=skipped_B.device)
-        tail_BQ = chain.tokens_BQ.gather(1, places_BQ.clamp(max=chain.rows_BQ.shape[1] - 1))
-        self._pool.push(slots_B, tail_BQ, window.end_B - window.decided_B + 1 - skipped_B)
+    def _recycle(self, slots_B: Tensor, window: _Window, active_B: Tensor) -> None:
+        """Push the text of the block that was real-active: what is committed of it, and what was rejected behind that.
+
+        The rejected tail is the next iterate, so iterates and tails are one run each time, of which the latest stay.
+        """
+        if self.most_candidates:
+            first_B = self.state.prompt_S[slots_B] + active_B * self.block_size
+            lengths_B = window.end_B + 1 - first_B
+            self._pool.push(slots_B, self._tokens_from(slots_B, first_B, int(lengths_B.max())), lengths_B)
 
     def _held(self, slots_B: Tensor, window: _Window) -> Tensor:
         """Mark the provisionally accepted tokens of the pseudo-active blocks, [B, Q]: they wait for their promotion."""
         generated_B = window.decided_B - self.state.prompt_S[slots_B]
         places_BQ = generated_B.unsqueeze(1) + torch.arange(window.drafts_BQ.shape[1], device=slots_B.device)
         blocks_BQ = places_BQ // self.block_size
-        pseudo_BQ = (blocks_BQ > self._active(slots_B).unsqueeze(1)) & (blocks_BQ < self._opened_S[slots_B].unsqueeze(1))
+        pseudo_BQ = (blocks_BQ > self._active(slots_B).unsqueeze(1)) & (
+            blocks_BQ < self._opened_S[slots_B].unsqueeze(1)
+        )
         return pseudo_BQ & (places_BQ % self.block_size < self._held_SK[slots_B].gather(1, blocks_BQ % self.blocks))
 
     def _hold(self, slots_B: Tensor, window: _Window, chain: _Line) -> None:
