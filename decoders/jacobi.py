@@ -28,6 +28,7 @@ from decoders import noise
 from decoders.base import Request
 from decoders.causal import CausalDecoder
 from decoders.settings import Jacobi as JacobiSettings
+from decoders.speculation import leading
 from decoders.state import Group
 
 # Tokens that a forward takes at little more than the price of one (docs/engine.md), shared by all slots.
@@ -154,8 +155,3 @@ def block_size(setting: int | Literal["auto"], max_rows: int, device: torch.devi
         return setting
     free = _FREE_TOKENS.get(device.type, _FREE_TOKENS["cuda"])
     return min(max(free // max_rows, _LEAST_AUTO), _MOST_AUTO)
-
-
-def leading(flags_BQ: Tensor) -> Tensor:
-    """Count the leading True of each row."""
-    return flags_BQ.to(torch.int64).cumprod(1).sum(1)

@@ -33,9 +33,10 @@ from torch import Tensor
 
 from decoders.backbones.base import TokenRows
 from decoders.base import Request
-from decoders.jacobi import JacobiDecoder, Said, leading
+from decoders.jacobi import JacobiDecoder, Said
 from decoders.ngram_pool import NgramPool
 from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
+from decoders.speculation import leading
 from decoders.state import Group
 
 

@@ -151,7 +151,7 @@ class Acceptance:
         if self.coupled:
             tokens_BA, valid_BA = torch.zeros_like(window.drafts_BA), window.valid_BA
             tokens_BA[valid_BA] = self.target(p_RV, window.slots()[valid_BA], window.ranks_BA[valid_BA])
-            accepted_B = _leading(window.is_draft() & (tokens_BA == window.drafts_BA))
+            accepted_B = leading(window.is_draft() & (tokens_BA == window.drafts_BA))
             return accepted_B, _pick(tokens_BA, accepted_B)
         return self._judge_by_ratio(p_RV, q_BKV, window)
 
@@ -168,7 +168,7 @@ class Acceptance:
         uniform_BA[is_draft_BA] = self._uniform(
             slots_R, window.ranks_BA[is_draft_BA], noise.ACCEPT, when_BA[is_draft_BA]
         )
-        accepted_B = _leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
+        accepted_B = leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
         return accepted_B, self._after_accepted(p_RV, q_BKV, window, accepted_B)
 
     def _after_accepted(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class Acceptance:
         slots_BD = slots_B.unsqueeze(1).expand_as(drafts_BD)
         tokens_BD = torch.zeros_like(drafts_BD)
         tokens_BD[valid_BD] = self.target(p_BDV[valid_BD], slots_BD[valid_BD], ranks_BD[valid_BD])
-        num_accepted_B = _leading(valid_BD & (tokens_BD == drafts_BD))
+        num_accepted_B = leading(valid_BD & (tokens_BD == drafts_BD))
         return Settled(num_accepted_B, _pick(tokens_BD, num_accepted_B))
 
     def _settle_rejection(
@@ -211,7 +211,7 @@ class Acceptance:
         drafts = drafts_BD.unsqueeze(-1)
         log_ratio = p_BDV.gather(-1, drafts).to(torch.float64) - q_BDV.gather(-1, drafts).to(torch.float64)
         uniform = self._uniform(slots_BD.flatten(), ranks_BD.flatten(), noise.ACCEPT, when_BD.flatten())
-        num_accepted_B = _leading(valid_BD & (uniform.view_as(drafts_BD) < log_ratio.squeeze(-1).exp()))
+        num_accepted_B = leading(valid_BD & (uniform.view_as(drafts_BD) < log_ratio.squeeze(-1).exp()))
         # Only the first rejected row needs its residual.
         row_B = num_accepted_B.clamp(max=drafts_BD.shape[1] - 1)
         each_B = torch.arange(len(slots_B), device=slots_B.device)
@@ -224,7 +224,7 @@ class Acceptance:
         return noise.uniform_rows(self._state.key_S2[slots_R], positions_R, purpose, when_R)
 
 
-def _leading(flags_BD: Tensor) -> Tensor:
+def leading(flags_BD: Tensor) -> Tensor:
     """Count the leading True of each row."""
     return flags_BD.to(torch.int64).cumprod(1).sum(1)
 
