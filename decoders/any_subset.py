@@ -58,6 +58,10 @@ class AnySubsetDecoder(SlotDecoder):
         state.cached_S[slots_B] = content_end_B
         return hidden_BQD
 
+    def _longest(self, group: Group) -> int:
+        """Length of the longest canvas in the group."""
+        return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
+
     def _spread(self, hidden_BQD: Tensor, valid_BQ: Tensor) -> Tensor:
         """Suppressed logits of the valid rows in a [B, Q, V] rectangle; the other rows are zero and never used."""
         logits_RV = self._logits(hidden_BQD[valid_BQ])

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decoders.backbones.base import CountingBackbone, Model
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
+from decoders.budget import DraftBudget
 from decoders.sampling import log_law
 from decoders.settings import Sampling
-from decoders.speculation import Acceptance
-from decoders.state import Group, Resident, SlotState, trimmed, untouched
+from decoders.speculation import Acceptance, Window
+from decoders.state import Group, Resident, SlotState, outcome_of, untouched
 
 _COLUMN_STEP = 64
 
@@ -68,6 +69,7 @@ class SlotDecoder(ABC):
         self._holes: list[int] = []
         self._fresh: list[int] = []
         self._instant: list[Outcome] = []
+        self.budget: DraftBudget | None = None
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=backbone.device)
 
     # ---- admission -----------------------------------------------------------------------------------------------
@@ -206,16 +208,35 @@ class SlotDecoder(ABC):
         law = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
         return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 
+    def _judge(self, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor, Tensor]:
+        """Settle a window by the hidden states of its valid rows.
+
+        Returns how many drafts are accepted [B], the window's tokens with the one that comes after those in its place [B, A],
+        and their log-probabilities, float64 [B, A].
+        """
+        logits_RV = self._logits(hidden_RD)
+        p_RV = self._law(logits_RV)
+        accepted_B, last_B = self.acceptance.judge(p_RV, q_BKV, window)
+        tokens_BA = window.ending(accepted_B, last_B)
+        log_p_BA = torch.zeros(tokens_BA.shape, dtype=torch.float64, device=tokens_BA.device)
+        log_p_BA[window.valid_BA] = self._log_p(logits_RV, p_RV, tokens_BA[window.valid_BA])
+        self.stats.verified += len(hidden_RD)
+        return accepted_B, tokens_BA, log_p_BA
+
+    @contextmanager
+    def _timed(self, group: Group) -> Iterator[None]:
+        """Tell the budget what the enclosed forward of the target took, with all that belongs to it; prompts don't count."""
+        if self.budget is None or group.fresh:
+            yield
+            return
+        num_rows, num_kv = self.counting.useful_rows, int(self.state.decided_S[group.index_B].sum())
+        began_s = time.perf_counter()
+        yield
+        self.budget.timed(self.counting.useful_rows - num_rows, num_kv, time.perf_counter() - began_s)
+
     def _commit(self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> None:
         """Decide the next `counts_B` tokens of each slot: write them, add their log-probabilities."""
-        state, slots_B = self.state, group.index_B
-        offsets_T = torch.arange(tokens_BT.shape[1], device=state.device)
-        keep_BT = offsets_T < counts_B.unsqueeze(1)
-        ranks_BT = state.decided_S[slots_B].unsqueeze(1) + offsets_T
-        which_B = slots_B.unsqueeze(1).expand_as(keep_BT)
-        state.tokens_SW[which_B[keep_BT], ranks_BT[keep_BT]] = tokens_BT[keep_BT]
-        state.logprob_S[slots_B] += torch.where(keep_BT, log_p_BT, torch.zeros_like(log_p_BT)).sum(1)
-        state.decided_S[slots_B] += counts_B
+        self.state.commit(group.index_B, tokens_BT, counts_B, log_p_BT)
         self.stats.committed += int(counts_B.sum())
 
     def _close_iteration(
@@ -254,45 +275,13 @@ class SlotDecoder(ABC):
         last = self.state.tokens_SW.shape[1] - 1
         return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
 
-    def _longest(self, group: Group) -> int:
-        """Length of the longest canvas in the group."""
-        return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
-
     # ---- outcomes ------------------------------------------------------------------------------------------------
 
     def _knows_logprob(self) -> bool:
         return True
 
     def _outcome(self, slot: int, resident: Resident) -> Outcome:
-        state, counters = self.state, self.counting.counters
-        now = time.perf_counter()
-        prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
-        logprob = float(state.logprob_S[slot])
-        wait_s, prefill_s = resident.admitted_s - resident.queued_s, counters.first_forward_s[slot]
-        decode_s = now - resident.admitted_s - prefill_s
-        broken = not np.isfinite(logprob)
-        canvas_order = state.order_SW[slot, prompt:length].argsort()
-        tokens = state.tokens_SW[slot, prompt:length][canvas_order].to("cpu", torch.int32).numpy()
-        return Outcome(
-            index=resident.request.index,
-            tokens=tokens[:0] if broken else tokens,
-            finish="filled",
-            logprob=logprob if self._knows_logprob() and not broken else None,
-            nfe=counters.nfe[slot],
-            nfe_draft=int(state.lookups_S[slot]),
-            iterations=int(state.iterations_S[slot]),
-            proposed=int(state.proposed_S[slot]),
-            accepted=int(state.accepted_S[slot]),
-            accept_hist=trimmed(state.histogram_SH[slot].tolist()),
-            wait_s=wait_s,
-            prefill_s=prefill_s,
-            decode_s=decode_s,
-            total_s=wait_s + prefill_s + decode_s,
-            device_s=counters.device_s[slot],
-            batch_rows=counters.active_rows[slot] / counters.nfe[slot],
-            pad_fraction=1.0 - counters.used_rows[slot] / counters.computed_rows[slot],
-            started_at_s=resident.started_at_s,
-            error_kind="nan_logits" if broken else None,
-            error="the model gave logits that are not finite" if broken else None,
-            trace=resident.trace,
-        )
+        outcome = outcome_of(self.state, slot, resident, self.counting.counters)
+        if not self._knows_logprob():
+            outcome.logprob = None
+        return outcome

@@ -15,7 +15,6 @@ rows, D width, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -48,7 +47,6 @@ class Speculative(CausalDecoder):
         super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
         costs = None if isinstance(settings.drafter, NgramDrafter) else CostTable()
         self.drafter = self._make_drafter(settings, drafter, drafter_info, costs)
-        self.budget: DraftBudget | None = None
         if settings.k == "auto":
             self.budget = DraftBudget(self.state, self.k, drafter=costs)
 
@@ -82,14 +80,11 @@ class Speculative(CausalDecoder):
         state, slots_B = self.state, group.index_B
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
         counts_B, q_BKV = self._draft(group, decided_B)
-        began_s = time.perf_counter()
-        hidden_BTD = self._forward(group, decided_B + counts_B)
-        window = self._window(slots_B, decided_B, counts_B)
-        hidden_BAD = self._rows_at(hidden_BTD, start_B, window.ranks_BA - 1)
-        self._judge(group, hidden_BAD[window.valid_BA], q_BKV, window)
-        if self.budget is not None and not group.fresh:
-            num_rows = int((decided_B + counts_B - start_B).sum())
-            self.budget.timed(num_rows, int(decided_B.sum()), time.perf_counter() - began_s)
+        with self._timed(group):
+            hidden_BTD = self._forward(group, decided_B + counts_B)
+            window = self._window(slots_B, decided_B, counts_B)
+            hidden_BAD = self._rows_at(hidden_BTD, start_B, window.ranks_BA - 1)
+            self._settle(group, hidden_BAD[window.valid_BA], q_BKV, window)
 
     def _draft(self, group: Group, decided_B: Tensor) -> tuple[Tensor, Tensor | None]:
         most_B = (self.state.length_S[group.index_B] - decided_B - 1).clamp(max=self.k)
@@ -119,18 +114,12 @@ class Speculative(CausalDecoder):
             valid_BA=valid_BA,
         )
 
-    def _judge(self, group: Group, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> None:
+    def _settle(self, group: Group, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> None:
         """Commit the accepted drafts and the token after them, up to the first stop."""
-        logits_RV = self._logits(hidden_RD)
-        p_RV = self._law(logits_RV)
-        accepted_B, last_B = self.acceptance.judge(p_RV, q_BKV, window)
-        tokens_BA = window.ending(accepted_B, last_B)
-        log_p_BA = torch.zeros(tokens_BA.shape, dtype=torch.float64, device=tokens_BA.device)
-        log_p_BA[window.valid_BA] = self._log_p(logits_RV, p_RV, tokens_BA[window.valid_BA])
+        accepted_B, tokens_BA, log_p_BA = self._judge(hidden_RD, q_BKV, window)
         counts_B = self._commit_until_stop(group, tokens_BA, accepted_B + 1, log_p_BA)
         self.state.cached_S[group.index_B] = window.when_B + accepted_B
         self.drafter.known(group.index_B, window.when_B + accepted_B)
-        self.stats.verified += len(hidden_RD)
         self._close(group, window, counts_B, accepted_B)
 
     def _close(self, group: Group, window: Window, counts_B: Tensor, accepted_B: Tensor) -> None:

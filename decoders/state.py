@@ -11,12 +11,14 @@ Legend: S all slots, B slots of this step, W columns, H histogram bins.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decoders.backbones.base import SlotCounters
 from decoders.base import Outcome, Request, TraceStep
 from decoders.masks import decoding_order
 from decoders.noise import key_words
@@ -81,6 +83,16 @@ class SlotState:
         self.key_S2[slot] = key_words([request.key], self.device)[0]
         return order_L
 
+    def commit(self, slots_B: Tensor, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> None:
+        """Decide the next `counts_B` tokens of each slot: write them, add their log-probabilities."""
+        offsets_T = torch.arange(tokens_BT.shape[1], device=self.device)
+        keep_BT = offsets_T < counts_B.unsqueeze(1)
+        ranks_BT = self.decided_S[slots_B].unsqueeze(1) + offsets_T
+        which_B = slots_B.unsqueeze(1).expand_as(keep_BT)
+        self.tokens_SW[which_B[keep_BT], ranks_BT[keep_BT]] = tokens_BT[keep_BT]
+        self.logprob_S[slots_B] += torch.where(keep_BT, log_p_BT, torch.zeros_like(log_p_BT)).sum(1)
+        self.decided_S[slots_B] += counts_B
+
     def move(self, source: int, target: int) -> None:
         """Carry a sample from one slot to another."""
         for tensor in (self.tokens_SW, self.order_SW, *self._columns):
@@ -127,5 +139,40 @@ def untouched(resident: Resident) -> Outcome:
         batch_rows=0.0,
         pad_fraction=0.0,
         started_at_s=resident.started_at_s,
+        trace=resident.trace,
+    )
+
+
+def outcome_of(state: SlotState, slot: int, resident: Resident, counters: SlotCounters) -> Outcome:
+    """What came of the sample in `slot`, as far as every decoder knows it."""
+    now = time.perf_counter()
+    prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
+    logprob = float(state.logprob_S[slot])
+    wait_s, prefill_s = resident.admitted_s - resident.queued_s, counters.first_forward_s[slot]
+    decode_s = now - resident.admitted_s - prefill_s
+    broken = not np.isfinite(logprob)
+    canvas_order = state.order_SW[slot, prompt:length].argsort()
+    tokens = state.tokens_SW[slot, prompt:length][canvas_order].to("cpu", torch.int32).numpy()
+    return Outcome(
+        index=resident.request.index,
+        tokens=tokens[:0] if broken else tokens,
+        finish="filled",
+        logprob=None if broken else logprob,
+        nfe=counters.nfe[slot],
+        nfe_draft=int(state.lookups_S[slot]),
+        iterations=int(state.iterations_S[slot]),
+        proposed=int(state.proposed_S[slot]),
+        accepted=int(state.accepted_S[slot]),
+        accept_hist=trimmed(state.histogram_SH[slot].tolist()),
+        wait_s=wait_s,
+        prefill_s=prefill_s,
+        decode_s=decode_s,
+        total_s=wait_s + prefill_s + decode_s,
+        device_s=counters.device_s[slot],
+        batch_rows=counters.active_rows[slot] / counters.nfe[slot],
+        pad_fraction=1.0 - counters.used_rows[slot] / counters.computed_rows[slot],
+        started_at_s=resident.started_at_s,
+        error_kind="nan_logits" if broken else None,
+        error="the model gave logits that are not finite" if broken else None,
         trace=resident.trace,
     )
