@@ -31,19 +31,22 @@ class Networks:
     backbone: Model
     heads: DraftHeads | None
     drafter: TokenBackbone | None
+    drafter_info: ModelInfo | None = None
 
 
 def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options) -> Networks:
     """Load the model in `folder` and all that drafts for it onto the device of `place`."""
-    from decoders.backbones.load import load_backbone
+    from decoders.backbones.load import inspect_model, load_backbone
     from decoders.registry import find_heads
 
     backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
-    drafter = None
-    if (found := fetch_drafter(decoder, s3)) is not None:
-        # check_drafter has seen to it that this is a causal model, whose rows are all tokens.
-        drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
-    return Networks(backbone, find_heads(decoder, folder, backbone), drafter)
+    heads = find_heads(decoder, folder, backbone)
+    found = fetch_drafter(decoder, s3)
+    if found is None:
+        return Networks(backbone, heads, None)
+    # check_drafter has seen to it that this is a causal model, whose rows are all tokens.
+    drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
+    return Networks(backbone, heads, drafter, inspect_model(found))
 
 
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:

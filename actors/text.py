@@ -142,11 +142,20 @@ def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
 
 
 def _load(place: Path, trust_remote_code: bool) -> Any:
+    """Load what tokenizer.json says, where there is one.
+
+    AutoTokenizer goes by the model's type, and for some types puts that family's own rules for cutting text in the place
+    of the file's: a model with another vocabulary than its family's would be given other tokens than it was trained with.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
-        inner = AutoTokenizer.from_pretrained(str(place), trust_remote_code=trust_remote_code, local_files_only=True)
+        if (place / "tokenizer.json").is_file():
+            return PreTrainedTokenizerFast.from_pretrained(str(place), local_files_only=True)
+        inner: Any = AutoTokenizer.from_pretrained(
+            str(place), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception included
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD) from error

@@ -92,6 +92,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
         heads=networks.heads,
         drafter=networks.drafter,
+        drafter_info=networks.drafter_info,
         stops=stops_of(job.task, folder, tokenizer, info),
         trace=job.trace,
     )

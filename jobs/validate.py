@@ -147,6 +147,7 @@ def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
         heads=networks.heads,
         drafter=networks.drafter,
+        drafter_info=networks.drafter_info,
         stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
     )
 

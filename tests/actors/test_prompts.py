@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def test_a_checkpoints_begin_token_stands_in_for_that_of_the_tokenizer(tmp_path:
         (tmp_path / "config.json").write_text(content)
         tokenizer = load_tokenizer(tmp_path)
         assert tokenizer is not None and tokenizer.bos_id == expected
+
+
+def test_a_tokenizer_is_what_its_file_says_whatever_the_type_of_the_model(chat_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(chat_folder, tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    text = "for value in values:\n        total += value\n"
+    typed: Any = AutoTokenizer.from_pretrained(folder)
+    found = load_tokenizer(folder)
+    assert found is not None and found.encode(text) == byte_level().encode(text)
+    assert typed(text).input_ids[1:] != found.encode(text), "transformers puts Qwen2's own rules in the file's place"
 
 
 def test_tokens_are_a_prompt_as_they_are() -> None:

@@ -1,0 +1,68 @@
+"""A small causal model with the builtin tokenizer, and jobs over it that run in this process, without Ray."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from actors.messages import Failure, WorkUnit
+from actors.worker import build_runner
+from jobs.handout import make_job
+from jobs.prepare import make_plan, prepare
+from jobs.progress import Silence
+from jobs.spec import JobSpec, check_spec
+from storage.records import read_results
+from storage.store import open_store
+from tests.decoders.causal_models import save_random
+
+TOKENIZER = Path(__file__).parents[1] / "decoders" / "builtin" / "asarm-tiny"
+LONGEST = 64
+
+
+def save_model(folder: Path, *, ends: list[int], **config: Any) -> Any:
+    """Save random Qwen2 weights beside the builtin tokenizer; returns transformers' own model with them.
+
+    With this seed and spread the model does not say the same tokens over and over.
+    """
+    config = {"vocab_size": 2048, "max_position_embeddings": LONGEST, "tie_word_embeddings": False} | config
+    model = save_random(folder, seed=2, std=0.5, **config)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return model
+
+
+def job_spec(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSpec:
+    """A spec for these rows and the model in `folder / model`; `sections` replace whole sections."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {
+        "task": {"kind": "complete", "max_new_tokens": 16},
+        "input": {"path": str(folder / "rows.jsonl")},
+        "model": {"path": str(folder / "model"), "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "sampling": {"temperature": 0.0},
+        "output": {"path": str(folder / "run"), "unit_rows": 8},
+    } | sections
+    return check_spec(data)
+
+
+def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
+    """Every result row of a finished run by its id."""
+    tables = read_results(open_store(spec.output.path))
+    return {row["id"]: row for table in tables for row in table.to_pylist()}
+
+
+def run_here(spec: JobSpec) -> dict[str, dict[str, Any]]:
+    """Plan the job and decode all of its units by one worker in this process; returns the result rows by id."""
+    store = open_store(spec.output.path)
+    plan = make_plan(prepare(spec, store), store, Silence())
+    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    for size in plan.sizes():
+        runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
+        while runner.held:
+            for news in runner.step():
+                assert not isinstance(news, Failure), news
+    runner.close()
+    return results_of(spec)
