@@ -98,6 +98,8 @@ class XLNetBackbone:
         )
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.relative: list[Tensor] = []
+        # Slots whose sample gave numbers that are none: a hidden column weighs 0, but 0 times NaN is NaN.
+        self._tainted: set[int] = set()
 
     def _rules(self, inner: int) -> ShapeRules:
         if self.device.type != "cpu":
@@ -156,13 +158,17 @@ class XLNetBackbone:
         return torch.einsum("pD,Dhd->hdp", sinusoid, layer.relative_DHd).contiguous()
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Give the positions of a slot's columns, int64 [L]."""
+        """Give the positions of a slot's columns, int64 [L]; what its last sample left is wiped where it could do harm."""
         self.order_SW[slot, : len(order_L)] = order_L
+        if slot in self._tainted:
+            self.cache[:, :, slot] = 0.0
+            self._tainted.discard(slot)
 
     def move_slot(self, source: int, target: int) -> None:
         """Copy the cache and the order of one slot onto another."""
         self.cache[:, :, target] = self.cache[:, :, source]
         self.order_SW[target] = self.order_SW[source]
+        (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
 
@@ -177,10 +183,22 @@ class XLNetBackbone:
         )
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
         for index, layer in enumerate(self.layers):
+            entering_ND = states_ND
             states_ND = self._layer_forward(layer, index, states_ND, layout)
+        if not bool((entering_ND.sum() + states_ND.sum()).isfinite()):
+            self._taint(rows, entering_ND, states_ND)
         hidden_BQD = states_ND.new_zeros(*query_BQ.shape, self.width)
         hidden_BQD[query_BQ] = states_ND
         return hidden_BQD
+
+    def _taint(self, rows: Rows, entering_ND: Tensor, states_ND: Tensor) -> None:
+        """Note the slots of the rows that are not finite: content rows end before the last layer, queries after it."""
+        slots_N = torch.cat(
+            [rows.slots_B[valid.nonzero()[:, 0]] for valid in (rows.content_valid_BC, rows.query_valid_BQ)]
+        )
+        broken_N = ~entering_ND.isfinite().all(1)
+        broken_N[len(broken_N) - len(states_ND) :] |= ~states_ND.isfinite().all(1)
+        self._tainted.update(slots_N[broken_N].tolist())
 
     def _layout(self, rows: Rows) -> _Layout:
         num_content_columns = rows.content_valid_BC.shape[1]

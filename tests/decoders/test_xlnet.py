@@ -17,6 +17,8 @@ from decoders.reference import PlainModel
 from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 
+ASSD = Assd(kind="assd", k=3)
+
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
     "d_model": 24,
@@ -228,3 +230,18 @@ def test_damaged_or_missing_weights_are_a_clear_error(tmp_path):
 def test_an_order_is_prompt_first_then_holes_from_left_to_right():
     order, num_prompt = decoding_order(np.array([-1, 5, -1, 6], dtype=np.int32))
     assert (order.tolist(), num_prompt) == ([1, 3, 0, 2], 2)
+
+
+def test_a_sample_of_numbers_that_are_none_leaves_nothing_to_the_next_in_its_slot(tmp_path):
+    save_random(tmp_path)
+    info = inspect_model(tmp_path)
+    healthy = toy_requests(12, vocab_size=60, longest=12, seed=3)
+    expected = texts(decode(load_backbone(tmp_path, dtype="float64"), info, ASSD, Sampling(), healthy))
+    backbone = load_backbone(tmp_path, dtype="float64")
+    backbone.embedding_VD = backbone.embedding_VD.clone()
+    backbone.embedding_VD[60] = torch.nan
+    sick = [Request(100 + i, 100 + i, np.array([60, -1, 60, -1, -1] * 4, dtype=np.int32)) for i in range(4)]
+    mixed = [request for pair in zip(sick, healthy, strict=False) for request in pair] + healthy[4:]
+    outcomes = decode(backbone, info, ASSD, Sampling(), mixed, rows=2)
+    assert [outcomes[request.index].error_kind for request in sick] == ["nan_logits"] * 4
+    assert {index: tokens for index, tokens in texts(outcomes).items() if index < 100} == expected
