@@ -1,6 +1,7 @@
-"""From a job's model and decoder sections to networks in memory: the model, its draft head, and the model that drafts for it.
+"""From a job's model and decoder sections to networks in memory (the model, its draft head, the model that drafts for it),
+and from those to the decoder that does the task.
 
-Every problem is a UserError or a ValueError with the field path. Nothing here decides what is decoded.
+Every problem is a UserError or a ValueError with the field path.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, NoReturn, cast
 
 from actors.job import ModelPlace
 from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
+from actors.task import Score, Task
 from actors.text import Tokenizer, load_tokenizer
-from decoders.base import ModelInfo
-from decoders.settings import DecoderSettings, ModelDrafter
+from decoders.base import Decoder, ModelInfo
+from decoders.settings import DecoderSettings, ModelDrafter, Sampling
+from decoders.stops import Stops
 from storage.errors import UserError
 from storage.verbs import S3Options
 
@@ -47,6 +50,41 @@ def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3:
     # check_drafter has seen to it that this is a causal model, whose rows are all tokens.
     drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
     return Networks(backbone, heads, drafter, inspect_model(found))
+
+
+def build(
+    networks: Networks,
+    info: ModelInfo,
+    task: Task,
+    decoder: DecoderSettings,
+    sampling: Sampling,
+    *,
+    stops: Stops | None,
+    max_rows: int,
+    max_tokens: int,
+    trace: bool = False,
+) -> Decoder:
+    """Return the decoder that does the task. Raises ValueError, with the field path, where settings and model do not fit."""
+    from decoders.registry import build_decoder, check_family
+    from decoders.scoring import Scorer
+
+    if isinstance(task, Score):
+        check_family(decoder, info)
+        # A model that `autoregressive` runs on is a causal one, whose rows are all tokens.
+        return Scorer(cast("TokenBackbone", networks.backbone), info, max_rows=max_rows, max_tokens=max_tokens)
+    return build_decoder(
+        networks.backbone,
+        info,
+        decoder,
+        sampling,
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        heads=networks.heads,
+        stops=stops,
+        drafter=networks.drafter,
+        drafter_info=networks.drafter_info,
+        trace=trace,
+    )
 
 
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:

@@ -143,6 +143,7 @@ class Infill(Settings):
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
     goal: ClassVar[str] = "to generate"
+    done: ClassVar[str] = "generated"
     kind: Literal["infill"]
     mask: Mask
 
@@ -169,6 +170,7 @@ class Complete(Settings):
 
     reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
     goal: ClassVar[str] = "to generate, at most"
+    done: ClassVar[str] = "generated"
     kind: Literal["complete"]
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
     stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = ()
@@ -181,6 +183,7 @@ class Score(Settings):
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
     goal: ClassVar[str] = "to score"
+    done: ClassVar[str] = "scored"
     kind: Literal["score"]
     chat: bool = False
 

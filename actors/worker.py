@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from actors.clerk import RowClerk
 from actors.job import Job
-from actors.loading import load_networks
+from actors.loading import build, load_networks
 from actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from actors.models import fetch_model
 from actors.runner import UnitRunner
@@ -73,7 +73,6 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     import torch
 
     from decoders.backbones.load import inspect_model
-    from decoders.registry import build_decoder
 
     torch.set_num_threads(threads)
     place = job.model
@@ -83,17 +82,15 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     networks = load_networks(folder, place, job.decoder, job.s3)
     on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or auto_rows(job.unit_rows, on_gpu=on_gpu)
-    decoder = build_decoder(
-        networks.backbone,
+    decoder = build(
+        networks,
         info,
+        job.task,
         job.decoder,
         job.sampling,
+        stops=stops_of(job.task, folder, tokenizer, info),
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
-        heads=networks.heads,
-        drafter=networks.drafter,
-        drafter_info=networks.drafter_info,
-        stops=stops_of(job.task, folder, tokenizer, info),
         trace=job.trace,
     )
     has_head = networks.heads is not None

@@ -216,7 +216,8 @@ def close(spec: JobSpec, store: Store, plan: Plan) -> int:
     if manifest is None:
         raise StoreError(f"{store.url} has {SUCCESS}, but no manifest")
     results = read_summary(store, [unit.object for unit in manifest.units])
-    print("\n".join(table_lines(spec.name, store.url, manifest, results, read_sessions(store))))
+    sessions = read_sessions(store)
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
     if not too_many_failed(manifest.total("failed"), plan.rows, spec.errors):
         return OK
     failed = manifest.total("failed")

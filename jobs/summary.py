@@ -58,19 +58,21 @@ def _tally(table: pa.Table) -> Tally:
     return Tally(rows=table.num_rows, ok=statuses["ok"], failed=statuses["failed"], skipped=statuses["skipped"], **sums)
 
 
-def table_lines(name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions) -> list[str]:
-    """The table, one line a figure, aligned."""
-    rows = [*_sample_rows(results), *_machine_rows(results, sessions), *_error_rows(results)]
+def table_lines(
+    name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions, *, done: str = "generated"
+) -> list[str]:
+    """The table, one line a figure, aligned; `done` says what was done to the new tokens."""
+    rows = [*_sample_rows(results, done), *_machine_rows(results, sessions), *_error_rows(results)]
     rows.append(("results", f"{url}/data  ({len(manifest.units):,} files, {manifest.total('bytes'):,} bytes)"))
     width = max(len(label) for label, _ in rows)
     return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
 
 
-def _sample_rows(results: Results) -> list[tuple[str, str]]:
+def _sample_rows(results: Results, done: str) -> list[tuple[str, str]]:
     tally = results.tally
     rows = [
         ("samples", f"{tally.rows:,}  ({tally.ok:,} ok, {tally.failed:,} failed, {tally.skipped:,} skipped)"),
-        ("tokens", f"{tally.new_tokens:,} generated, {tally.prompt_tokens:,} given"),
+        ("tokens", f"{tally.new_tokens:,} {done}, {tally.prompt_tokens:,} given"),
     ]
     if tally.new_tokens:
         rows.append(("NFE per token", f"{tally.nfe / tally.new_tokens:.3f}"))

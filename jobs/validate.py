@@ -14,7 +14,7 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.loading import load_networks
+from actors.loading import build, load_networks
 from actors.makers import Maker, maker_for
 from actors.models import user_error
 from actors.rows import row_id, row_key
@@ -134,21 +134,16 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
 
 
 def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
-    from decoders.registry import build_decoder
-
     spec, batching = prepared.spec, prepared.spec.batching
-    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
-    return build_decoder(
-        networks.backbone,
+    return build(
+        load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options()),
         prepared.info,
+        spec.task,
         spec.decoder,
         spec.sampling,
+        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
         max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
-        heads=networks.heads,
-        drafter=networks.drafter,
-        drafter_info=networks.drafter_info,
-        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
     )
 
 
