@@ -62,13 +62,6 @@ class AnySubsetDecoder(SlotDecoder):
         """Length of the longest canvas in the group."""
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
 
-    def _spread(self, hidden_BQD: Tensor, valid_BQ: Tensor) -> Tensor:
-        """Suppressed logits of the valid rows in a [B, Q, V] rectangle; the other rows are zero and never used."""
-        logits_RV = self._logits(hidden_BQD[valid_BQ])
-        spread = logits_RV.new_zeros(*valid_BQ.shape, logits_RV.shape[1])
-        spread[valid_BQ] = logits_RV
-        return spread
-
     def _draw(self, slots_B: Tensor, when_B: Tensor) -> Draw:
         """Return the function that drafters call to turn logits into (q, tokens), with each rank's own noise."""
 

@@ -19,11 +19,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from decoders.any_subset import AnySubsetDecoder
+from decoders.budget import MOST_AUTO, DraftBudget
 from decoders.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
+from decoders.speculation import Window
 from decoders.state import Group
 
 _DRAFT: Final = 0
@@ -34,8 +37,10 @@ class AssdDecoder(AnySubsetDecoder):
     """`assd` with `fused: none`; `heads` is None where no draft head is to be used."""
 
     def __init__(self, *args: Any, settings: Assd, heads: DraftHeads | None, **kwargs: Any) -> None:
-        super().__init__(*args, window=settings.k + 1, max_commit=settings.k, **kwargs)
-        self.k, self.ngram = settings.k, settings.drafter == "ngram"
+        self.k, self.ngram = MOST_AUTO if settings.k == "auto" else settings.k, settings.drafter == "ngram"
+        super().__init__(*args, window=self.k + 1, max_commit=self.k, **kwargs)
+        if settings.k == "auto":
+            self.budget = self._make_budget()
         self._head = None if heads is None or self.ngram else heads.markov
         self._phase_S = self.state.column()
         self._num_drafts_S = self.state.column()
@@ -44,16 +49,27 @@ class AssdDecoder(AnySubsetDecoder):
         self._law_SKV: Tensor | None = None
         self._first_log_p_S = self.state.column(dtype=torch.float64)
 
-    def _advance(self, group: Group) -> None:
+    def _make_budget(self) -> DraftBudget:
+        """A window of 1 + e drafts: what an iteration takes of the model, counting its content and query rows."""
+        extra = range(self.k)
         if self.ngram:
-            self._draft_ngrams(group)
+            return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra])
+        forwards = [1 if e == 0 else 2 for e in extra]
+        return DraftBudget(self.state, self.k - 1, rows=[2 if e == 0 else 3 * e + 2 for e in extra], forwards=forwards)
+
+    def _advance(self, group: Group) -> None:
+        with self._timed(group):
+            if self.ngram:
+                self._draft_ngrams(group)
+            self._run_phases(group)
+
+    def _run_phases(self, group: Group) -> None:
         state, slots_B = self.state, group.index_B
         verify_B = self._phase_S[slots_B] == _VERIFY
         decided_B, drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
-        remaining_B = state.length_S[slots_B] - decided_B
-        offsets_K = torch.arange(self.k, device=state.device)
         first_B = torch.where(verify_B, self._num_sure_S[slots_B], 0)
-        last_B = torch.where(verify_B, drafts_B, remaining_B.clamp(max=self.k))
+        last_B = drafts_B if bool(verify_B.all()) else torch.where(verify_B, drafts_B, self._lengths(group))
+        offsets_K = torch.arange(int((last_B - first_B).max()), device=state.device)
         ranks_BK = decided_B.unsqueeze(1) + first_B.unsqueeze(1) + offsets_K
         valid_BK = offsets_K < (last_B - first_B).unsqueeze(1)
         limits_BK = torch.where(verify_B.unsqueeze(1), ranks_BK, decided_B.unsqueeze(1))
@@ -66,14 +82,19 @@ class AssdDecoder(AnySubsetDecoder):
         if bool(verify_B.any()):
             self._verify(group.part(verify_B), hidden_BKD[verify_B], valid_BK[verify_B], ranks_BK[verify_B])
 
+    def _lengths(self, group: Group) -> Tensor:
+        """How long a window each slot would draft now, [B]."""
+        remaining_B = self.state.length_S[group.index_B] - self.state.decided_S[group.index_B]
+        return 1 + self._allot(group, remaining_B.clamp(max=self.k) - 1)
+
     # ---- drafting ------------------------------------------------------------------------------------------------
 
     def _take_drafts(self, group: Group, hidden_BKD: Tensor, decided_B: Tensor, num_drafts_B: Tensor) -> None:
         """Draw the window's drafts; a window of one is decided at once, since its token is the target's own."""
-        slots_B = group.index_B
-        limits_BK = decided_B.unsqueeze(1).expand(-1, self.k)
+        slots_B, num_ranks = group.index_B, int(num_drafts_B.max())
+        limits_BK = decided_B.unsqueeze(1).expand(-1, num_ranks)
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
-        drafts = roller.markov(self._head, hidden_BKD, decided_B, limits_BK)
+        drafts = roller.markov(self._head, hidden_BKD[:, :num_ranks], decided_B, limits_BK)
         logits_BV = self._logits(hidden_BKD[:, 0])
         first_log_p_B = self._log_p(logits_BV, drafts.laws[0], drafts.tokens_BK[:, 0])
         self._first_log_p_S[slots_B] = first_log_p_B
@@ -92,7 +113,7 @@ class AssdDecoder(AnySubsetDecoder):
             law_BKV = drafts.joined_laws()
             if self._law_SKV is None:
                 self._law_SKV = self.state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
-            self._law_SKV[slots_B] = law_BKV
+            self._law_SKV[slots_B, : law_BKV.shape[1]] = law_BKV
 
     def _draft_ngrams(self, group: Group) -> None:
         """Fill the window of every slot that is about to draft, unless its first hole has no left neighbour."""
@@ -101,21 +122,19 @@ class AssdDecoder(AnySubsetDecoder):
         ready_B = (self._phase_S[slots_B] == _DRAFT) & (first_position_B > 0)
         if not bool(ready_B.any()):
             return
-        slots_B = slots_B[ready_B]
-        decided_B = state.decided_S[slots_B].clone()
-        num_drafts_B = (state.length_S[slots_B] - decided_B).clamp(max=self.k)
-        drafts = self._roll_ngrams(slots_B, decided_B)
+        slots_B, num_drafts_B = slots_B[ready_B], self._lengths(group)[ready_B]
+        drafts = self._roll_ngrams(slots_B, state.decided_S[slots_B], int(num_drafts_B.max()))
         state.lookups_S[slots_B] += num_drafts_B
         self._keep(slots_B, drafts, num_drafts_B, sure=0)
 
-    def _roll_ngrams(self, slots_B: Tensor, decided_B: Tensor) -> Drafts:
+    def _roll_ngrams(self, slots_B: Tensor, decided_B: Tensor, num_ranks: int) -> Drafts:
         state = self.state
         num_positions = int(state.length_S[slots_B].max())
         canvas_BP, decided_BP = canvas_by_position(state, slots_B, num_positions)
         known_BP, drafted_BP = decided_BP.clone(), canvas_BP.clone()
         draw, each_B = self._draw(slots_B, decided_B), torch.arange(len(slots_B), device=state.device)
         tokens, laws = [], []
-        for offset in range(self.k):
+        for offset in range(num_ranks):
             ranks_B = decided_B + offset
             inside_B = ranks_B < state.length_S[slots_B]
             ranks_B = torch.minimum(ranks_B, state.length_S[slots_B] - 1)
@@ -138,27 +157,23 @@ class AssdDecoder(AnySubsetDecoder):
     def _verify(self, group: Group, hidden_BKD: Tensor, valid_BK: Tensor, ranks_BK: Tensor) -> None:
         """Settle the drafts that are not sure, and commit the accepted ones and what replaces the first rejected."""
         state, slots_B = self.state, group.index_B
-        decided_B, num_drafts_B = state.decided_S[slots_B].clone(), self._num_drafts_S[slots_B]
+        decided_B, num_drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
         sure_B = self._num_sure_S[slots_B]
-        logits_BKV = self._spread(hidden_BKD, valid_BK)
-        p_BKV, ranks_BK = self._law(logits_BKV), torch.where(valid_BK, ranks_BK, 0)
-        drafts_BK = state.tokens_SW[slots_B].gather(1, ranks_BK)
-        q_BKV = self._laws(slots_B, sure_B)
-        settled = self.acceptance.settle(
-            p_BKV, q_BKV, drafts_BK, valid_BD=valid_BK, slots_B=slots_B, ranks_BD=ranks_BK, when_B=decided_B
+        num_checked_B, ranks_BK = num_drafts_B - sure_B, torch.where(valid_BK, ranks_BK, 0)
+        window = Window(
+            slots_B=slots_B,
+            when_B=decided_B,
+            num_drafts_B=num_checked_B,
+            drafts_BA=state.tokens_SW[slots_B].gather(1, ranks_BK),
+            ranks_BA=ranks_BK,
+            valid_BA=valid_BK,
         )
-        num_checked_B = num_drafts_B - sure_B
-        accepted_B = sure_B + settled.num_accepted_B
-        rejected_B = settled.num_accepted_B < num_checked_B
-        offsets_K = torch.arange(self.k, device=state.device)
-        replaced_BK = rejected_B.unsqueeze(1) & (offsets_K == settled.num_accepted_B.unsqueeze(1))
-        tokens_BK = torch.where(replaced_BK, settled.recovered_B.unsqueeze(1), drafts_BK)
-        log_p_BK = self._log_p(logits_BKV, p_BKV, tokens_BK)
-        counts_B = accepted_B + rejected_B.to(torch.int64)
+        good_B, tokens_BK, log_p_BK = self._judge(hidden_BKD[valid_BK], self._laws(slots_B, sure_B), window)
+        accepted_B = sure_B + good_B
+        counts_B = accepted_B + (good_B < num_checked_B).to(torch.int64)
         tokens_BK, log_p_BK = self._put_sure_first(slots_B, decided_B, sure_B, tokens_BK, log_p_BK)
         # Columns up to the first rejection hold true content; the recovered token's and the last draft's do not yet.
         state.cached_S[slots_B] = decided_B + torch.minimum(accepted_B, num_drafts_B - 1)
-        self.stats.verified += int(num_checked_B.sum())
         self._finish_round(group, tokens_BK, counts_B, log_p_BK, accepted_B)
 
     def _laws(self, slots_B: Tensor, sure_B: Tensor) -> Tensor | None:
@@ -174,11 +189,14 @@ class AssdDecoder(AnySubsetDecoder):
         self, slots_B: Tensor, decided_B: Tensor, sure_B: Tensor, tokens_BK: Tensor, log_p_BK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Shift the settled tokens right by one where the first draft was sure, and put that draft before them."""
-        first_B = self.state.tokens_SW[slots_B].gather(1, decided_B.unsqueeze(1))
-        shifted = torch.cat([first_B, tokens_BK[:, : self.k - 1]], 1)
-        shifted_log_p = torch.cat([self._first_log_p_S[slots_B].unsqueeze(1), log_p_BK[:, : self.k - 1]], 1)
+        first_B1 = self.state.tokens_SW[slots_B].gather(1, decided_B.unsqueeze(1))
+        shifted_BT = torch.cat([first_B1, tokens_BK], 1)
+        shifted_log_p_BT = torch.cat([self._first_log_p_S[slots_B].unsqueeze(1), log_p_BK], 1)
         is_sure_B1 = (sure_B == 1).unsqueeze(1)
-        return torch.where(is_sure_B1, shifted, tokens_BK), torch.where(is_sure_B1, shifted_log_p, log_p_BK)
+        return (
+            torch.where(is_sure_B1, shifted_BT, functional.pad(tokens_BK, (0, 1))),
+            torch.where(is_sure_B1, shifted_log_p_BT, functional.pad(log_p_BK, (0, 1))),
+        )
 
     def _finish_round(
         self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor, accepted_B: Tensor
@@ -190,6 +208,9 @@ class AssdDecoder(AnySubsetDecoder):
         self._commit(group, tokens_BT, counts_B, log_p_BT)
         every_B = torch.ones_like(counts_B, dtype=torch.bool)
         self._close_iteration(group, counts_B, num_drafts_B, accepted_B, every_B)
+        if self.budget is not None:
+            # The first token of an iteration costs what the sequential one does; what the others brought is the gain.
+            self.budget.learn(slots_B, num_drafts_B - 1, counts_B - 1)
         self._phase_S[slots_B] = _DRAFT
         self._trace(group, proposed, num_drafts_B, before_B, every_B)
 

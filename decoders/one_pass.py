@@ -18,190 +18,183 @@ al. (2023). Legend: B slots, D drafts, K drafts of a window, Q query rows, V voc
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoders.any_subset import AnySubsetDecoder
+from decoders.budget import MOST_AUTO, DraftBudget
 from decoders.drafters import Drafts, HeadRoller
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
+from decoders.speculation import Window
 from decoders.state import Group
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The query rows of one forward: `depth` + 1 verification rows, then the stale rows of cut 0, 1, .. `depth`.
+
+    `depth` is the most drafts in any slot, `reach` the longest next window of any. The chain has no stale rows.
+    """
+
+    depth: int
+    reach: int
+    ends: bool
+    chain: bool
+
+    @property
+    def num_checks(self) -> int:
+        return self.depth + 1
+
+    def reaches(self) -> list[int]:
+        """How many ranks beyond its cut the stale rows of each cut go; with `ends`, cut 0 serves every early end."""
+        if self.chain:
+            return []
+        first = self.reach + max(self.depth - 1, 0) if self.ends and self.reach else self.reach
+        return [first] + [self.reach] * self.depth
+
+    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """For each row, its rank's offset from n, and how many ranks its limit lies below its rank, [Q]."""
+        checks = torch.arange(self.num_checks, device=device)
+        offsets, staleness = [checks], [torch.zeros_like(checks)]
+        for cut, reach in enumerate(self.reaches()):
+            stale = torch.arange(1, reach + 1, device=device)
+            offsets.append(cut + stale)
+            staleness.append(stale)
+        return torch.cat(offsets), torch.cat(staleness)
+
+    def first_row(self, cut_B: Tensor) -> Tensor:
+        """The number of the first stale row of each cut."""
+        sizes = torch.tensor(self.reaches(), device=cut_B.device)
+        starts = self.num_checks + sizes.cumsum(0) - sizes
+        return starts[cut_B]
 
 
 class OnePassDecoder(AnySubsetDecoder):
     """`assd` with `fused: rows` or `fused: chain`; `heads` may be None for `rows` only."""
 
     def __init__(self, *args: Any, settings: Assd, heads: DraftHeads | None, **kwargs: Any) -> None:
-        super().__init__(*args, window=settings.k + 1, max_commit=settings.k + 1, **kwargs)
+        self.k = MOST_AUTO if settings.k == "auto" else settings.k
+        super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
         assert settings.fused in ("rows", "chain"), settings.fused
         if settings.fused == "chain" and heads is None:
             raise ValueError(
                 "decoder.fused: 'chain' needs a draft head, and the model has none; allowed here: none, rows"
             )
-        self.k, self._heads, self._chain = settings.k, heads, settings.fused == "chain"
-        self._ends = settings.rows == "ends"
+        self._heads, self._chain, self._ends = heads, settings.fused == "chain", settings.rows == "ends"
         self._num_drafts_S = self.state.column()
         self._law_SKV: Tensor | None = None
+        if settings.k == "auto":
+            self.budget = DraftBudget(self.state, self.k, rows=[self._num_rows(e) for e in range(self.k + 1)])
+
+    def _num_rows(self, num_drafts: int) -> int:
+        """Content and query rows of an iteration in the middle of a sample whose windows have so many drafts."""
+        layout = _Layout(num_drafts, num_drafts, self._ends, self._chain)
+        # Of the cuts between the ends, `ends` asks for none.
+        stale = layout.reaches() if not self._ends else layout.reaches()[:: max(num_drafts, 1)]
+        return 2 * layout.num_checks + sum(stale)
 
     def _advance(self, group: Group) -> None:
+        with self._timed(group):
+            self._run_pass(group)
+
+    def _run_pass(self, group: Group) -> None:
         state, slots_B = self.state, group.index_B
-        decided_B, num_drafts_B = state.decided_S[slots_B].clone(), self._num_drafts_S[slots_B].clone()
-        ranks_BQ, limits_BQ, valid_BQ = self._queries(decided_B, num_drafts_B, state.length_S[slots_B])
+        decided_B, num_drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
+        # At least one token is decided by this forward; the next window can hold what is left after it.
+        next_B = self._allot(group, (state.length_S[slots_B] - decided_B - 1).clamp(max=self.k))
+        layout = _Layout(int(num_drafts_B.max()), int(next_B.max()), self._ends, self._chain)
+        ranks_BQ, limits_BQ, valid_BQ = self._queries(layout, slots_B, decided_B, num_drafts_B, next_B)
         hidden_BQD = self._forward(group, decided_B + num_drafts_B, ranks_BQ, limits_BQ, valid_BQ)
-        num_accepted_B = self._verify(group, hidden_BQD, valid_BQ, decided_B, num_drafts_B)
-        self._propose(slots_B, hidden_BQD, decided_B, num_drafts_B, num_accepted_B)
+        checks = slice(0, layout.num_checks)
+        window = self._window(slots_B, decided_B, num_drafts_B, ranks_BQ[:, checks], valid_BQ[:, checks])
+        accepted_B = self._verify(group, hidden_BQD[:, checks][window.valid_BA], window)
+        self._propose(layout, hidden_BQD, window, accepted_B, next_B)
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _num_checks(self) -> int:
-        return self.k + 1
-
-    def _queries(self, decided_B: Tensor, num_drafts_B: Tensor, length_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (ranks, limits, valid) of all query rows, [B, Q]: k+1 verification rows, then the stale rows."""
-        offsets, staleness = self._row_table()
-        ranks_BQ = decided_B.unsqueeze(1) + offsets
-        limits_BQ = ranks_BQ - staleness
-        cut_BQ = (offsets - staleness).expand_as(ranks_BQ)
-        drafts_B1 = num_drafts_B.unsqueeze(1)
-        valid_BQ = (ranks_BQ < length_B.unsqueeze(1)) & (cut_BQ <= drafts_B1)
-        if self._ends and not self._chain:
-            valid_BQ = valid_BQ & self._useful_ends(offsets, staleness, cut_BQ, drafts_B1)
-        return ranks_BQ, limits_BQ, valid_BQ
-
-    def _row_table(self) -> tuple[Tensor, Tensor]:
-        """Return for each query row its rank's offset from n, and how many ranks its limit lies below its rank, [Q].
-
-        The numbering is the same in every window: the verification rows, then the stale rows of cut 0, 1, .. k.
-        """
-        device, k = self.state.device, self.k
-        checks = torch.arange(self._num_checks, device=device)
-        offsets, staleness = [checks], [torch.zeros_like(checks)]
-        if self._chain:
-            return offsets[0], staleness[0]
-        for cut in range(k + 1):
-            reach = torch.arange(1, self._reach(cut) + 1, device=device)
-            offsets.append(cut + reach)
-            staleness.append(reach)
-        return torch.cat(offsets), torch.cat(staleness)
-
-    def _reach(self, cut: int) -> int:
-        """How many ranks beyond its cut the stale rows of a cut go; with `ends`, cut 0 serves every early end."""
-        return 2 * self.k - 1 if self._ends and cut == 0 else self.k
-
-    def _useful_ends(self, offsets_Q: Tensor, staleness_Q: Tensor, cut_BQ: Tensor, drafts_B1: Tensor) -> Tensor:
-        """Keep verification rows, the rows of cut 0 that some end 0 .. D-1 can use, and the rows of cut D."""
-        first = (cut_BQ == 0) & (staleness_Q <= torch.clamp(drafts_B1 - 1, min=0) + self.k)
-        last = (cut_BQ == drafts_B1) & (staleness_Q <= self.k)
-        return (staleness_Q == 0) | first | last
+    def _queries(
+        self, layout: _Layout, slots_B: Tensor, decided_B: Tensor, num_drafts_B: Tensor, next_B: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (ranks, limits, valid) of all query rows, [B, Q]; a slot takes those that some end of its window needs."""
+        offsets_Q, staleness_Q = layout.table(decided_B.device)
+        ranks_BQ = decided_B.unsqueeze(1) + offsets_Q
+        cut_Q, drafts_B1, next_B1 = offsets_Q - staleness_Q, num_drafts_B.unsqueeze(1), next_B.unsqueeze(1)
+        stale_BQ = (cut_Q <= drafts_B1) & (staleness_Q <= next_B1)
+        if self._ends:
+            early_B1 = torch.where(next_B1 > 0, next_B1 + (drafts_B1 - 1).clamp(min=0), 0)
+            stale_BQ = (stale_BQ & (cut_Q == drafts_B1)) | ((cut_Q == 0) & (staleness_Q <= early_B1))
+        needed_BQ = torch.where(staleness_Q == 0, cut_Q <= drafts_B1, stale_BQ)
+        valid_BQ = needed_BQ & (ranks_BQ < self.state.length_S[slots_B].unsqueeze(1))
+        return ranks_BQ, ranks_BQ - staleness_Q, valid_BQ
 
     # ---- verification --------------------------------------------------------------------------------------------
 
-    def _verify(
-        self, group: Group, hidden_BQD: Tensor, valid_BQ: Tensor, decided_B: Tensor, num_drafts_B: Tensor
-    ) -> Tensor:
+    def _window(
+        self, slots_B: Tensor, decided_B: Tensor, num_drafts_B: Tensor, ranks_BA: Tensor, valid_BA: Tensor
+    ) -> Window:
+        ranks_BA = torch.where(valid_BA, ranks_BA, 0)
+        return Window(
+            slots_B=slots_B,
+            when_B=decided_B,
+            num_drafts_B=num_drafts_B,
+            drafts_BA=self.state.tokens_SW[slots_B].gather(1, ranks_BA),
+            ranks_BA=ranks_BA,
+            valid_BA=valid_BA,
+        )
+
+    def _verify(self, group: Group, hidden_RD: Tensor, window: Window) -> Tensor:
         """Commit the accepted drafts and the token after them; returns the number accepted, [B]."""
         state, slots_B = self.state, group.index_B
-        checks = self._num_checks
-        check_BA = valid_BQ[:, :checks]
-        logits_BAV = self._spread(hidden_BQD[:, :checks], check_BA)
-        p_BAV = self._law(logits_BAV)
-        offsets_A = torch.arange(checks, device=state.device)
-        ranks_BA = torch.minimum(decided_B.unsqueeze(1) + offsets_A, state.length_S[slots_B].unsqueeze(1) - 1)
-        drafts_BA = state.tokens_SW[slots_B].gather(1, ranks_BA)
-        num_accepted_B, last_B = self._settle(
-            p_BAV, drafts_BA, slots_B=slots_B, ranks_BA=ranks_BA, decided_B=decided_B, num_drafts_B=num_drafts_B
-        )
-        # After the last rank of the canvas there is no row for a bonus.
-        extra_B = decided_B + num_accepted_B < state.length_S[slots_B]
-        tokens_BA = torch.where(offsets_A == num_accepted_B.unsqueeze(1), last_B.unsqueeze(1), drafts_BA)
-        log_p_BA = self._log_p(logits_BAV, p_BAV, tokens_BA)
-        counts_B = num_accepted_B + extra_B.to(torch.int64)
-        self._commit(group, tokens_BA, counts_B, log_p_BA)
-        state.cached_S[slots_B] = decided_B + num_accepted_B
-        self.stats.verified += int(check_BA.sum())
-        every_B = torch.ones_like(extra_B)
-        self._close_iteration(group, counts_B, num_drafts_B, num_accepted_B, every_B)
-        self._trace(group, drafts_BA, num_drafts_B, decided_B, every_B)
-        return num_accepted_B
-
-    def _settle(
-        self,
-        p_BAV: Tensor,
-        drafts_BA: Tensor,
-        *,
-        slots_B: Tensor,
-        ranks_BA: Tensor,
-        decided_B: Tensor,
-        num_drafts_B: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (number accepted, the token after them: recovered or bonus), each [B]."""
-        k, first = self.k, slice(0, self.k)
         q_BKV = None if self._law_SKV is None else self._law_SKV[slots_B]
-        if q_BKV is None and not self.acceptance.coupled:
-            # Before the first window there is no draft, and so no law to read.
-            q_BKV = torch.zeros_like(p_BAV[:, first])
-        settled = self.acceptance.settle(
-            p_BAV[:, first],
-            q_BKV,
-            drafts_BA[:, first],
-            valid_BD=torch.arange(k, device=slots_B.device) < num_drafts_B.unsqueeze(1),
-            slots_B=slots_B,
-            ranks_BD=ranks_BA[:, first],
-            when_B=decided_B,
-        )
-        each_B = torch.arange(len(slots_B), device=slots_B.device)
-        bonus_law_BV, bonus_rank_B = p_BAV[each_B, num_drafts_B], ranks_BA[each_B, num_drafts_B]
-        bonus_B = self.acceptance.direct(bonus_law_BV, slots_B, bonus_rank_B, decided_B)
-        all_accepted_B = settled.num_accepted_B == num_drafts_B
-        return settled.num_accepted_B, torch.where(all_accepted_B, bonus_B, settled.recovered_B)
+        accepted_B, tokens_BA, log_p_BA = self._judge(hidden_RD, q_BKV, window)
+        # After the last rank of the canvas there is no row for a bonus.
+        extra_B = window.when_B + accepted_B < state.length_S[slots_B]
+        counts_B, every_B = accepted_B + extra_B.to(torch.int64), torch.ones_like(extra_B)
+        self._commit(group, tokens_BA, counts_B, log_p_BA)
+        state.cached_S[slots_B] = window.when_B + accepted_B
+        self._close_iteration(group, counts_B, window.num_drafts_B, accepted_B, every_B)
+        self._trace(group, window.drafts_BA, window.num_drafts_B, window.when_B, every_B)
+        if self.budget is not None:
+            self.budget.learn(slots_B, window.num_drafts_B, accepted_B)
+        return accepted_B
 
     # ---- the next window -----------------------------------------------------------------------------------------
 
-    def _propose(
-        self, slots_B: Tensor, hidden_BQD: Tensor, before_B: Tensor, num_drafts_B: Tensor, num_accepted_B: Tensor
-    ) -> None:
+    def _propose(self, layout: _Layout, hidden_BQD: Tensor, window: Window, accepted_B: Tensor, next_B: Tensor) -> None:
         """Draft the ranks after the token just decided, from the rows that this forward brought for this end."""
         state = self.state
-        remaining_B = state.length_S[slots_B] - state.decided_S[slots_B]
-        going_B = remaining_B > 0
+        remaining_B = (state.length_S - state.decided_S)[window.slots_B]
+        num_drafts_B = torch.minimum(remaining_B, next_B)
+        self._num_drafts_S[window.slots_B] = num_drafts_B
+        going_B = num_drafts_B > 0
         if not bool(going_B.any()):
             return
-        slots_B, before_B, accepted_B = slots_B[going_B], before_B[going_B], num_accepted_B[going_B]
-        hidden_BQD, num_drafts_B = hidden_BQD[going_B], num_drafts_B[going_B]
-        drafts = self._roll(slots_B, hidden_BQD, before_B, num_drafts_B, accepted_B)
-        self._num_drafts_S[slots_B] = remaining_B[going_B].clamp(max=self.k)
+        drafts = self._roll(layout, hidden_BQD, window, accepted_B, going_B)
         if not self.acceptance.coupled:
             law_BKV = drafts.joined_laws()
             if self._law_SKV is None:
                 self._law_SKV = state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
-            self._law_SKV[slots_B] = law_BKV
+            self._law_SKV[window.slots_B[going_B], : law_BKV.shape[1]] = law_BKV
 
-    def _roll(
-        self, slots_B: Tensor, hidden_BQD: Tensor, before_B: Tensor, num_drafts_B: Tensor, accepted_B: Tensor
-    ) -> Drafts:
-        decided_B = self.state.decided_S[slots_B]
+    def _roll(self, layout: _Layout, hidden_BQD: Tensor, window: Window, accepted_B: Tensor, going_B: Tensor) -> Drafts:
+        """Draft `reach` ranks for the slots where `going_B`, of which some may get fewer."""
+        slots_B, before_B, accepted_B = window.slots_B[going_B], window.when_B[going_B], accepted_B[going_B]
+        decided_B, hidden_BQD = self.state.decided_S[slots_B], hidden_BQD[going_B]
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
         each_B = torch.arange(len(slots_B), device=slots_B.device)
         if self._chain:
             assert self._heads is not None
-            start_BD = hidden_BQD[each_B, accepted_B]
-            return roller.chain(self._heads.chain, start_BD, decided_B, self.k)
+            return roller.chain(self._heads.chain, hidden_BQD[each_B, accepted_B], decided_B, layout.reach)
         cut_B = accepted_B
         if self._ends:
-            cut_B = torch.where(accepted_B == num_drafts_B, num_drafts_B, torch.zeros_like(accepted_B))
-        offsets_K = torch.arange(self.k, device=slots_B.device)
+            cut_B = torch.where(accepted_B == window.num_drafts_B[going_B], accepted_B, 0)
+        offsets_K = torch.arange(layout.reach, device=slots_B.device)
         # The rows of a cut start after the cut's own rank; the window starts accepted + 1 ranks after n.
-        rows_BK = self._first_row(cut_B).unsqueeze(1) + (accepted_B - cut_B).unsqueeze(1) + offsets_K
+        rows_BK = layout.first_row(cut_B).unsqueeze(1) + (accepted_B - cut_B).unsqueeze(1) + offsets_K
         limits_BK = (before_B + cut_B).unsqueeze(1).expand_as(rows_BK)
-        hidden_BKD = hidden_BQD[each_B.unsqueeze(1), rows_BK]
         head = None if self._heads is None else self._heads.markov
-        return roller.markov(head, hidden_BKD, decided_B, limits_BK)
-
-    def _first_row(self, cut_B: Tensor) -> Tensor:
-        """The number of the first stale row of each cut, as laid out by `_row_table`."""
-        sizes = torch.tensor([self._reach(cut) for cut in range(self.k + 1)], device=cut_B.device)
-        starts = self._num_checks + sizes.cumsum(0) - sizes
-        return starts[cut_B]
+        return roller.markov(head, hidden_BQD[each_B.unsqueeze(1), rows_BK], decided_B, limits_BK)

@@ -42,7 +42,7 @@ class Assd(Settings):
     """Any-subset speculative decoding (ASSD, Algorithms 1 and 2) and its one-pass variants."""
 
     kind: Literal["assd"]
-    k: int = Field(default=5, ge=1, le=64)
+    k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
     drafter: Literal["self", "ngram"] = "self"
     head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
     fused: Literal["none", "rows", "chain"] = "none"

@@ -223,6 +223,13 @@ class SlotDecoder(ABC):
         self.stats.verified += len(hidden_RD)
         return accepted_B, tokens_BA, log_p_BA
 
+    def _allot(self, group: Group, most_B: Tensor) -> Tensor:
+        """How many drafts each slot takes: all that it could, or as many as the budget gives it."""
+        if self.budget is None:
+            return most_B
+        num_kv = int(self.state.decided_S[group.index_B].sum())
+        return self.budget.plan(group.index_B, most_B, kv_tokens=num_kv, fresh=group.fresh)
+
     @contextmanager
     def _timed(self, group: Group) -> Iterator[None]:
         """Tell the budget what the enclosed forward of the target took, with all that belongs to it; prompts don't count."""

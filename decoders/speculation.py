@@ -79,17 +79,6 @@ class Window:
         return torch.where(offsets_A == accepted_B.unsqueeze(1), last_B.unsqueeze(1), self.drafts_BA)
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """How a draft ended in each slot: accepted drafts, and the token that the target puts after them.
-
-    `recovered_B` means something only where a draft was rejected.
-    """
-
-    num_accepted_B: Tensor
-    recovered_B: Tensor
-
-
 class Acceptance:
     """One acceptance rule over the slots of a decoder: draws drafts, settles them, draws target tokens.
 
@@ -115,31 +104,6 @@ class Acceptance:
         if self.coupled:
             return self.target(law_RV, slots_R, ranks_R)
         return inverse_cdf_draw(law_RV.exp(), self._uniform(slots_R, ranks_R, noise.DRAFT, when_R))
-
-    def direct(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> Tensor:
-        """Draw a token that no draft stood for (the bonus, or the only token left), [R]."""
-        if self.coupled:
-            return self.target(law_RV, slots_R, ranks_R)
-        return inverse_cdf_draw(law_RV.exp(), self._uniform(slots_R, ranks_R, noise.BONUS, when_R))
-
-    def settle(
-        self,
-        p_BDV: Tensor,
-        q_BDV: Tensor | None,
-        drafts_BD: Tensor,
-        *,
-        valid_BD: Tensor,
-        slots_B: Tensor,
-        ranks_BD: Tensor,
-        when_B: Tensor,
-    ) -> Settled:
-        """Accept drafts from left to right until the first that fails; `valid_BD` marks real drafts (a prefix)."""
-        if self.coupled:
-            return self._settle_coupled(p_BDV, drafts_BD, valid_BD, slots_B, ranks_BD)
-        assert q_BDV is not None, "rejection acceptance needs the draft's law"
-        return self._settle_rejection(
-            p_BDV, q_BDV, drafts_BD, valid_BD=valid_BD, slots_B=slots_B, ranks_BD=ranks_BD, when_B=when_B
-        )
 
     def judge(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor]:
         """Return (drafts accepted, the token after them: recovered or bonus), each [B].
@@ -186,38 +150,6 @@ class Acceptance:
         recovering_B = self._uniform(slots_B, ranks_B, noise.RESIDUAL, when_B)
         bonus_B = self._uniform(slots_B, ranks_B, noise.BONUS, when_B)
         return inverse_cdf_draw(mass_BV, torch.where(refused_B, recovering_B, bonus_B))
-
-    def _settle_coupled(
-        self, p_BDV: Tensor, drafts_BD: Tensor, valid_BD: Tensor, slots_B: Tensor, ranks_BD: Tensor
-    ) -> Settled:
-        slots_BD = slots_B.unsqueeze(1).expand_as(drafts_BD)
-        tokens_BD = torch.zeros_like(drafts_BD)
-        tokens_BD[valid_BD] = self.target(p_BDV[valid_BD], slots_BD[valid_BD], ranks_BD[valid_BD])
-        num_accepted_B = leading(valid_BD & (tokens_BD == drafts_BD))
-        return Settled(num_accepted_B, _pick(tokens_BD, num_accepted_B))
-
-    def _settle_rejection(
-        self,
-        p_BDV: Tensor,
-        q_BDV: Tensor,
-        drafts_BD: Tensor,
-        *,
-        valid_BD: Tensor,
-        slots_B: Tensor,
-        ranks_BD: Tensor,
-        when_B: Tensor,
-    ) -> Settled:
-        slots_BD, when_BD = slots_B.unsqueeze(1).expand_as(drafts_BD), when_B.unsqueeze(1).expand_as(drafts_BD)
-        drafts = drafts_BD.unsqueeze(-1)
-        log_ratio = p_BDV.gather(-1, drafts).to(torch.float64) - q_BDV.gather(-1, drafts).to(torch.float64)
-        uniform = self._uniform(slots_BD.flatten(), ranks_BD.flatten(), noise.ACCEPT, when_BD.flatten())
-        num_accepted_B = leading(valid_BD & (uniform.view_as(drafts_BD) < log_ratio.squeeze(-1).exp()))
-        # Only the first rejected row needs its residual.
-        row_B = num_accepted_B.clamp(max=drafts_BD.shape[1] - 1)
-        each_B = torch.arange(len(slots_B), device=slots_B.device)
-        mass_BV = residual(p_BDV[each_B, row_B], q_BDV[each_B, row_B])
-        uniform_B = self._uniform(slots_B, ranks_BD[each_B, row_B], noise.RESIDUAL, when_B)
-        return Settled(num_accepted_B, inverse_cdf_draw(mass_BV, uniform_B))
 
     def _uniform(self, slots_R: Tensor, ranks_R: Tensor, purpose: int, when_R: Tensor) -> Tensor:
         positions_R = self._state.order_SW[slots_R, ranks_R]

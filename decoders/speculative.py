@@ -88,17 +88,9 @@ class Speculative(CausalDecoder):
 
     def _draft(self, group: Group, decided_B: Tensor) -> tuple[Tensor, Tensor | None]:
         most_B = (self.state.length_S[group.index_B] - decided_B - 1).clamp(max=self.k)
-        budget = self.budget
-        if budget is None:
-            return self.drafter.draft(group, most_B, lambda most_B: most_B)
-        if not budget.open(fresh=group.fresh):
+        if self.budget is not None and not self.budget.open(fresh=group.fresh):
             most_B = torch.zeros_like(most_B)
-        num_kv = int(decided_B.sum())
-        return self.drafter.draft(
-            group,
-            most_B,
-            lambda most_B: budget.plan(group.index_B, most_B, kv_tokens=num_kv, fresh=group.fresh),
-        )
+        return self.drafter.draft(group, most_B, lambda most_B: self._allot(group, most_B))
 
     def _window(self, slots_B: Tensor, decided_B: Tensor, counts_B: Tensor) -> Window:
         """The drafts of every slot, and a row more for the token after them."""

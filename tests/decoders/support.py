@@ -74,3 +74,8 @@ def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1
 
 def texts(outcomes):
     return {index: outcome.tokens.tolist() for index, outcome in outcomes.items()}
+
+
+def random_lengths(budget, slots_B, most_B, **_):
+    """In place of DraftBudget.plan: any number of drafts for every slot, none and all among them."""
+    return (torch.rand(len(most_B)) * (most_B + 1)).long().clamp(max=budget.most)

@@ -9,12 +9,13 @@ import torch
 from decoders import reference
 from decoders.backbones.table import TableBackbone
 from decoders.base import Request
+from decoders.budget import DraftBudget
 from decoders.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.masks import decoding_order
 from decoders.reference import PlainModel
 from decoders.registry import build_decoder
 from decoders.settings import AnySubset, Assd, Parallel, Sampling
-from tests.decoders.support import decode, run_all, table_info, texts, toy_heads, toy_requests
+from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
 
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
@@ -79,13 +80,34 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=2)
     expected = decode(table(), INFO, SEQUENTIAL, sampling, requests, rows=5)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    for k in (1, 2, 4, 8):
+    for seed, k in enumerate((1, 2, 4, 8, "auto")):
         settings = Assd(kind="assd", k=k, **VARIANTS[variant])
-        shuffled = [requests[i] for i in np.random.default_rng(k).permutation(len(requests))]
+        shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
         found = decode(table(), INFO, settings, sampling, shuffled, rows=rows, heads=heads)
         assert texts(found) == texts(expected)
         for index, outcome in found.items():
             assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
+    expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
+    heads = toy_heads(VOCAB) if variant != "ngram" else None
+    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    found = decode(table(), INFO, settings, Sampling(), requests, rows=5, heads=heads)
+    assert texts(found) == texts(expected)
+    assert sum(outcome.accepted for outcome in found.values()) > 5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
+    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
+        build_decoder(
+            table(), INFO, settings, Sampling(acceptance="rejection"), max_rows=1, max_tokens=9, heads=toy_heads(VOCAB)
+        )
 
 
 def test_the_sequential_decoder_equals_its_reference():

@@ -11,6 +11,7 @@ import torch
 from decoders import causal_reference
 from decoders.backbones.token_table import TokenTable
 from decoders.base import Request
+from decoders.budget import DraftBudget
 from decoders.causal_drafters import last_match
 from decoders.causal_reference import PlainCausal, by_lookup, by_model
 from decoders.choosers import CoupledRule, NoiseChooser, RejectionRule
@@ -18,7 +19,7 @@ from decoders.noise import sample_key
 from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, ModelDrafter, NgramDrafter, Sampling, Speculative
 from decoders.stops import Stops
-from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
+from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
@@ -86,6 +87,15 @@ def test_coupled_text_is_the_autoregressive_text(drafter, warp):
         for index, outcome in found.items():
             assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
             assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    found = speculate(requests, k="auto", drafter=DRAFTERS[drafter], rows=5)
+    assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
+    assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
 def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
