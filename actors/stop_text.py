@@ -43,7 +43,8 @@ class StopStrings:
 
         Bytes that make up a character are decoded together, so the window does not begin inside a run of them.
         """
-        start, step = num_checked, 8
+        step = self._chars_before // 2
+        start = max(0, num_checked - step)
         while start > 0 and len(self._tokenizer.continuation(tokens[start:num_checked])) < self._chars_before:
             start, step = max(0, start - step), 2 * step
         while start > 0 and self._tokenizer.is_byte(tokens[start]):

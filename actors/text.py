@@ -6,6 +6,7 @@ is loaded.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+# Tokenizers of remote code that are, file for file, one of transformers'.
+_KNOWN_AS = {"DreamTokenizer": "Qwen2Tokenizer"}
 _PROBE = ("a b", "c\n d", "  e")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -72,7 +75,8 @@ class Tokenizer:
 
     def continuation(self, ids: Sequence[int]) -> str:
         """Text of `ids` that stand behind other text: a space in front, which some vocabularies drop there, stays."""
-        return self.decode([*self._before, *ids])[len(self.decode(self._before)) :]
+        before, shown = self._before
+        return self.decode([*before, *ids])[len(shown) :]
 
     def parse(self, text: str) -> list[int]:
         """Ids of `text` in which special tokens are spelled out, as in a rendered chat."""
@@ -93,8 +97,9 @@ class Tokenizer:
         return tuple(found.ids[: sum(takewhile(bool, found.special_tokens_mask))])
 
     @cached_property
-    def _before(self) -> list[int]:
-        return self.encode("a")
+    def _before(self) -> tuple[list[int], str]:
+        ids = self.encode("a")
+        return ids, self.decode(ids)
 
     @cached_property
     def _parsing(self) -> tokenizers.Tokenizer:
@@ -148,11 +153,14 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
     of the file's: a model with another vocabulary than its family's would be given other tokens than it was trained with.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:
         if (place / "tokenizer.json").is_file():
             return PreTrainedTokenizerFast.from_pretrained(str(place), local_files_only=True)
+        if (known := _KNOWN_AS.get(_class_named(place))) is not None:
+            return getattr(transformers, known).from_pretrained(str(place), local_files_only=True)
         inner: Any = AutoTokenizer.from_pretrained(
             str(place), trust_remote_code=trust_remote_code, local_files_only=True
         )
@@ -162,3 +170,9 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
     if not inner.is_fast:
         raise UserError(f"the tokenizer in {place} has no fast form, which draftmill needs", field=_FIELD)
     return inner
+
+
+def _class_named(place: Path) -> str:
+    """The tokenizer class that tokenizer_config.json names, empty where it names none."""
+    file = place / "tokenizer_config.json"
+    return str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class", "")) if file.is_file() else ""
