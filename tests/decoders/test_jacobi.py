@@ -190,15 +190,16 @@ class Script:
     def __init__(self, following, vocab_size=10):
         self.following, self.vocab_size, self.width = following, vocab_size, vocab_size
         self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.num_rows_computed, self.min_rows = 0, 1
+        self.num_rows_computed, self.min_rows, self.num_columns = 0, 1, 0
 
     def allocate(self, num_slots, num_columns):
-        pass
+        self.num_columns = max(self.num_columns, num_columns)
 
     def move_slot(self, source, target):
         pass
 
     def forward(self, rows):
+        assert int(rows.columns_BT.max()) < self.num_columns
         self.num_rows_computed = rows.valid_BT.numel()
         pairs = zip(rows.positions_BT.flatten().tolist(), rows.tokens_BT.flatten().tolist(), strict=True)
         following = torch.tensor([self.following(position, token) for position, token in pairs])
@@ -256,6 +257,40 @@ def test_a_second_block_starts_while_the_first_is_refined():
     assert forwards(1, 0.25).nfe == 8
     # A block that opens at three of four tokens opens too late here: the one before it is finished by then.
     assert early.nfe == 5 < forwards(2, 0.75).nfe <= 8
+
+
+def test_each_iteration_runs_the_last_decided_token_and_the_drafts():
+    request = Request(0, 1, np.array([9] + [-1] * 16, dtype=np.int32))
+    decoder = build_decoder(BY_PLACE, token_info(10), jacobi(4), Sampling(), max_rows=1, max_tokens=1 << 20)
+    outcome = run_all(decoder, [request])[0]
+    assert decoder.stats.useful_rows == decoder.stats.verified == outcome.iterations + outcome.proposed
+
+
+def test_what_is_accepted_provisionally_stands_until_its_block_is_promoted_and_verified():
+    def following(position, token):
+        """Counts on modulo 4 for four tokens; what stands fifth depends on the fourth, and the rest on the place."""
+        if position < 4:
+            return (token + 1) % 4
+        return {1: 5, 9: 6, 2: 6}.get(token, 7) if position == 4 else position % 9
+
+    outcome = scripted(Script(following), multi(4, 2, ratio=0.25, verify=1), 20, trace=True)
+    assert outcome.tokens.tolist() == [2, 3, 0, 1, 5, 5, 6, 7, 8, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]
+    # The fifth token was 6 twice and is held, though the fourth became 3 and 0, after which it would be 7. After the true
+    # fourth token, 1, it is 5. The block that takes the place of a finished one starts with nothing held.
+    fed = [[9] * 4, [2, 2, 2, 6, 9, 9, 9], [3, 3, 6, 5, 6, 7], [0, 6, 5, 6, 7], [6, 5, 6, 7]]
+    fed += [[5, 6, 7, 8, 9, 9, 9], [1, 2, 3, 9, 9, 9], [5, 6, 7, 9, 9], [0]]
+    assert [step.proposed for step in outcome.trace] == fed
+
+
+def test_candidates_fit_beside_a_canvas_that_fills_all_its_columns():
+    outcome = scripted(BY_TOKEN, multi(20, 1, verify=4), 63, prompt=0)
+    assert outcome.tokens.tolist() == [(place + 1) % 4 for place in range(63)]
+
+
+def test_a_freed_slot_leaves_no_runs_in_the_pool():
+    requests = [Request(index, 1, np.array([0] + [-1] * 12, dtype=np.int32)) for index in range(3)]
+    outcomes = decode(BY_TOKEN, token_info(10), multi(12, 1, verify=2), Sampling(), requests, rows=1)
+    assert [outcome.nfe for outcome in outcomes.values()] == [7, 7, 7]
 
 
 def test_a_candidate_from_the_pool_wins_where_the_drafts_are_wrong():
