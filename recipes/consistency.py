@@ -1,12 +1,12 @@
 """Distils a causal model into one that Jacobi decoding serves in fewer forwards, and writes its model folder.
 
-    python -m recipes.consistency --out DIR --work WORK [--model MODEL] [--rounds 16:16,32:8]
+    python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 16:16,32:8]
 
 Every round decodes prompts from the training files with the model so far, in a batch job of its own (decoder `jacobi`,
 greedy, `output.trace: steps`), and trains it on the trajectories that the job's traces hold: progressive consistency
 distillation (pcLLM, section 3.1). A round `n:w` has blocks of n tokens and noise schedules of w blocks. Then the model
-before and after are measured on held-out prompts, again by jobs. WORK keeps jobs, checkpoints and the rounds' models:
-run the same command again to go on where it was.
+before and after are measured on held-out prompts, again by jobs. WORK (by default DIR-work) keeps jobs, checkpoints and
+the rounds' models: run the same command again to go on where it was.
 """
 
 from __future__ import annotations
@@ -60,17 +60,15 @@ def rounds(text: str) -> list[Round]:
 def draw_prompts(
     prepared: corpus.Prepared, path: Path, *, training: bool, count: int, length: int, seed: int
 ) -> Prompts:
-    """`count` pieces of `length` tokens from training or held-out files, written to `path` as JSON lines.
-
-    A piece's text need not come back as the same tokens; the prompts hold what its text is encoded to.
-    """
-    stream, tokenizer = prepared.train if training else prepared.held_out, prepared.tokenizer
+    """`count` pieces of `length` tokens from training or held-out files, written to `path` as JSON lines."""
+    stream = prepared.train if training else prepared.held_out
     index = masking.draw_windows(stream, np.random.default_rng([seed, 3]), count=count, length=length)
-    texts = [str(tokenizer.decode(ids)) for ids in stream.ids[index]]
+    prompts = {f"{row:06d}": ids for row, ids in enumerate(stream.ids[index])}
+    text = "".join(json.dumps({"id": name, "tokens": ids.tolist()}) + "\n" for name, ids in prompts.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"id": f"{row:06d}", "prompt": text}) for row, text in enumerate(texts)]
-    path.write_text("\n".join(lines) + "\n")
-    return Prompts({f"{row:06d}": np.array(corpus.encode(tokenizer, text)) for row, text in enumerate(texts)}, path)
+    if not path.exists() or path.read_text() != text:  # a job is refused where its input was written again
+        path.write_text(text)
+    return Prompts(prompts, path)
 
 
 def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *, new_tokens: int, trace: bool) -> Store:
@@ -79,7 +77,7 @@ def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *,
         {
             "name": run.name,
             "task": {"kind": "complete", "max_new_tokens": new_tokens, "ignore_eos": True},
-            "input": {"path": str(prompts.path), "columns": {"id": "id", "prompt": "prompt"}},
+            "input": {"path": str(prompts.path), "columns": {"id": "id", "tokens": "tokens"}},
             "model": {"path": str(model)},
             "decoder": decoder,
             "sampling": {"temperature": 0.0},
@@ -152,9 +150,6 @@ def run_round(
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.consistency", description="Distil a model for Jacobi decoding.")
     loop.add_flags(parser)
-    parser.add_argument(
-        "--work", type=Path, required=True, help="where jobs, checkpoints and the rounds' models are kept"
-    )
     parser.add_argument("--model", type=Path, default=BUILTIN / "ar-tiny", help="the model folder to start from")
     parser.add_argument(
         "--rounds", type=rounds, default=rounds("16:16,32:8"), help="block size and noise ratios of each"
@@ -169,7 +164,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--text-weight", type=float, default=1.0, help="of the AR loss on the corpus")
     parser.add_argument("--measured", type=int, default=64, help="held-out prompts to measure with")
-    return parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    flags.work = flags.checkpoint_dir or flags.out.with_name(flags.out.name + "-work")
+    return flags
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -232,6 +232,7 @@ def run_visibly(trainer: Trainer[ModelT], folder: Path | None, pace: Pace) -> bo
             progress.console.print(f"step {step}  loss {loss:.4f} nats  {rate:,.0f} tokens/s")
 
         done = run(trainer, folder, pace, report)
+        progress.update(task, completed=trainer.step)
     if not done:
         Console().print("stopped before the last step; run again with the same --checkpoint-dir to go on")
     return done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from recipes import causal, consistency, distillation, loop, packing, trajectories
+from recipes import ar, causal, consistency, corpus, distillation, jacobi_report, loop, packing, trajectories
 from recipes.packing import Trajectory
 
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
@@ -143,8 +144,8 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
 def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
     rng = np.random.default_rng(2)
     trajectories = [random_trajectory(rng, 4, 3) for _ in range(3)]
-    trainer, again = trainer_of(trajectories, 60), trainer_of(trajectories, 60)
-    assert [trainer.advance() for _ in range(60)] == [again.advance() for _ in range(60)]
+    trainer, again = trainer_of(trajectories, 40), trainer_of(trajectories, 40)
+    assert [trainer.advance() for _ in range(40)] == [again.advance() for _ in range(40)]
     held = trainer.batch(1000)
     with torch.no_grad():
         before = distillation.losses(trainer_of(trajectories, 1).model, held)
@@ -180,3 +181,36 @@ def test_a_block_that_the_completion_ends_in_is_cut_and_an_empty_draft_is_none()
 
 def test_rounds_are_named_by_block_size_and_noise_ratios() -> None:
     assert consistency.rounds("16:16,32:8") == [consistency.Round(16, 16), consistency.Round(32, 8)]
+
+
+def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand() -> None:
+    one = jacobi_report.Decoded({"a": [1, 2, 3, 4], "b": [5, 6, 7, 8]}, forwards=5)
+    other = jacobi_report.Decoded({"a": [1, 2, 9, 4], "b": [5, 6, 7, 8]}, forwards=2)
+    assert one.tokens_per_forward == 8 / 5
+    assert jacobi_report.same_text(one, other) == jacobi_report.same_text(other, one) == 0.75
+
+
+@pytest.mark.ray
+def test_the_recipe_distils_from_a_jobs_traces_and_goes_on_where_it_was(
+    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, held_out = corpus.split(corpus.standard_library())
+    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
+    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+    # Each of these is a job more; the round has one.
+    runs = jacobi_report.Decoded({"0": [7, 8]}, 2), jacobi_report.Decoded({"0": [7, 9]}, 1)
+    monkeypatch.setattr(consistency, "measure", lambda flags, prepared: {"jacobi n=4": runs})
+    source, out = tmp_path / "source", tmp_path / "made"
+    assert ar.main(["--size", "micro-test", "--steps", "3", "--threads", "1", "--out", str(source)]) == 0
+    flags = ["--model", str(source), "--out", str(out), "--threads", "1", "--steps", "3", "--batch-tokens", "256"]
+    sizes = ["--rounds", "4:4", "--prompts", "6", "--prompt-tokens", "10", "--new-tokens", "16", "--samples", "2"]
+    assert consistency.main([*flags, *sizes, "--minutes", "0"]) == 3
+    assert not out.exists()
+    assert consistency.main([*flags, *sizes]) == 0
+    before, after = (load_file(path / "model.safetensors") for path in (source, out))
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    assert (out / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    text = (out / "README.md").read_text()
+    assert "| jacobi n=4 | 1.00 | 2.00 | 2.00 |" in text and "the first 50% of the tokens are the same" in text
+    assert "| 512 |" in text and "round 1: blocks of 4 tokens" in text
