@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from actors.messages import Failure, WorkUnit
+from actors.text import Tokenizer, load_tokenizer
 from actors.worker import build_runner
 from jobs.handout import make_job
 from jobs.prepare import make_plan, prepare
@@ -18,7 +22,37 @@ from storage.store import open_store
 from tests.decoders.causal_models import save_random
 
 TOKENIZER = Path(__file__).parents[1] / "decoders" / "builtin" / "asarm-tiny"
-LONGEST = 64
+LONGEST, ROOM = 64, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A folder with a model, transformers' own copy of it, its tokenizer, and its end tokens."""
+
+    folder: Path
+    model: Any
+    tokenizer: Tokenizer
+    ends: list[int]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) or [1]
+
+    def expected(self, text: str, *, room: int = ROOM, ends: list[int] | None = None) -> list[int]:
+        """What transformers generates greedily behind a prompt, at most as far as the model's end."""
+        ids = torch.tensor([self.ids(text)])
+        room = min(room, LONGEST - ids.shape[1])
+        found = self.model.generate(
+            ids, do_sample=False, max_new_tokens=room, eos_token_id=self.ends if ends is None else ends, pad_token_id=5
+        )
+        return found[0, ids.shape[1] :].tolist()
+
+
+def make_world(folder: Path) -> World:
+    """A model in `folder / model` and what a test needs to know of it."""
+    model = save_model(folder / "model", ends=[2])
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert tokenizer is not None
+    return World(folder, model, tokenizer, [2])
 
 
 def save_model(folder: Path, *, ends: list[int], **config: Any) -> Any:
@@ -38,7 +72,7 @@ def job_spec(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSp
     """A spec for these rows and the model in `folder / model`; `sections` replace whole sections."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {
-        "task": {"kind": "complete", "max_new_tokens": 16},
+        "task": {"kind": "complete", "max_new_tokens": ROOM},
         "input": {"path": str(folder / "rows.jsonl")},
         "model": {"path": str(folder / "model"), "device": "cpu"},
         "decoder": {"kind": "autoregressive"},

@@ -1,31 +1,22 @@
-"""Whole jobs of the causal tasks on a tiny random model: completions equal transformers' own, scores are the model's law."""
+"""Whole jobs of completions on a tiny random model: greedy ones equal transformers' own, and every decoder's the same text."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from actors.text import Tokenizer, load_tokenizer
 from jobs.cli import main
-from jobs.invariance import check_invariance
-from jobs.plan import load_plan
 from jobs.spec import check_spec
-from jobs.validate import validate
-from storage.commit import Manifest, done_units, read_unit
 from storage.errors import UserError
-from storage.store import open_store
-from tests.causal_jobs import LONGEST, TOKENIZER, job_spec, results_of, run_here, save_model
+from tests.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, results_of, run_here, save_model
 
-ROOM = 16
 PROMPTS = {
     "one": "def f(x):\n    return x\n",
     "two": "import os\n\n\nclass Path:\n",
@@ -38,39 +29,14 @@ PROMPTS = {
 ROWS: list[dict[str, Any]] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
 
 
-@dataclasses.dataclass(frozen=True)
-class World:
-    """A folder with a model, transformers' own copy of it, its tokenizer, and its end tokens."""
-
-    folder: Path
-    model: Any
-    tokenizer: Tokenizer
-    ends: list[int]
-
-    def ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text) or [1]
-
-    def expected(self, text: str, *, room: int = ROOM, ends: list[int] | None = None) -> list[int]:
-        """What transformers generates greedily behind a prompt, at most as far as the model's end."""
-        ids = torch.tensor([self.ids(text)])
-        room = min(room, LONGEST - ids.shape[1])
-        found = self.model.generate(
-            ids, do_sample=False, max_new_tokens=room, eos_token_id=self.ends if ends is None else ends, pad_token_id=5
-        )
-        return found[0, ids.shape[1] :].tolist()
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Its second end token is one that the model says in the middle of its first completion."""
-    folder = tmp_path_factory.mktemp("causal")
-    model = save_model(folder / "model", ends=[2])
-    tokenizer = load_tokenizer(TOKENIZER)
-    assert tokenizer is not None
-    free = World(folder, model, tokenizer, [2]).expected(PROMPTS["one"], ends=[])
+    world = make_world(tmp_path_factory.mktemp("causal"))
+    free = world.expected(PROMPTS["one"], ends=[])
     end = next(token for n, token in enumerate(free) if n >= 3 and token not in free[:n])
-    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
-    return World(folder, model, tokenizer, [2, end])
+    (world.folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    return dataclasses.replace(world, ends=[2, end])
 
 
 @pytest.fixture(scope="module")
@@ -259,74 +225,3 @@ def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(
     ):
         assert part in said, f"{part!r} is not in\n{said}"
     assert not (tmp_path / "run").exists()
-
-
-# ---- scores
-
-TEXTS: list[dict[str, Any]] = [
-    {"id": "whole", "text": "import os\nimport sys\n"},
-    {"id": "behind", "prompt": "def f(x):", "completion": "\n    return é\n"},
-    {"id": "alone", "completion": "x = 1"},
-    {"id": "nothing", "text": ""},
-    {"id": "long", "text": "the quick brown fox " * 40},
-]
-
-
-@pytest.fixture(scope="module")
-def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Folder and results of a job that scores texts."""
-    folder = tmp_path_factory.mktemp("scores")
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    return folder, run_here(job_spec(folder, TEXTS, task={"kind": "score"}, model=model))
-
-
-def law_of(world: World, ids: list[int], first: int) -> list[float]:
-    """transformers' log-probabilities of ids[first:], each given all ids before it."""
-    with torch.no_grad():
-        laws = world.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return [float(laws[place - 1, ids[place]]) for place in range(first, len(ids))]
-
-
-def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    for row in TEXTS[:3]:
-        found = scored[1][row["id"]]
-        before, text = row.get("prompt", ""), str(row.get("completion", row.get("text")))
-        prompt, ids = world.ids(before), world.tokenizer.encode(text)
-        expected = law_of(world, [*prompt, *ids], len(prompt))
-        assert found["tokens"] == ids and found["text"] == text and found["finish"] == "filled"
-        assert (found["prompt_tokens"], found["new_tokens"], found["nfe"]) == (len(prompt), len(ids), 1)
-        assert found["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-        assert found["logprob"] == pytest.approx(sum(expected), abs=1e-3)
-        bits = -sum(expected) / math.log(2) / len(text.encode())
-        assert dict(found["metrics"]) == {"bits_per_byte": pytest.approx(bits, rel=1e-5)}
-        assert found["fills"] is None and found["drafter"] is None
-
-
-def test_texts_that_can_not_be_scored_fail_alone(scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
-    kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
-    assert kinds == {"nothing": "empty_text", "long": "too_long"}
-
-
-def test_a_text_is_scored_alike_alone(
-    world: World, scored: tuple[Path, dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    store = open_store(str(scored[0] / "run"))
-    plan = load_plan(store)
-    assert plan is not None
-    committed = [read_unit(store, stat.name) for stat in done_units(store).values()]
-    assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, tuple(committed)), samples=len(TEXTS)) == 1.0
-    assert "3 equal (100.0%)" in capsys.readouterr().out
-
-
-def test_a_dry_run_says_what_is_scored(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"path": str(world.folder / "model"), "device": "cpu"}
-    assert validate(job_spec(tmp_path, TEXTS, task={"kind": "score"}, model=model)) == 0
-    said = capsys.readouterr().out
-    count = len(world.tokenizer.encode(TEXTS[0]["text"]))
-    for part in (
-        "score, decoder autoregressive",
-        f"{count} to score from position 1 on",
-        "to score",
-        "tokens/s on one worker",
-    ):
-        assert part in said, f"{part!r} is not in\n{said}"
