@@ -62,16 +62,16 @@ def test_a_unit_is_spent_when_at_most_half_of_its_samples_wait():
     runner = UnitRunner(FakeDecoder(max_rows=2), clerk)
     first, second = work(0, 4), work(1, 4)
     runner.add(first)
-    assert runner.spent == ()  # its rows are not there yet
+    assert list(runner.spent) == []  # its rows are not there yet
     runner._thread.submit(int).result(10)
     runner.step()
-    assert runner.spent == (first.lease,)
+    assert list(runner.spent) == [first.lease]
     runner.add(second)
     runner._thread.submit(int).result(10)
     runner.step()
-    assert runner.spent == (first.lease,)
+    assert list(runner.spent) == [first.lease]
     run_all(runner)
-    assert runner.spent == ()
+    assert list(runner.spent) == []
 
 
 def test_a_row_that_failed_before_decoding_takes_no_slot():
