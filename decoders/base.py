@@ -134,6 +134,9 @@ class ModelInfo:
 
     `max_length` is the longest canvas it takes, None where there is no limit. `decoders` names the decoder kinds that
     run on it. `suppressed` are the ids that are never generated (the mask, ids without a token).
+
+    A row at position i predicts the token at position i + `shift`: 1 in causal models and those made from them (Dream), 0 where
+    a mask is asked for its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
     """
 
     family: str
@@ -143,3 +146,4 @@ class ModelInfo:
     decoders: tuple[str, ...]
     num_parameters: int
     suppressed: tuple[int, ...] = field(default=())
+    shift: int = 0

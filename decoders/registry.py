@@ -32,7 +32,7 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
     """Raise ValueError where the decoder does not run on the model's family, naming what would."""
     kind = str(getattr(settings, "kind", ""))
     if kind not in info.decoders:
-        allowed = ", ".join(info.decoders)
+        allowed = ", ".join(info.decoders) or "none yet"
         raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
 
 

@@ -87,7 +87,7 @@ def check_task(task: Task, info: ModelInfo) -> None:
         families = sorted(name for name, family in FAMILIES.items() if wanted.intersection(family.decoders))
         tasks = [kind for kind, decoders in TASK_DECODERS.items() if set(decoders).intersection(info.decoders)]
         raise UserError(
-            f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks)}; "
+            f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks) or 'none yet'}; "
             f"families that do it: {', '.join(families) or 'none'}",
             field="task.kind",
         )

@@ -55,6 +55,9 @@ class TokenRows:
     write first, then each attends to the columns where `visible_BTW` (bool) is True; its own column is among them. The
     columns of one slot's valid rows differ. Rows that are not `valid_BT` are padding: their indices are in range but mean
     nothing, they write nothing that is ever read, and their `visible_BTW` may be anything.
+
+    `sigma_BT` is the total noise of the canvas that a row belongs to (float, >= 0; decoders/absorbing.py), for models that
+    are conditioned on it; all others ignore it.
     """
 
     slots_B: Tensor
@@ -63,6 +66,7 @@ class TokenRows:
     columns_BT: Tensor
     valid_BT: Tensor
     visible_BTW: Tensor
+    sigma_BT: Tensor | None = None
 
     def num_valid(self) -> int:
         """How many rows are no padding."""

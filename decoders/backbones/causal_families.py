@@ -47,6 +47,7 @@ class CausalFamily:
     that positions are learned, so that there are none beyond the table. `windows` says how many positions back each layer
     sees, its own included, None for all. Where the module that runs the weights is not the
     family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
+    `translate` gives config.json the fields of `config_class`, where the family has names of its own.
     """
 
     name: str
@@ -59,6 +60,7 @@ class CausalFamily:
     runs_as: Callable[[Any], Any] = lambda config: config
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
     windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
+    translate: Callable[[Config], Config] = lambda config: config
 
 
 def _gpt_neo_as_gpt2(config: Any) -> Any:
@@ -138,7 +140,7 @@ def parse_config(family: CausalFamily, config: Config) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        parsed = getattr(transformers, family.config_class).from_dict(dict(config))
+        parsed = getattr(transformers, family.config_class).from_dict(dict(family.translate(config)))
         _check(family, config, parsed)
     except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())

@@ -6,13 +6,15 @@ own code and configs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decoders.backbones import causal_families
+from decoders.backbones import causal_families, masked_families
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.masked_families import DDiTShape
 from decoders.base import ModelInfo
 
 Config = Mapping[str, Any]
@@ -22,21 +24,27 @@ Config = Mapping[str, Any]
 class Family:
     """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
 
-    `full_names` maps the names in a checkpoint to those. `has_mask` says that the model knows a mask token; `max_length` is
-    what config.json tells of the longest text. `causal` is set for the families of transformers' causal models.
+    `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
+    there is one, `fixed_mask` that it can be no other; `max_length` is what config.json tells of the longest text. `shift` and
+    `ends`, the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    `causal` is set for the families that run on transformers' causal models, `ddit` for those that run on ddit.py.
     """
 
     name: str
     decoders: tuple[str, ...]
-    default_mask_id: int | None
+    mask_id: Callable[[Config], int | None]
     vocab_size: Callable[[Config], int]
     weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
     optional: Callable[[Config], set[str]]
     check: Callable[[Config], object]
     full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
     has_mask: bool = True
+    fixed_mask: bool = False
     max_length: Callable[[Config], int | None] = lambda config: None
+    shift: int = 0
+    ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
+    ddit: Callable[[Config], DDiTShape] | None = None
 
 
 def _require(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
@@ -89,7 +97,7 @@ def _causal(family: CausalFamily) -> Family:
     return Family(
         name=family.name,
         decoders=causal_families.DECODERS,
-        default_mask_id=None,
+        mask_id=lambda config: None,
         vocab_size=partial(causal_families.vocab_size, family),
         weight_shapes=partial(causal_families.weight_shapes, family),
         optional=partial(causal_families.optional_names, family),
@@ -97,7 +105,24 @@ def _causal(family: CausalFamily) -> Family:
         full_names=partial(causal_families.full_names, family),
         has_mask=False,
         max_length=partial(causal_families.max_positions, family),
+        shift=1,
         causal=family,
+    )
+
+
+def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Family:
+    return Family(
+        name=name,
+        decoders=(),
+        mask_id=lambda config: shape(config).vocab_size - 1,
+        fixed_mask=True,
+        vocab_size=lambda config: shape(config).vocab_size,
+        weight_shapes=lambda config: masked_families.ddit_shapes(shape(config), prefix),
+        optional=lambda config: {prefix + "rotary_emb.inv_freq"},
+        check=shape,
+        full_names=partial(masked_families.ddit_names, prefix),
+        max_length=lambda config: shape(config).max_length,
+        ddit=shape,
     )
 
 
@@ -105,13 +130,40 @@ FAMILIES: dict[str, Family] = {
     "xlnet": Family(
         name="xlnet",
         decoders=("any_subset", "assd", "parallel"),
-        default_mask_id=6,
+        mask_id=lambda config: 6,
         vocab_size=lambda config: int(config["vocab_size"]),
         weight_shapes=_xlnet_shapes,
         optional=_xlnet_optional,
         check=_check_xlnet,
     ),
     **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
+}
+# Loaded when asked for, but not offered: no decoder runs on them yet. Whoever adds the first one names it in `decoders` here and
+# moves the family into FAMILIES.
+UNLISTED: dict[str, Family] = {
+    "llada": Family(
+        name="llada",
+        decoders=(),
+        mask_id=masked_families.llada_mask,
+        vocab_size=partial(causal_families.vocab_size, masked_families.LLADA),
+        weight_shapes=masked_families.llada_shapes,
+        optional=masked_families.llada_optional,
+        check=partial(causal_families.parse_config, masked_families.LLADA),
+        full_names=partial(causal_families.full_names, masked_families.LLADA),
+        max_length=partial(causal_families.max_positions, masked_families.LLADA),
+        ends=("<|eot_id|>",),
+        causal=masked_families.LLADA,
+    ),
+    "dream": dataclasses.replace(
+        _causal(masked_families.DREAM),
+        decoders=(),
+        mask_id=masked_families.dream_mask,
+        has_mask=True,
+        max_length=masked_families.dream_length,
+        ends=("<|im_end|>",),
+    ),
+    "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
+    "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
 
 
@@ -120,18 +172,34 @@ def find_family(config: Config, requested: str) -> Family:
 
     Raises ValueError with the field path, the value and what is known.
     """
-    name = str(config.get("model_type")) if requested == "auto" else requested
-    if name not in FAMILIES:
+    name = _recognise(config) if requested == "auto" else requested
+    if name not in FAMILIES | UNLISTED:
         source = "config.json has model_type" if requested == "auto" else "given as"
         raise ValueError(f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[name]
+    return (FAMILIES | UNLISTED)[name]
+
+
+def _recognise(config: Config) -> str:
+    """Return `model_type`; SEDD's checkpoints and the training runs of MDLM have none, and Dream writes it with a capital."""
+    name = str(config.get("model_type"))
+    if "model_type" not in config and "graph" in config:
+        return "sedd"
+    if "model_type" not in config and "parameterization" in config:
+        return "mdlm"
+    return name.lower() if name == "Dream" else name
+
+
+def turn_ends(config: Config) -> tuple[str, ...]:
+    """Return the special tokens that end a turn of a chat in the family of config.json, as far as the family says."""
+    family = (FAMILIES | UNLISTED).get(_recognise(config))
+    return () if family is None else family.ends
 
 
 def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
     """Return what is known of a checkpoint from its config alone; raises ValueError where config.json does not fit."""
     family.check(config)
     vocab_size = family.vocab_size(config)
-    mask = _mask_id(family, mask_id, vocab_size)
+    mask = _mask_id(family, config, mask_id, vocab_size)
     shapes = family.weight_shapes(config)
     return ModelInfo(
         family=family.name,
@@ -141,13 +209,19 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         decoders=family.decoders,
         num_parameters=sum(_product(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
+        shift=family.shift,
     )
 
 
-def _mask_id(family: Family, mask_id: int | None, vocab_size: int) -> int | None:
+def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: int) -> int | None:
     if mask_id is not None and not family.has_mask:
         raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
-    mask = family.default_mask_id if mask_id is None else mask_id
+    own = family.mask_id(config)
+    if family.fixed_mask and mask_id not in {None, own}:
+        raise ValueError(
+            f"model.mask_id: {mask_id} given, but in models of family {family.name!r} it is the last id, {own}"
+        )
+    mask = own if mask_id is None else mask_id
     if mask is not None and not 0 <= mask < vocab_size:
         raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
     return mask

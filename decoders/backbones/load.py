@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoders.backbones.base import Backbone, TokenBackbone
-from decoders.backbones.families import Family, describe, find_family
+from decoders.backbones.families import Family, describe, find_family, turn_ends
 from decoders.backbones.xlnet import XLNetBackbone
 from decoders.base import ModelInfo
 
@@ -72,8 +72,9 @@ def inspect_model(
     found = find_family(config, family)
     info = describe(found, config, mask_id=mask_id, max_length=max_length)
     _check_names(found, config, _header_shapes(folder), folder)
-    if found.causal is not None:
-        info = dataclasses.replace(info, suppressed=ids_without_token(folder, info.vocab_size))
+    if found.causal is not None or found.ddit is not None:
+        without = ids_without_token(folder, info.vocab_size)
+        info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
 
 
@@ -151,15 +152,28 @@ def load_backbone(
     where = pick_device(device)
     number = pick_dtype(dtype, where)
     _check_names(found, config, _header_shapes(folder), folder)
-    weights = load_weights(folder, dtype=number, device=where)
-    if found.causal is None:
-        return XLNetBackbone(config, weights, dtype=number, device=where)
+    if found.causal is None and found.ddit is None:
+        return XLNetBackbone(config, load_weights(folder, dtype=number, device=where), dtype=number, device=where)
+    return _load_module(found, config, folder, number, where)
+
+
+def _load_module(
+    family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str
+) -> TokenBackbone:
+    from decoders.backbones.ddit import DDiTBackbone
     from decoders.backbones.self_test import check_masking
     from decoders.backbones.transformer import TransformerBackbone
 
-    full = found.full_names(weights)
+    # A diffusion transformer keeps some of its weights in float32 whatever its dtype.
+    weights = load_weights(folder, dtype=dtype if family.ddit is None else None, device=device)
+    full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
-    backbone = TransformerBackbone(found.causal, config, weights, dtype=number, device=where)
+    backbone: DDiTBackbone | TransformerBackbone
+    if family.ddit is not None:
+        backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device)
+    else:
+        assert family.causal is not None
+        backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)
     check_masking(backbone)
     return backbone
 
@@ -170,14 +184,23 @@ def load_backbone(
 def stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json where it names any, else those of config.json.
 
-    As transformers' `generate` does. The tokenizer may know another one; ValueError where an id is no number.
+    As transformers' `generate` does. Where the family's chats end a turn with another token, that one ends a text too. The
+    tokenizer may know yet another; ValueError where an id is no number.
     """
-    for name in ("generation_config.json", "config.json"):
-        found = (_read_object(folder / name) or {}).get("eos_token_id")
+    config = _read_object(folder / "config.json") or {}
+    ids: list[int] = []
+    for name, held in (
+        ("generation_config.json", _read_object(folder / "generation_config.json")),
+        ("config.json", config),
+    ):
+        found = (held or {}).get("eos_token_id")
         if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            return tuple(dict.fromkeys(_token_id(folder / name, "eos_token_id", value) for value in ids))
-    return ()
+            listed = found if isinstance(found, list) else [found]
+            ids = [_token_id(folder / name, "eos_token_id", value) for value in listed]
+            break
+    ends = turn_ends(config)
+    added = _added_tokens(folder) if ends else {}
+    return tuple(dict.fromkeys([*ids, *(added[end] for end in ends if end in added)]))
 
 
 def bos_id(folder: Path) -> int | None:
@@ -196,11 +219,25 @@ def _token_id(path: Path, key: str, value: Any) -> int:
 
 
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that tokenizer.json gives no token, such as padding of the embedding table."""
+    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table.
+
+    The tokenizer is tokenizer.json, or the older vocab.json; without either nothing is known, and nothing returned.
+    """
     tokenizer = _read_object(folder / "tokenizer.json")
     if tokenizer is None:
-        return ()
-    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+        vocab: Any = _read_object(folder / "vocab.json") or {}
+    else:
+        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
     held = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
-    held |= {added["id"] for added in tokenizer.get("added_tokens") or []}
+    if held or tokenizer is not None:
+        held |= set(_added_tokens(folder).values())
     return tuple(sorted(set(range(vocab_size)) - held)) if held else ()
+
+
+def _added_tokens(folder: Path) -> dict[str, int]:
+    """Return the tokens that stand beside the vocabulary, with their ids, wherever a tokenizer keeps them."""
+    fast = (_read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
+    slow = (_read_object(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
+    added = {token["content"]: int(token["id"]) for token in fast}
+    added |= {token["content"]: int(index) for index, token in slow.items()}
+    return added | (_read_object(folder / "added_tokens.json") or {})

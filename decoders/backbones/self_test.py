@@ -1,4 +1,4 @@
-"""Asks a freshly loaded causal model what must hold before it may decode: once, at start, in tens of milliseconds.
+"""Asks a freshly loaded model what must hold before it may decode: once, at start, in tens of milliseconds.
 
 `find_rules` finds the shape rules under which its own products, and attention in its shapes, do not depend on the batch.
 `check_masking` decodes short random rows in the company of different junk and demands the same bits: a version of
@@ -24,7 +24,7 @@ from decoders.backbones.invariance import NO_RULES, ShapeRules, first_exact, row
 from decoders.masks import visible
 
 if TYPE_CHECKING:
-    from decoders.backbones.transformer import TransformerBackbone
+    from decoders.backbones.transformer import ModuleBackbone
 
 _MAX_OUTPUTS: Final = 8192  # of a layer, such as the vocabulary: more of the same columns tell nothing new
 _NUM_ROWS: Final = 300
@@ -39,7 +39,8 @@ def find_rules(model: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> S
     @torch.no_grad()
     def is_exact(rules: ShapeRules) -> bool:
         return _attention_exact(heads, dtype, rules) and all(
-            rows_exact(product, _random(0, _NUM_ROWS, width).to(dtype), rules.min_rows) for product, width in products
+            rows_exact(product, _random(0, _NUM_ROWS, width).to(number), rules.min_rows)
+            for product, width, number in products
         )
 
     return first_exact(is_exact)
@@ -49,10 +50,10 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _products(model: Any) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
-    """Yield one module of every shape that multiplies rows by a matrix, with the width of its input."""
+def _products(model: Any) -> Iterator[tuple[Callable[[Tensor], Tensor], int, torch.dtype]]:
+    """Yield one module of every shape that multiplies rows by a matrix, with the width and the dtype of its input."""
     head = model.get_output_embeddings().weight
-    yield partial(functional.linear, weight=head[:_MAX_OUTPUTS]), head.shape[1]
+    yield partial(functional.linear, weight=head[:_MAX_OUTPUTS]), head.shape[1], head.dtype
     seen = set()
     for module in model.base_model.modules():
         weight = getattr(module, "weight", None)
@@ -62,7 +63,7 @@ def _products(model: Any) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]:
         if kind not in seen:
             seen.add(kind)
             # torch's layers keep [out, in], GPT-2's [in, out].
-            yield module, weight.shape[1] if isinstance(module, torch.nn.Linear) else weight.shape[0]
+            yield module, weight.shape[1] if isinstance(module, torch.nn.Linear) else weight.shape[0], weight.dtype
 
 
 def _attention_exact(heads: tuple[int, int, int], dtype: torch.dtype, rules: ShapeRules) -> bool:
@@ -87,7 +88,7 @@ def _attention_exact(heads: tuple[int, int, int], dtype: torch.dtype, rules: Sha
 # ---- masks ---------------------------------------------------------------------------------------------------------
 
 
-def check_masking(backbone: TransformerBackbone) -> None:
+def check_masking(backbone: ModuleBackbone) -> None:
     """Raise ValueError where the model gives no numbers, RuntimeError where a masked column or another slot changes a row.
 
     A row is decoded in two forwards with rejected columns between them, among junk of two kinds; on a CPU also alone. The
@@ -110,7 +111,7 @@ def check_masking(backbone: TransformerBackbone) -> None:
         raise RuntimeError("self-test of the model: a row decoded alone differs from the same row in a batch")
 
 
-def _decode_among(backbone: TransformerBackbone, junk: float | None) -> Tensor:
+def _decode_among(backbone: ModuleBackbone, junk: float | None) -> Tensor:
     """Hidden states [N, D] of one sample's rows in slot 1, between slots 0 and 2 and dead columns full of junk, or alone."""
     backbone.forget()
     backbone.allocate(3, 16)
@@ -129,7 +130,7 @@ def _decode_among(backbone: TransformerBackbone, junk: float | None) -> Tensor:
     return torch.cat([parts[0], parts[2]])
 
 
-def _rows(backbone: TransformerBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
+def _rows(backbone: ModuleBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
     columns = torch.arange(first, first + tokens_BT.shape[1]).expand(tokens_BT.shape)
     rows = TokenRows(
         slots_B=torch.tensor(slots),
@@ -138,6 +139,7 @@ def _rows(backbone: TransformerBackbone, slots: list[int], tokens_BT: Tensor, fi
         columns_BT=columns,
         valid_BT=torch.ones(tokens_BT.shape, dtype=torch.bool),
         visible_BTW=visible(columns + 1, 16),
+        sigma_BT=torch.ones(tokens_BT.shape),
     )
     return TokenRows(
         **{field.name: getattr(rows, field.name).to(backbone.device) for field in dataclasses.fields(rows)}

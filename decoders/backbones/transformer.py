@@ -28,8 +28,8 @@ _ATTENTION: Final = "draftmill_slots"
 _VECTOR: Final = 32
 
 
-class TransformerBackbone:
-    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
+class ModuleBackbone:
+    """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer.
 
     A slot whose sample gave numbers that are not finite is wiped when the next sample starts in it, which is when a row is
     written at column 0: a masked column weighs 0, but 0 times NaN is NaN.
@@ -37,21 +37,18 @@ class TransformerBackbone:
 
     def __init__(
         self,
-        family: CausalFamily,
-        config: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
+        model: Any,
+        parsed: Any,
+        windows: tuple[int | None, ...],
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        parsed = parse_config(family, config)
-        ready = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
-        self.model = load_module(family, parsed, ready, self.device)
+        self.model, self.windows = model, windows
         self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
-        self.windows = family.windows(parsed)
         self.group = parsed.num_attention_heads // key_value_heads(parsed)
         self.rules = find_rules(self.model, (key_value_heads(parsed), self.group, head_width(parsed)), dtype)
         self.min_rows = self.rules.min_rows
@@ -101,6 +98,7 @@ class TransformerBackbone:
             attention_mask=self._no_mask,
             use_cache=False,
             layout=self._layout(rows, batch_N, line_N),
+            **self._more_inputs(rows, batch_N, line_N),
         ).last_hidden_state
         hidden_ND = hidden_1ND[0, :count]
         if not bool(hidden_ND.sum(dtype=torch.float32).isfinite()):
@@ -110,6 +108,10 @@ class TransformerBackbone:
         hidden_BTD = hidden_ND.new_zeros(*rows.valid_BT.shape, self.width)
         hidden_BTD[batch_N, line_N] = hidden_ND
         return hidden_BTD
+
+    def _more_inputs(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> dict[str, Any]:
+        """What the module takes besides tokens and positions; the rows are flat already."""
+        return {}
 
     def _flat(self, values_N: Tensor) -> Tensor:
         padded = values_N.new_zeros(1, self.num_rows_computed)
@@ -173,7 +175,25 @@ class TransformerBackbone:
     @torch.no_grad()
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return token embeddings [R, D]."""
-        return self.embedding_VD[tokens_R]
+        return self.embedding_VD[tokens_R].to(self.dtype)
+
+
+class TransformerBackbone(ModuleBackbone):
+    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness."""
+
+    def __init__(
+        self,
+        family: CausalFamily,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        where, parsed = torch.device(device), parse_config(family, config)
+        ready = {name: tensor.to(device=where, dtype=dtype) for name, tensor in weights.items()}
+        model = load_module(family, parsed, ready, where)
+        super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
 
 
 def _is_linear(module: Any) -> bool:

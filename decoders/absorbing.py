@@ -1,0 +1,70 @@
+"""Absorbing-state diffusion as MDLM and SEDD define it: the noise of a time, and the laws behind a network's raw logits.
+
+Pure functions over rows. In both, a token is either itself or the mask, and *given that a masked position is revealed* the
+law of its token is the softmax of its raw logits over the ids that are not the mask: MDLM by definition (SUBS), SEDD because
+sigma shifts the log-scores of a row all alike. So decoders that decide by themselves which positions to reveal need nothing
+from here but the noise that a network is conditioned on.
+
+Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), SUBS parameterisation; Lou et al.,
+"Discrete Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), absorbing graph, log-linear noise.
+
+Legend: R rows, V vocabulary (the mask included).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+NOISE_EPS: Final = 1e-3
+"""At time 1 this share of the tokens is not masked, in the log-linear schedule of both."""
+
+
+def total_noise(time: Tensor) -> Tensor:
+    """Sigma at a time in [0, 1]: -log(1 - (1 - eps) t)."""
+    return -torch.log1p(-(1 - NOISE_EPS) * time)
+
+
+def noise_rate(time: Tensor) -> Tensor:
+    """The derivative of sigma by time."""
+    return (1 - NOISE_EPS) / (1 - (1 - NOISE_EPS) * time)
+
+
+def masked_share(sigma: Tensor) -> Tensor:
+    """The share of tokens that is masked at a total noise: 1 - exp(-sigma)."""
+    return -torch.expm1(-sigma)
+
+
+def noise_of_share(share: Tensor) -> Tensor:
+    """The total noise at which a share of the tokens is masked; at most that of time 1, the highest that networks know."""
+    return -torch.log1p(-share.clamp(max=1 - NOISE_EPS))
+
+
+def subs_log_law(logits_RV: Tensor, tokens_R: Tensor, mask_id: int) -> Tensor:
+    """MDLM's log p(x_0) of every row (SUBS): never the mask, and a token that is no mask stays what it is; [R, V]."""
+    law_RV = logits_RV.index_fill(-1, torch.tensor([mask_id], device=logits_RV.device), -torch.inf).log_softmax(-1)
+    kept_R1 = (tokens_R != mask_id).unsqueeze(1)
+    decided_RV = torch.full_like(law_RV, -torch.inf).scatter_(-1, tokens_R.unsqueeze(1), 0.0)
+    return torch.where(kept_R1, decided_RV, law_RV)
+
+
+def log_scores(logits_RV: Tensor, tokens_R: Tensor, sigma_R: Tensor) -> Tensor:
+    """SEDD's log s of every row and token, the ratio of the token's probability to that of the row's own; [R, V].
+
+    The scale e^sigma - 1 and the number of tokens are taken out of the logits (`scale_by_sigma`); the own token's is 0.
+    """
+    sigma_R = sigma_R.to(logits_RV.dtype)
+    scale_R1 = torch.expm1(sigma_R).log().unsqueeze(1) + math.log(logits_RV.shape[-1] - 1)
+    return (logits_RV - scale_R1).scatter(-1, tokens_R.unsqueeze(1), 0.0)
+
+
+def law_of_scores(log_scores_RV: Tensor, mask_id: int) -> Tensor:
+    """The log law of a masked row's token, given that it is revealed: the scores, normalised without the mask; [R, V].
+
+    At a row that is not masked SEDD has no such law.
+    """
+    others = torch.tensor([mask_id], device=log_scores_RV.device)
+    return log_scores_RV.index_fill(-1, others, -torch.inf).log_softmax(-1)

@@ -1,0 +1,227 @@
+"""The diffusion transformer of MDLM and SEDD (DDiT) in plain torch, over the slot cache.
+
+Every row sees the columns that its mask names, in both directions; its norms are scaled and shifted, and its residuals gated,
+by what a small network makes of the noise sigma. Sigma belongs to a row (`TokenRows.sigma_BT`), so that canvases at different
+times share a forward; keys and values in the cache stay what they were at the sigma they were computed with. A network that
+was trained without sigma is the same one at sigma = 0, and its modulation is computed once.
+
+Rows return their final modulated states; `logits` are the raw outputs, the mask's included. What laws they stand for is the
+business of decoders/absorbing.py.
+
+Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.
+Sources: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2022), as SEDD and MDLM changed it for text.
+
+Legend: N flat rows, U different sigmas, H heads, d head width, D width, C condition width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from decoders.backbones.attention import Layout, slot_attention
+from decoders.backbones.base import TokenRows
+from decoders.backbones.masked_families import DDiTShape
+from decoders.backbones.transformer import ModuleBackbone
+
+_HEAD: Final = "output_layer.linear."
+_PERIOD: Final = 10000.0
+# Held by checkpoints, but computed here: half precision would round them.
+_FREQUENCIES: Final = "rotary_emb.inv_freq"
+
+
+class _States(NamedTuple):
+    last_hidden_state: Tensor
+
+
+class _SigmaMap(nn.Module):
+    """From sigma to the condition: 256 sinusoids through two layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+
+    def forward(self, sigma_U: Tensor) -> Tensor:
+        steps = torch.arange(128, dtype=sigma_U.dtype, device=sigma_U.device)
+        angle = sigma_U.unsqueeze(1) * torch.exp(-math.log(_PERIOD) / 128 * steps)
+        return functional.silu(self.mlp(torch.cat([angle.cos(), angle.sin()], dim=1)))
+
+
+class _Block(nn.Module):
+    def __init__(self, index: int, shape: DDiTShape) -> None:
+        super().__init__()
+        width = shape.hidden_size
+        self.layer_idx, self.num_heads = index, shape.num_attention_heads
+        self.norm1, self.norm2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.adaLN_modulation = nn.Linear(shape.cond_dim, 6 * width)
+
+    def forward(
+        self, states_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], parts: tuple[Tensor, ...], layout: Layout
+    ) -> Tensor:
+        dtype = self.attn_qkv.weight.dtype
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
+        inner_ND = _modulate(self.norm1(states_ND), shift_1, scale_1).to(dtype)
+        states_ND = states_ND + gate_1 * self._attend(inner_ND, turn_2Nd, layout)
+        inner_ND = _modulate(self.norm2(states_ND), shift_2, scale_2).to(dtype)
+        return states_ND + gate_2 * self.mlp(inner_ND)
+
+    def _attend(self, inner_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+        heads_3HNd = self.attn_qkv(inner_ND).view(inner_ND.shape[0], 3, self.num_heads, -1).permute(1, 2, 0, 3)
+        query, key = (_turn(heads_HNd, turn_2Nd).unsqueeze(0) for heads_HNd in heads_3HNd[:2])
+        value, scaling = heads_3HNd[2:], heads_3HNd.shape[3] ** -0.5
+        mixed_1NHd, _ = slot_attention(self, query, key, value, None, scaling=scaling, layout=layout)
+        return self.attn_out(mixed_1NHd[0].flatten(1))
+
+
+def _modulate(rows_ND: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return rows_ND * (1 + scale) + shift
+
+
+def _turn(rows_HNd: Tensor, turn_2Nd: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position encoding, the halves of a head as partners."""
+    cosine_Nd, sine_Nd = turn_2Nd
+    rows = rows_HNd.to(cosine_Nd.dtype)
+    first, second = rows.chunk(2, dim=-1)
+    return (rows * cosine_Nd + torch.cat([-second, first], dim=-1) * sine_Nd).to(rows_HNd.dtype)
+
+
+def _spread(rows_U: Tensor, which_N: Tensor | None, count: int) -> tuple[Tensor, ...]:
+    """Give every flat row its modulation, cut into `count` parts."""
+    return (rows_U if which_N is None else rows_U[which_N]).chunk(count, dim=1)
+
+
+class _Final(nn.Module):
+    def __init__(self, shape: DDiTShape) -> None:
+        super().__init__()
+        self.norm_final = nn.LayerNorm(shape.hidden_size, bias=False)
+        self.adaLN_modulation = nn.Linear(shape.cond_dim, 2 * shape.hidden_size)
+
+
+class _Stack(nn.Module):
+    """All but the output layer, under the checkpoints' names."""
+
+    def __init__(self, shape: DDiTShape) -> None:
+        super().__init__()
+        self.head_width = shape.hidden_size // shape.num_attention_heads
+        self.vocab_embed = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.sigma_map = _SigmaMap(shape.cond_dim)
+        self.blocks = nn.ModuleList(_Block(index, shape) for index in range(shape.num_hidden_layers))
+        self.output_layer = _Final(shape)
+
+    def modulations(self, sigma_U: Tensor) -> list[Tensor]:
+        """What every block, and at last the output layer, does to its norms and residuals, [U, 6 D] each ([U, 2 D])."""
+        condition_UC = self.sigma_map(sigma_U)
+        return [layer.adaLN_modulation(condition_UC) for layer in (*self.blocks, self.output_layer)]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: Layout,
+        modulations: list[Tensor],
+        which_N: Tensor | None,
+        **_: Any,
+    ) -> _States:
+        """Run flat rows; row n is modulated by row `which_N[n]` of each modulation, all by the only one where it is None."""
+        states_ND = self.vocab_embed(input_ids[0])
+        turn_2Nd = self._turns(position_ids[0].to(states_ND.dtype))
+        for block, rows_U in zip(self.blocks, modulations[:-1], strict=True):
+            states_ND = block(states_ND, turn_2Nd, _spread(rows_U, which_N, 6), layout)
+        shift, scale = _spread(modulations[-1], which_N, 2)
+        final_ND = _modulate(self.output_layer.norm_final(states_ND), shift, scale)
+        return _States(final_ND.unsqueeze(0))
+
+    def _turns(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        half = torch.arange(0, self.head_width, 2, dtype=positions_N.dtype, device=positions_N.device)
+        angle = positions_N.unsqueeze(1) * _PERIOD ** (-half / self.head_width)
+        angle_Nd = torch.cat([angle, angle], dim=1)
+        return angle_Nd.cos(), angle_Nd.sin()
+
+
+class DDiT(nn.Module):
+    """The whole network, with what ModuleBackbone asks of a module of transformers."""
+
+    def __init__(self, shape: DDiTShape) -> None:
+        super().__init__()
+        self.config = shape
+        self.base_model = _Stack(shape)
+        self.head = nn.Linear(shape.hidden_size, shape.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.head.weight.device
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embeddings."""
+        return self.base_model.vocab_embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        return self.head
+
+
+def _own_name(name: str) -> str:
+    """A checkpoint's name, without a prefix, as ours."""
+    if name.startswith(_HEAD):
+        return "head." + name.removeprefix(_HEAD)
+    return "base_model." + name.replace("vocab_embed.embedding", "vocab_embed.weight")
+
+
+def _is_product(name: str) -> bool:
+    """Whether a tensor belongs to the large products, which run in the model's dtype."""
+    return name.startswith(_HEAD) or (name.startswith("blocks.") and (".attn_" in name or ".mlp." in name))
+
+
+class DDiTBackbone(ModuleBackbone):
+    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
+
+    `takes_sigma` says that every row needs `sigma_BT`; otherwise it is ignored.
+    """
+
+    def __init__(
+        self,
+        shape: DDiTShape,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.takes_sigma = shape.takes_sigma
+        self.exact_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        bare = {name.removeprefix("backbone."): tensor for name, tensor in weights.items()}
+        ready = {
+            _own_name(name): tensor.to(device=device, dtype=dtype if _is_product(name) else self.exact_dtype)
+            for name, tensor in bare.items()
+            if name != _FREQUENCIES
+        }
+        with torch.device("meta"):
+            model = DDiT(shape)
+        model.load_state_dict(ready, assign=True)
+        model.eval().requires_grad_(False)
+        super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
+        self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
+
+    def _more_inputs(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> dict[str, Any]:
+        if not self.takes_sigma:
+            return {"modulations": self._at_zero, "which_N": None}
+        assert rows.sigma_BT is not None, "this network is conditioned on the noise: its rows need sigma_BT"
+        sigma_N = rows.sigma_BT[batch_N, line_N].to(self.exact_dtype)
+        sigma_U, which_N = sigma_N.unique(return_inverse=True)
+        count = sigma_U.shape[0]
+        padded_U = sigma_U.new_zeros(-(-count // self.min_rows) * self.min_rows)
+        padded_U[:count] = sigma_U
+        modulations = [part[:count] for part in self.base.modulations(padded_U)]
+        return {"modulations": modulations, "which_N": self._flat(which_N)[0] if count > 1 else None}
+
+    def forward(self, rows: TokenRows) -> Tensor:
+        """Write every valid row into the cache and return all rows' final modulated states, [B, T, D]; see ModuleBackbone."""
+        return super().forward(rows).to(self.dtype)
