@@ -2,21 +2,23 @@
 
 Each slot may take e = 0 .. most drafts in its next iteration. An iteration wins 1 + S_1 + .. + S_e tokens, where S_j is the
 probability that the first j drafts all come true, and takes `forwards[e]` forwards of the target with `rows[e]` rows in all.
-All slots share each forward's base cost, so the choice is made for all of them at once: the allocation with most tokens per
-second, found by Dinkelbach's iteration (1967): at a rate R a slot takes the e that maximises (gain - R x cost), which gives a
-better R. A drafting model costs one forward more for each draft position that any slot wants.
+All slots share each forward, so the choice is made for all of them at once. At a price of so many tokens a row, every slot takes
+the e that wins most beyond its rows' price; of the allocations that a ladder of prices gives, the one with most tokens per
+second by the cost table is taken. A drafting model costs one forward more for each draft position that any slot wants.
 
-With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so that is refused. The
-costs are those of the run (cost.py), the probabilities those of its acceptances: nothing is known beforehand, so the first
-steps try several lengths, and a length that is not used is tried again now and then.
+With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so that is refused
+(settings.check_acceptance). The costs are those of the run (cost.py), the probabilities those of its acceptances: nothing is
+known beforehand, so the first steps try a little, no choice is more than twice as large as what was met before, and drafting
+that does not pay is tried again now and then, by few slots and more and more rarely.
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
-Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths.
+Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths, L prices, C allocations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -32,21 +34,27 @@ Counts = NDArray[np.int64]
 
 MOST_AUTO: Final = 16
 """The most drafts that `auto` gives to a slot."""
-# Draft lengths of the first steps: costs and acceptances of several lengths, the shortest in between for comparison.
-_TRIALS: Final = (0, 2, 4, 0, 1, 8, 0)
+# The first steps: drafts for each slot, and what share of the slots gets them; without any in between, for comparison.
+_TRIALS: Final = ((0, 1), (1, 1), (0, 1), (4, 4), (0, 1))
 # While drafting: every so many steps one without, so that its cost stays known.
-_PAUSE_EVERY: Final = 64
+_PAUSE_EVERY: Final = 128
 # While not drafting: after so many steps some slots try, and after twice as many each time that it does not pay.
 _PROBE_AFTER, _PROBE_AT_MOST = 16, 1024
-_PROBE_DRAFTS: Final = 2
-_PROBE_SHARE: Final = 8
+_PROBE: Final = (2, 8)
+# How much larger than all before a step may be.
+_GROWTH: Final = 2.0
 # What drafting must win over not drafting, to be worth trusting estimates.
-_MARGIN: Final = 1.02
+_MARGIN: Final = 1.05
+# What is tried in full when it is time to try again.
+_NEARLY: Final = 0.9
+# Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
+_TRY_EVERY, _HOPE = 8, 1.1
 _FIRST_GUESS: Final = 0.6
 _POSITION_MEMORY, _POSITION_PRIOR = 0.99, 2.0
 _SLOT_MEMORY, _SLOT_PRIOR = 0.9, 8.0
-_ROUNDS: Final = 4
-# The depths that are compared where each costs a forward of the drafter.
+# Prices of a row, in tokens: from nearly nothing to what no draft is worth.
+_PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
+# Where allocations are cut: each depth costs a forward of the drafter.
 _DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 
 
@@ -111,7 +119,7 @@ class DraftBudget:
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
         self._num_planned = 0
         self._rate = 0.0
-        self._resting, self._wait, self._next_probe, self._probes = False, _PROBE_AFTER, 0, 0
+        self._resting, self._wait, self._next_probe, self._num_probes = False, _PROBE_AFTER, 0, 0
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
@@ -132,11 +140,12 @@ class DraftBudget:
         judged by the rate of the other steps, since the prompts have to be read anyway.
         """
         most = most_B.clamp(max=self.most).cpu().numpy()
-        if fresh:
-            counts = self._best(slots_B, most, kv_tokens, rate=self._rate) if self._rate else np.zeros_like(most)
-        else:
-            counts = self._plan_regular(slots_B, most, kv_tokens)
-        return torch.from_numpy(counts).to(most_B.device)
+        plan = self._plan_fresh if fresh else self._plan_regular
+        return torch.from_numpy(plan(slots_B, most, kv_tokens)).to(most_B.device)
+
+    def _plan_fresh(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
+        offers = self._offers(slots_B, most, kv_tokens) if self._rate and not self._resting else None
+        return np.zeros_like(most) if offers is None else offers.worth(self._rate)
 
     def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
         if not most.any():
@@ -146,80 +155,111 @@ class DraftBudget:
         number = self._num_planned
         self._num_planned += 1
         if number < len(_TRIALS):
-            return np.minimum(most, _TRIALS[number])
-        if self._resting and number >= self._next_probe:
-            return self._probe(most)
-        if not self._resting and number % _PAUSE_EVERY == 0:
+            return self._some(most, *_TRIALS[number])
+        if self._resting and number < self._next_probe:
             return np.zeros_like(most)
-        counts = self._best(slots_B, most, kv_tokens, rate=None)
+        offers = self._offers(slots_B, most, kv_tokens)
+        if offers is None:
+            return self._some(most, *_PROBE)
+        if self._resting:
+            return self._probe(most, offers)
+        if number % _PAUSE_EVERY == 0:
+            return np.zeros_like(most)
+        counts, self._rate = offers.fastest(_MARGIN)
+        if not counts.any() or number % _TRY_EVERY == 0:
+            counts = offers.hopeful(self._rate, counts)
         self._rest(resting=not counts.any())
         return counts
 
     def _rest(self, *, resting: bool) -> None:
-        if resting and not self._resting:
+        if resting:
             self._next_probe = self._num_planned + self._wait
-        if not resting:
+        else:
             self._wait = _PROBE_AFTER
         self._resting = resting
 
-    def _probe(self, most: Counts) -> Counts:
-        """Let every eighth slot, another one each time, draft a little; then think again."""
-        self._probes += 1
+    def _probe(self, most: Counts, offers: _Offers) -> Counts:
+        """What nearly pays, once more in full; else let some slots draft a little; then think again."""
         self._wait = min(2 * self._wait, _PROBE_AT_MOST)
         self._resting = False
-        share = min(_PROBE_SHARE, len(most))
-        chosen = (np.arange(len(most)) + self._probes) % share == 0
-        return np.where(chosen, np.minimum(most, _PROBE_DRAFTS), 0)
+        counts, _ = offers.fastest(_NEARLY)
+        return counts if counts.any() else self._some(most, *_PROBE)
+
+    def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
+        """So many drafts for one in so many of the slots that can have any, others each time."""
+        self._num_probes += 1
+        turn = (np.cumsum(most > 0) + self._num_probes) % min(one_in, max(int((most > 0).sum()), 1))
+        return np.where(turn == 0, np.minimum(most, drafts), 0)
 
     # ---- the allocation ------------------------------------------------------------------------------------------
 
-    def _best(self, slots_B: Tensor, most: Counts, kv_tokens: int, *, rate: float | None) -> Counts:
-        """The allocation with the best rate; with `rate` given, the one that wins most beyond what its time is worth."""
+    def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> _Offers | None:
+        """The allocations to choose from; None while a cost is not known at all."""
         cost = self.target.cost()
         drafting = None if self.drafter is None else self.drafter.cost()
         if cost is None or (self.drafter is not None and drafting is None):
-            return np.minimum(most, _PROBE_DRAFTS)
+            return None
         gain_BE = np.concatenate([np.ones((len(most), 1)), self.survival.probabilities(slots_B)], 1).cumsum(1)
-        gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf) / self._forwards_E
-        depths_D = np.array([self.most]) if drafting is None else _DEPTHS[self.most >= _DEPTHS]
-        fixed_D, row_DE = self._costs(cost, drafting, depths_D, kv_tokens)
-        if rate is None:
-            return self._most_per_second(gain_BE, fixed_D, row_DE)
-        choice_DB = self._choose(gain_BE, row_DE, np.full(len(depths_D), rate))
-        value_D = _sums(gain_BE, choice_DB) - rate * (fixed_D + _sums(row_DE[:, None], choice_DB))
-        return choice_DB[int(value_D.argmax())]
+        gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf)
+        choices_CB = self._ladder(gain_BE)
+        each_B = np.arange(len(most))
+        return _Offers(
+            counts_CB=choices_CB,
+            gain_C=(gain_BE[each_B, choices_CB] / self._forwards_E[choices_CB]).sum(1),
+            rows_C=(self._rows_E / self._forwards_E)[choices_CB].sum(1),
+            drafting_C=_drafting_seconds(choices_CB, drafting, kv_tokens),
+            cost=cost,
+            kv_tokens=kv_tokens,
+        )
 
-    def _costs(self, cost: Cost, drafting: Cost | None, depths_D: Counts, kv_tokens: int) -> tuple[Numbers, Numbers]:
-        """Seconds of a forward whatever the drafts, for each depth [D], and of one slot's share with e drafts [D, E]."""
-        fixed_D = np.full(len(depths_D), cost.fixed(kv_tokens))
-        row_E, choices_E = cost.per_token * self._rows_E, np.arange(self.most + 1)
-        if drafting is not None:
-            fixed_D += drafting.fixed(kv_tokens) * depths_D
-            row_E += drafting.per_token * choices_E
-        return fixed_D, np.where(choices_E <= depths_D[:, None], row_E / self._forwards_E, np.inf)
-
-    def _most_per_second(self, gain_BE: Numbers, fixed_D: Numbers, row_DE: Numbers) -> Counts:
-        """Dinkelbach's iteration for every depth at once; nothing is drafted unless that is clearly the best."""
-        num_slots = len(gain_BE)
-        plain = num_slots / float(fixed_D[0] + num_slots * row_DE[0, 0])
-        rate_D = np.full(len(fixed_D), plain)
-        choice_DB = self._choose(gain_BE, row_DE, rate_D)
-        for _ in range(_ROUNDS):
-            rate_D = _sums(gain_BE, choice_DB) / (fixed_D + _sums(row_DE[:, None], choice_DB))
-            before_DB, choice_DB = choice_DB, self._choose(gain_BE, row_DE, rate_D)
-            if (before_DB == choice_DB).all():
-                break
-        best = int(rate_D.argmax())
-        self._rate = max(float(rate_D[best]), plain)
-        return choice_DB[best] if rate_D[best] > _MARGIN * plain else np.zeros(num_slots, dtype=np.int64)
-
-    def _choose(self, gain_BE: Numbers, row_DE: Numbers, rate_D: Numbers) -> Counts:
-        """What each slot takes at each depth's rate, [D, B]."""
-        return (gain_BE - (rate_D[:, None] * row_DE)[:, None]).argmax(2)
+    def _ladder(self, gain_BE: Numbers) -> Counts:
+        """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""
+        value_LBE = (gain_BE - _PRICES[:, None, None] * self._rows_E) / self._forwards_E
+        depths_D = _DEPTHS[self.most >= _DEPTHS]
+        choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
+        return choices_LDB.reshape(-1, len(gain_BE))
 
 
-def _sums(values_E: Numbers, choice_DB: Counts) -> Numbers:
-    """The chosen values [.., E] of all slots, added up, [D]."""
-    each = np.broadcast_to(values_E, (*choice_DB.shape, values_E.shape[-1]))
-    sums_D: Numbers = np.take_along_axis(each, choice_DB[:, :, None], 2).sum((1, 2))
-    return sums_D
+@dataclass(frozen=True, slots=True)
+class _Offers:
+    """Allocations, what each wins and takes in a forward; the last one drafts nothing."""
+
+    counts_CB: Counts
+    gain_C: Numbers
+    rows_C: Numbers
+    drafting_C: Numbers
+    cost: Cost
+    kv_tokens: int
+
+    def _rates(self, seconds_C: Numbers) -> Numbers:
+        """Tokens per second, 0 for allocations that are too much larger than all that was met."""
+        near_C = self.rows_C <= max(_GROWTH * self.cost.most_tokens, self.rows_C[-1])
+        return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
+
+    def fastest(self, margin: float) -> tuple[Counts, float]:
+        """The allocation with most tokens per second, and how many; none unless that is `margin` times the rate of none."""
+        rate_C = self._rates(self.cost.seconds(self.rows_C, self.kv_tokens))
+        drafting_C = np.where(self.counts_CB.any(1), rate_C, 0.0)
+        best = int(drafting_C.argmax())
+        best = best if drafting_C[best] >= margin * rate_C[-1] else len(rate_C) - 1
+        return self.counts_CB[best], float(rate_C[best])
+
+    def hopeful(self, rate: float, otherwise: Counts) -> Counts:
+        """An allocation of a size never met that might beat the rate by far, if there is one."""
+        hope_C = self._rates(self.cost.at_least(self.rows_C, self.kv_tokens))
+        best = int(hope_C.argmax())
+        return self.counts_CB[best] if hope_C[best] > _HOPE * rate else otherwise
+
+    def worth(self, rate: float) -> Counts:
+        """The allocation that wins most beyond what its time is worth at this rate."""
+        seconds_C = self.cost.per_token * self.rows_C + self.drafting_C
+        return self.counts_CB[int((self.gain_C - rate * seconds_C).argmax())]
+
+
+def _drafting_seconds(choices_CB: Counts, drafting: Cost | None, kv_tokens: int) -> Numbers:
+    """Seconds of a drafting model's forwards for each allocation: as many as the deepest slot's drafts."""
+    if drafting is None:
+        return np.zeros(len(choices_CB))
+    fixed = drafting.base + drafting.per_kv_token * kv_tokens
+    seconds_C: Numbers = fixed * choices_CB.max(1) + drafting.per_token * choices_CB.sum(1)
+    return seconds_C

@@ -1,64 +1,87 @@
-"""What a forward costs: seconds = a + b x tokens + c x kv_tokens, fitted to the forwards of the run itself.
+"""What a forward costs: a + b x tokens + c x kv_tokens seconds, bent to what the run's own forwards of each size took.
 
 Nothing is timed beforehand and nothing depends on a clock but the choice of how many tokens to draft (budget.py). Forwards are
-kept in cells by their number of tokens, so that a shape that was met once is not forgotten among many of another.
+kept in cells by their number of tokens, so that a size that was met once is not forgotten among many of another. A line alone
+would not do: on a GPU tokens are free up to some number and cost from there on.
+
+Legend: P cells, N numbers of tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
+from statistics import mean, median
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+Numbers = NDArray[np.float64]
+
 _CELLS_PER_OCTAVE: Final = 4
 _MEMORY: Final = 16
-# A forward that took longer than this many times its cell's mean was held up by something else.
-_OUTLIER: Final = 3.0
+# How many forwards the line's word is worth against those of a cell.
+_LINE_WEIGHT: Final = 1.0
 # From so many cells on, the keys that are read can be told from the tokens that are computed.
 _CELLS_FOR_KEYS: Final = 5
+_FIT_EVERY: Final = 8
 
 
-@dataclass(slots=True)
 class _Cell:
-    """Running means of forwards of about one size."""
+    """The last forwards of about one size."""
 
-    num: int = 0
-    tokens: float = 0.0
-    kv_tokens: float = 0.0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self._forwards: deque[tuple[int, int, float]] = deque(maxlen=_MEMORY)
 
     def add(self, tokens: int, kv_tokens: int, seconds: float) -> None:
-        if self.num >= 3:
-            seconds = min(seconds, _OUTLIER * self.seconds)
-        self.num += 1
-        share = max(1.0 / self.num, 1.0 / _MEMORY)
-        self.tokens += share * (tokens - self.tokens)
-        self.kv_tokens += share * (kv_tokens - self.kv_tokens)
-        self.seconds += share * (seconds - self.seconds)
+        self._forwards.append((tokens, kv_tokens, seconds))
+
+    def typical(self) -> tuple[int, float, float, float]:
+        """(how many, tokens, kv tokens, seconds): the median of the seconds, since a busy machine holds some forwards up."""
+        tokens, kv_tokens, seconds = zip(*self._forwards, strict=True)
+        return len(tokens), mean(tokens), mean(kv_tokens), median(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The three coefficients, in seconds, none of them negative."""
+    """Seconds by size: through the cells, flat before the first, along the line after the last."""
 
     base: float
     per_token: float
     per_kv_token: float
+    tokens_P: Numbers
+    seconds_P: Numbers
+    """Of the cells, without what their keys took; never falling."""
 
-    def fixed(self, kv_tokens: float) -> float:
-        """Seconds of a forward before its first token."""
-        return self.base + self.per_kv_token * kv_tokens
+    def seconds(self, tokens_N: Numbers, kv_tokens: float) -> Numbers:
+        """Seconds of forwards with so many rows that read so many columns."""
+        beyond_N = np.maximum(tokens_N - self.tokens_P[-1], 0.0)
+        within_N: Numbers = np.interp(tokens_N, self.tokens_P, self.seconds_P)
+        return within_N + self.per_token * beyond_N + self.per_kv_token * kv_tokens
+
+    def at_least(self, tokens_N: Numbers, kv_tokens: float) -> Numbers:
+        """The same, but sizes that were never met are as cheap as they can be: no dearer than the next smaller one that was."""
+        octaves_NP = np.abs(np.log2(tokens_N)[:, None] - np.log2(self.tokens_P))
+        unmet_N = octaves_NP.min(1) > 0.5 / _CELLS_PER_OCTAVE
+        below_N = np.searchsorted(self.tokens_P, tokens_N, side="right").clip(min=1) - 1
+        least_N = self.seconds_P[below_N] + self.per_kv_token * kv_tokens
+        return np.where(unmet_N, least_N, self.seconds(tokens_N, kv_tokens))
+
+    @property
+    def most_tokens(self) -> float:
+        """The largest size that was met."""
+        return float(self.tokens_P[-1])
 
 
 class CostTable:
-    """Forwards as they were timed, and the line through them."""
+    """Forwards as they were timed, and what follows for others."""
 
     def __init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
         self._num_seen = 0
+        self._num_new = 0
         self._cost: Cost | None = None
 
     def observe(self, tokens: int, kv_tokens: int, seconds: float) -> None:
@@ -66,29 +89,42 @@ class CostTable:
         self._num_seen += 1
         if self._num_seen == 1 or tokens < 1:
             return  # The first forward allocates memory and chooses kernels.
-        self._cells.setdefault(round(_CELLS_PER_OCTAVE * math.log2(tokens)), _Cell()).add(tokens, kv_tokens, seconds)
-        self._cost = None
+        size = round(_CELLS_PER_OCTAVE * math.log2(tokens))
+        self._num_new += _FIT_EVERY if size not in self._cells else 1
+        self._cells.setdefault(size, _Cell()).add(tokens, kv_tokens, seconds)
 
     def cost(self) -> Cost | None:
-        """The fitted coefficients; None until two sizes have been met."""
-        if self._cost is None and len(self._cells) > 1:
-            self._cost = _fit(list(self._cells.values()))
+        """What is known by now; None before the second forward."""
+        if self._cells and (self._cost is None or self._num_new >= _FIT_EVERY):
+            self._cost, self._num_new = _fit([self._cells[size] for size in sorted(self._cells)]), 0
         return self._cost
 
 
 def _fit(cells: list[_Cell]) -> Cost:
-    """Least squares of relative errors, each cell weighted by what it has seen lately."""
-    features = np.array([[1.0, cell.tokens, cell.kv_tokens] for cell in cells])
-    seconds = np.array([max(cell.seconds, 1e-9) for cell in cells])
-    weights = np.sqrt([min(cell.num, _MEMORY) for cell in cells]) / seconds
-    columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS else [0, 1]
-    found = _non_negative(features * weights[:, None], seconds * weights, columns)
-    return Cost(*found.tolist())
+    """Least squares of relative errors, each cell weighted by what it has seen lately; then each cell's own word."""
+    typical = np.array([cell.typical() for cell in cells])
+    num_P, seconds_P = typical[:, 0], np.maximum(typical[:, 3], 1e-9)
+    features = np.column_stack([np.ones(len(cells)), typical[:, 1:3]])
+    weights_P = np.sqrt(num_P) / seconds_P
+    if len(cells) == 1:
+        # One size says nothing of others: half of it may be what every forward takes.
+        found = np.array([seconds_P[0] / 2, seconds_P[0] / 2 / features[0, 1], 0.0])
+    else:
+        columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS else [0, 1]
+        found = _non_negative(features * weights_P[:, None], seconds_P * weights_P, columns)
+    line_P = features[:, :2] @ found[:2]
+    own_P = np.maximum(seconds_P - found[2] * features[:, 2], 0.0)
+    mixed_P = (num_P * own_P + _LINE_WEIGHT * line_P) / (num_P + _LINE_WEIGHT)
+    return Cost(
+        base=float(found[0]),
+        per_token=float(found[1]),
+        per_kv_token=float(found[2]),
+        tokens_P=features[:, 1].copy(),
+        seconds_P=_never_falling(mixed_P, num_P),
+    )
 
 
-def _non_negative(
-    features: NDArray[np.float64], wanted: NDArray[np.float64], columns: list[int]
-) -> NDArray[np.float64]:
+def _non_negative(features: Numbers, wanted: Numbers, columns: list[int]) -> Numbers:
     """Solve least squares over these columns; a negative coefficient is set to zero, the last column's first."""
     found = np.zeros(features.shape[1])
     while columns:
@@ -100,3 +136,16 @@ def _non_negative(
             break
         columns = [column for column in columns if column != columns[int(np.flatnonzero(solution < 0.0)[-1])]]
     return found
+
+
+def _never_falling(values_P: Numbers, weights_P: Numbers) -> Numbers:
+    """The nearest non-decreasing sequence (pool adjacent violators): a larger forward is never the faster one."""
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values_P.tolist(), weights_P.tolist(), strict=True):
+        pools.append((value, weight, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (value_2, weight_2, count_2), (value_1, weight_1, count_1) = pools.pop(), pools.pop()
+            weight_12 = weight_1 + weight_2
+            mean = (value_1 * weight_1 + value_2 * weight_2) / weight_12
+            pools.append((mean, weight_12, count_1 + count_2))
+    return np.repeat([value for value, _, _ in pools], [count for _, _, count in pools])
