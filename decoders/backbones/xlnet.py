@@ -182,6 +182,7 @@ class XLNetBackbone:
             [self.embedding_VD[rows.content_tokens_BC[content_BC]], self.mask_embedding_D.expand(num_query, self.width)]
         )
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
+        entering_ND = states_ND
         for index, layer in enumerate(self.layers):
             entering_ND = states_ND
             states_ND = self._layer_forward(layer, index, states_ND, layout)
