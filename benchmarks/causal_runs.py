@@ -1,0 +1,177 @@
+"""What the causal benchmarks run: models, prompts, decoders, and one measured run of a decoder over batch slots.
+
+Knows nothing of tables or of what ours is compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.any_subset import drain
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.load import inspect_model, load_backbone, stop_ids
+from decoders.base import ModelInfo, Request
+from decoders.noise import sample_key
+from decoders.registry import build_decoder
+from decoders.settings import (
+    Autoregressive,
+    Jacobi,
+    ModelDrafter,
+    MultiblockJacobi,
+    NgramDrafter,
+    Sampling,
+    Settings,
+    Speculative,
+)
+from decoders.stops import Stops
+from recipes.corpus import encode, split, standard_library
+
+AUTOREGRESSIVE = "autoregressive"
+_SMALL, _NGRAM = ModelDrafter(kind="model", path="drafter"), NgramDrafter(kind="ngram")
+SPECULATIVE: dict[str, Speculative] = {
+    **{f"speculative, model, k={k}": Speculative(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
+    "speculative, model, k=auto": Speculative(kind="speculative", k="auto", drafter=_SMALL),
+    **{f"speculative, n-gram, k={k}": Speculative(kind="speculative", k=k, drafter=_NGRAM) for k in (3, 5)},
+    "speculative, n-gram, k=auto": Speculative(kind="speculative", k="auto", drafter=_NGRAM),
+}
+JACOBI: dict[str, Settings] = {
+    "jacobi, n=16": Jacobi(kind="jacobi", block_size=16),
+    "jacobi, n=auto": Jacobi(kind="jacobi", block_size="auto"),
+    "jacobi, n=16, running": Jacobi(kind="jacobi", block_size=16, window="running"),
+    "multiblock_jacobi, n=16": MultiblockJacobi(kind="multiblock_jacobi", block_size=16),
+}
+VARIANTS: dict[str, Settings] = {AUTOREGRESSIVE: Autoregressive(kind="autoregressive"), **SPECULATIVE, **JACOBI}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A target and its drafter, ready to decode."""
+
+    target: TokenBackbone
+    info: ModelInfo
+    drafter: TokenBackbone
+    drafter_info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Totals of one run; `texts` are new tokens by request index, `forward_s` the seconds of all forwards."""
+
+    texts: dict[int, list[int]]
+    seconds: float
+    forward_s: float
+    nfe: int
+    nfe_draft: int
+    accepted: int
+    proposed: int
+
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        return sum(len(tokens) for tokens in self.texts.values())
+
+    @property
+    def rate(self) -> float:
+        """New tokens per second."""
+        return self.count / self.seconds
+
+    @property
+    def limit(self) -> float:
+        """New tokens per second if nothing but these forwards took time."""
+        return self.count / self.forward_s
+
+    @property
+    def acceptance(self) -> str:
+        """Accepted over proposed drafts, empty where nothing was drafted."""
+        return f"{self.accepted / self.proposed:.2f}" if self.proposed else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured."""
+
+    batches: list[int]
+    samples: int
+    new_tokens: int
+    repeats: int
+    temperature: float
+    ends: str
+    stops: Stops
+    decoders: list[str]
+
+    def title(self, what: str) -> str:
+        """A heading of the tables."""
+        ends = {"eos": "the end token", "blank": "a blank line or the end token"}[self.ends]
+        return f"\n## {what}: temperature {self.temperature:g}, up to {self.new_tokens} tokens, ended by {ends}\n"
+
+    def enough(self, requests: list[Request], rows: int) -> list[Request]:
+        """Few samples for few slots, so that small batches do not take all the time."""
+        return requests[: max(4, min(len(requests), 3 * rows))]
+
+
+def load(folder: Path, device: str) -> TokenBackbone:
+    """Load a causal checkpoint."""
+    if AUTOREGRESSIVE not in inspect_model(folder).decoders:
+        raise SystemExit(f"{folder} is no causal model")
+    return cast(TokenBackbone, load_backbone(folder, device=device))
+
+
+def load_models(target: Path, drafter: Path, device: str) -> Models:
+    """Load both models."""
+    return Models(load(target, device), inspect_model(target), load(drafter, device), inspect_model(drafter))
+
+
+def ends_of(folder: Path, tokenizer: PreTrainedTokenizerFast, ends: str) -> Stops:
+    """The ids that end a text."""
+    own = stop_ids(folder)
+    if ends == "eos":
+        return Stops(ids=own)
+    blank = (index for index in range(len(tokenizer)) if "\n\n" in str(tokenizer.decode([index])))
+    return Stops(ids=tuple(sorted({*own, *blank})))
+
+
+def held_out_prompts(tokenizer: PreTrainedTokenizerFast, plan: Plan) -> list[Request]:
+    """Prompts of 32 to 96 tokens from all over the held-out files, each with room for `new_tokens` more."""
+    _, files = split(standard_library())
+    texts = [ids for file in files if len(ids := encode(tokenizer, file.text)) > 96]
+    rng, requests = np.random.default_rng(0), []
+    for index in range(plan.samples):
+        ids, length = texts[index * len(texts) // plan.samples], int(rng.integers(32, 97))
+        start = int(rng.integers(0, len(ids) - length))
+        canvas = np.full(length + plan.new_tokens, -1, dtype=np.int32)
+        canvas[:length] = ids[start : start + length]
+        requests.append(Request(index, sample_key(0, str(index)), canvas))
+    return requests
+
+
+def measure(models: Models, settings: Settings, requests: list[Request], plan: Plan, *, rows: int) -> Measured:
+    """Run one decoder over enough of the requests with `rows` slots, the longest first."""
+    decoder = build_decoder(
+        models.target,
+        models.info,
+        settings,
+        Sampling(temperature=plan.temperature),
+        max_rows=rows,
+        max_tokens=1 << 24,
+        stops=plan.stops,
+        drafter=models.drafter,
+        drafter_info=models.drafter_info,
+    )
+    started = time.perf_counter()
+    outcomes = drain(decoder, sorted(plan.enough(requests, rows), key=lambda request: -len(request.canvas)))
+    seconds = time.perf_counter() - started
+    return Measured(
+        texts={outcome.index: outcome.tokens.tolist() for outcome in outcomes},
+        seconds=seconds,
+        forward_s=decoder.stats.forward_s,
+        nfe=sum(outcome.nfe for outcome in outcomes),
+        nfe_draft=sum(outcome.nfe_draft for outcome in outcomes),
+        accepted=sum(outcome.accepted for outcome in outcomes),
+        proposed=sum(outcome.proposed for outcome in outcomes),
+    )
