@@ -27,12 +27,12 @@ class NoiseWindow:
     def __init__(self, state: SlotState, size: int, vocab_size: int) -> None:
         self._state, self._size, self._vocab_size = state, size, vocab_size
         self._ring_SRV = state.column(size, vocab_size, dtype=torch.float32)
-        # Ranks below this one have been computed; a new sample starts at 0.
-        self._computed_S = state.column()
+        # Which rank each cell of the ring holds, plus one; a new sample starts with none.
+        self._held_SR = state.column(size)
 
     def rows(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
-        """Return the noise at each (slot, rank), [R, V]. Ranks of one slot must lie within `size` of each other."""
-        new_R = ranks_R >= self._computed_S[slots_R]
+        """Return the noise at each (slot, rank), in any order, [R, V]. Ranks of one slot must lie within `size` of each other."""
+        new_R = self._held_SR[slots_R, ranks_R % self._size] != ranks_R + 1
         if bool(new_R.any()):
             # Several rows may ask for one rank: compute it once.
             width = self._state.order_SW.shape[1]
@@ -46,7 +46,7 @@ class NoiseWindow:
         self._ring_SRV[slots_R, ranks_R % self._size] = noise.gumbel_rows(
             state.key_S2[slots_R], positions_R, self._vocab_size
         )
-        self._computed_S.scatter_reduce_(0, slots_R, ranks_R + 1, "amax")
+        self._held_SR[slots_R, ranks_R % self._size] = ranks_R + 1
 
 
 @dataclass(frozen=True, slots=True)
