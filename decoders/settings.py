@@ -116,6 +116,55 @@ class MultiblockJacobi(Settings):
     pool_size: int = Field(default=4, ge=0, le=256)
 
 
+class MaskedDiffusion(Settings):
+    """What the decoders of masked-diffusion models share.
+
+    Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
+    one. `confidence` says which position of a block comes next.
+    """
+
+    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
+    confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
+    cache: Literal["none", "prefix", "dual_strict"] = "none"
+
+
+class Stepwise(MaskedDiffusion):
+    """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
+
+    kind: Literal["stepwise"]
+    tokens_per_step: int = Field(default=1, ge=1)
+    steps: Annotated[int, Field(ge=1)] | None = None
+    schedule: Literal["even", "dream"] = "even"
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> Stepwise:
+        if self.steps is not None and self.tokens_per_step != 1:
+            raise ValueError("decoder.steps: give tokens_per_step or steps, not both")
+        if self.schedule == "dream" and self.steps is None:
+            raise ValueError("decoder.steps: the schedule 'dream' needs the number of steps")
+        if self.schedule == "dream" and self.block_length is not None:
+            raise ValueError(
+                f"decoder.block_length: {self.block_length}, but the schedule 'dream' knows no blocks; allowed: null"
+            )
+        return self
+
+
+class Threshold(MaskedDiffusion):
+    """Masked diffusion that reveals all it is sure enough of (Fast-dLLM); lossy."""
+
+    kind: Literal["threshold"]
+    confidence: Literal["top1", "margin"] = "top1"
+    threshold: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
+
+
+class Factor(MaskedDiffusion):
+    """Masked diffusion that reveals the more at once, the surer it is of all of it (Fast-dLLM); lossy."""
+
+    kind: Literal["factor"]
+    confidence: Literal["top1", "margin"] = "top1"
+    factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+
+
 DecoderSettings = Annotated[
     AnySubset | Parallel | Assd | Autoregressive | Speculative | Jacobi | MultiblockJacobi, Field(discriminator="kind")
 ]

@@ -1,0 +1,227 @@
+"""What the decoders of masked-diffusion models share: a forward over canvases, what it says of masks, and revealing.
+
+Every row of such a model sees a whole canvas, in both directions, and a canvas comes to an end by revealing masks in an order
+that the model's own confidence gives. What a slot's ranks hold is that order.
+
+Without a cache every forward runs whole canvases. With one, the first forward of every block runs the whole canvas, and the
+others the block alone (`dual_strict`) or all from the block on (`prefix`), over its own columns; the rest is read as that first
+forward left it. A model with a shift reads a position from the row before it, which therefore is run with the block.
+
+A completion ends as soon as all before an end token, or up to a stop string, is revealed; what was revealed behind is dropped.
+
+Source of the caches: Wu et al., "Fast-dLLM" (2025), section 3.2. Differs on purpose: Fast-dLLM reveals the first token of a
+block of Dream without asking how sure the model is.
+
+Legend: B slots of this step, N nodes (canvases of a forward), W positions, T positions revealed, R flat rows, D width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from decoders import noise
+from decoders.backbones.base import TokenBackbone
+from decoders.base import HOLE, Outcome, Request
+from decoders.canvases import CanvasState, first_block, next_up
+from decoders.confidence import Reading, confidence, ranked
+from decoders.endings import EOS, STOP, ending
+from decoders.node_rows import Nodes, lay, separate
+from decoders.sampling import nucleus_draw
+from decoders.slots import SlotDecoder
+from decoders.state import Group, Resident, trimmed
+from decoders.stops import Stops
+
+# Logits that are looked at at once.
+_CPU_LOGITS, _GPU_LOGITS = 1 << 23, 1 << 27
+_FINISHES: Final = {0: "length", EOS: "eos", STOP: "stop"}
+
+
+class MaskedDecoder(SlotDecoder):
+    """See the module's docstring; `stops` says what ends a completion, None that the canvas is filled whole."""
+
+    backbone: TokenBackbone
+
+    def __init__(
+        self,
+        *args: Any,
+        block_length: int | None = None,
+        confidence: str = "top1",
+        cache: str = "none",
+        stops: Stops | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.info.mask_id is None:
+            raise ValueError(f"decoder.kind: models of family {self.info.family!r} have no mask to start from")
+        self.mask_id, self.confidence, self.cache, self.stops = self.info.mask_id, confidence, cache, stops
+        self.canvas = CanvasState(self.state, block_length)
+        self._finish_S, self._keep_S = self.state.column(), self.state.column()
+        self._refreshed_S = self.state.column()
+        """The block that the cache was made for, plus one."""
+
+    def _start(self, slot: int, request: Request) -> None:
+        super()._start(slot, request)
+        self.canvas.start(slot, request)
+
+    def _move(self, source: int, target: int) -> None:
+        super()._move(source, target)
+        self.canvas.move(source, target)
+
+    def _next_group(self) -> Group:
+        # A new sample's forward is no larger than the others': all go together.
+        self._fresh = []
+        slots = list(range(self._num_dense))
+        return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh=False)
+
+    # ---- one forward ---------------------------------------------------------------------------------------------
+
+    def _width(self, group: Group) -> int:
+        """Length of the longest canvas in the group."""
+        return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
+
+    def _roots(self, group: Group) -> Nodes:
+        """The canvases as they are, one a slot; with a cache only what has to be run of them."""
+        slots_B, width = group.index_B, self._width(group)
+        tokens_BW = self.canvas.tokens_SW[slots_B, :width]
+        nodes = separate(tokens_BW, self._lengths(group))
+        if self.cache == "none":
+            return nodes
+        return Nodes(slots_B, nodes.batch_N, tokens_BW, self._to_run(group, nodes), nodes.columns_NW, nodes.visible_NC)
+
+    def _lengths(self, group: Group) -> Tensor:
+        lengths = [len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None]
+        return torch.tensor(lengths, dtype=torch.int64, device=self.state.device)
+
+    def _to_run(self, group: Group, nodes: Nodes) -> Tensor:
+        """Mark what a forward with a cache runs: all in the first forward of a block, then the window, bool [B, W]."""
+        slots_B = group.index_B
+        blocks_BW = self.canvas.blocks(slots_B, nodes.tokens_NW.shape[1])
+        block_B = first_block(nodes.tokens_NW == HOLE, blocks_BW)
+        refresh_B = self._refreshed_S[slots_B] != block_B + 1
+        self._refreshed_S[slots_B] = block_B + 1
+        return nodes.fed_NW & (self._window(slots_B, blocks_BW, block_B) | refresh_B.unsqueeze(1))
+
+    def _window(self, slots_B: Tensor, blocks_BW: Tensor, block_B: Tensor) -> Tensor:
+        """Mark the block, with `prefix` all behind it too, and the row that its first position is read from, bool [B, W]."""
+        size = self.canvas.block_length or blocks_BW.shape[1]
+        positions_W = torch.arange(blocks_BW.shape[1], device=blocks_BW.device)
+        start_B1 = (self.canvas.origin_S[slots_B] + block_B * size).unsqueeze(1)
+        window_BW = positions_W >= start_B1 - self.info.shift
+        return window_BW if self.cache == "prefix" else window_BW & (positions_W < start_B1 + size)
+
+    def _look(self, group: Group, nodes: Nodes, owners_N: Tensor, asked_NW: Tensor) -> Reading:
+        """Run one forward and read the masks where `asked_NW`; `owners_N` are the slots whose noise draws their tokens."""
+        laid = lay(nodes, self.mask_id)
+        hidden_BTD = self.counting.forward(laid.rows, group.slots)
+        self.stats.verified += len(owners_N)
+        node_R, position_R = asked_NW.nonzero(as_tuple=True)
+        source_R = (position_R - self.info.shift).clamp(min=0)
+        assert bool(nodes.fed_NW[node_R, source_R].all()), "a mask is read from a row that was not run"
+        hidden_RD = hidden_BTD.flatten(0, 1)[laid.place_NW[node_R, source_R]]
+        reading = Reading.empty(asked_NW)
+        for part in self._parts(len(hidden_RD)):
+            where = (node_R[part], position_R[part])
+            tokens_R, sure_R, log_p_R = self._read(hidden_RD[part], owners_N[where[0]], where[1])
+            reading.tokens_NW[where], reading.confidence_NW[where], reading.log_p_NW[where] = tokens_R, sure_R, log_p_R
+        return reading
+
+    def _parts(self, num_rows: int) -> Iterator[slice]:
+        limit = _CPU_LOGITS if self.state.device.type == "cpu" else _GPU_LOGITS
+        step = max(64, limit // self.info.vocab_size)
+        return (slice(first, first + step) for first in range(0, num_rows, step))
+
+    def _read(self, hidden_RD: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The token drawn at each position, how sure the model is of it, and its log-probability, [R] each."""
+        logits_RV = self._logits(hidden_RD)
+        keys_R2 = self.state.key_S2[slots_R]
+        if self.sampling.temperature == 0.0:
+            tokens_R = logits_RV.argmax(1)
+        else:
+            gumbel_RV = noise.gumbel_rows(keys_R2, positions_R, self.info.vocab_size)
+            tokens_R = nucleus_draw(self._law(logits_RV), gumbel_RV, self.uncut_top_p)
+        law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
+        if self.confidence == "random":
+            sure_R = noise.uniform_rows(keys_R2, positions_R, noise.ORDER, torch.zeros_like(positions_R))
+        else:
+            sure_R = confidence(self.confidence, law_RV, tokens_R)
+        return tokens_R, sure_R, law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
+
+    # ---- revealing -----------------------------------------------------------------------------------------------
+
+    def _reveal(
+        self,
+        group: Group,
+        positions_BT: Tensor,
+        told_BT: tuple[Tensor, Tensor],
+        counts_B: Tensor,
+        drafts_BK: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Reveal the first `counts_B` of these positions in this order, until the completion ends; returns how many were.
+
+        `told_BT` are tokens and log-probabilities, `drafts_BK` the drafted tokens and how many there were (for the trace).
+        """
+        state, slots_B = self.state, group.index_B
+        tokens_BT, log_p_BT = told_BT
+        decided_B = state.decided_S[slots_B].clone()
+        counts_B = self._until_end(group, positions_BT, tokens_BT, counts_B)
+        self.canvas.reveal(slots_B, positions_BT, told_BT, counts_B)
+        self._commit(group, tokens_BT, counts_B, log_p_BT)
+        state.iterations_S[slots_B] += 1
+        self.canvas.commits_SW[slots_B, counts_B] += 1
+        ended_B = self._finish_S[slots_B] != 0
+        state.length_S[slots_B] = torch.where(ended_B, state.decided_S[slots_B], state.length_S[slots_B])
+        nothing = (tokens_BT[:, :0], torch.zeros_like(counts_B))
+        self._trace(group, *(drafts_BK or nothing), decided_B, torch.ones_like(ended_B))
+        return counts_B
+
+    def _until_end(self, group: Group, positions_BT: Tensor, tokens_BT: Tensor, counts_B: Tensor) -> Tensor:
+        if self.stops is None or not (self.stops.ids or self.stops.text):
+            return counts_B
+        counts = counts_B.tolist()
+        for row, (slot, length) in enumerate(zip(group.slots, self._lengths(group).tolist(), strict=True)):
+            first = int(self.canvas.origin_S[slot])
+            news = zip(positions_BT[row, : counts[row]].tolist(), tokens_BT[row, : counts[row]].tolist(), strict=True)
+            canvas = self.canvas.tokens_SW[slot, first:length].tolist()
+            end = ending(canvas, [(position - first, token) for position, token in news], self.stops)
+            if end is not None:
+                counts[row], self._keep_S[slot], self._finish_S[slot] = end
+        return counts_B.new_tensor(counts)
+
+    # ---- outcomes ------------------------------------------------------------------------------------------------
+
+    def _outcome(self, slot: int, resident: Resident) -> Outcome:
+        outcome = super()._outcome(slot, resident)
+        outcome.accept_hist = trimmed(self.canvas.commits_SW[slot].tolist())
+        if self.stops is None:
+            return outcome
+        finish = int(self._finish_S[slot])
+        outcome.finish = _FINISHES[finish]
+        if finish and outcome.error_kind is None:
+            keep, first = int(self._keep_S[slot]), int(self.canvas.origin_S[slot])
+            outcome.tokens = outcome.tokens[:keep]
+            if outcome.logprob is not None:
+                outcome.logprob = float(self.canvas.log_p_SW[slot, first : first + keep].sum())
+        return outcome
+
+
+class RootDecoder(MaskedDecoder):
+    """A decoder that runs every canvas once a step and reveals some of what it says."""
+
+    def _advance(self, group: Group) -> None:
+        nodes = self._roots(group)
+        asked_BW = next_up(nodes.tokens_NW == HOLE, self.canvas.blocks(group.index_B, nodes.tokens_NW.shape[1]))
+        reading = self._look(group, nodes, group.index_B, asked_BW)
+        order_BW = ranked(reading.confidence_NW)
+        counts_B = self._count_revealed(group, reading.confidence_NW.gather(1, order_BW), asked_BW.sum(1))
+        order_BT = order_BW[:, : int(counts_B.max())]
+        self._reveal(group, order_BT, reading.at(order_BT), counts_B)
+
+    @abstractmethod
+    def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
+        """How many to reveal of `most_B` positions whose confidences are `sure_BW`, the highest first."""

@@ -1,0 +1,87 @@
+"""From canvases to the rows of one forward of a masked-diffusion model.
+
+Every canvas of a forward, a *node*, feeds some of its positions; a row of it sees the columns that the node names, in both
+directions. Nodes that share a slot of the cache stand at columns of their own and see what they share:
+
+    no cache    each node is a slot of its own: nothing is shared, and no row looks at another node
+    cache       the root stands at the columns of its positions, the other nodes' windows behind the canvas:
+
+        columns     0 .. canvas .. main-1 | window of node 1 | window of node 2 | ..
+        the root    sees the canvas
+        node i      sees the canvas without its own window, and its window's own columns
+
+Knows nothing of how nodes come about. Legend: N nodes, W positions, B rows of the batch, T token rows, C cache columns, R flat
+rows, D width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenRows
+from decoders.base import HOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The canvases of one forward.
+
+    `tokens_NW` has HOLE at masks. Node n runs in the slot `slots_B[batch_N[n]]`, feeds the positions where `fed_NW` into the
+    columns `columns_NW`, and its rows see the columns where `visible_NC`. The nodes of one slot follow each other.
+    """
+
+    slots_B: Tensor
+    batch_N: Tensor
+    tokens_NW: Tensor
+    fed_NW: Tensor
+    columns_NW: Tensor
+    visible_NC: Tensor
+
+
+def separate(tokens_NW: Tensor, lengths_N: Tensor) -> Nodes:
+    """Each canvas whole, in a slot of its own."""
+    each_N = torch.arange(tokens_NW.shape[0], device=tokens_NW.device)
+    positions_W = torch.arange(tokens_NW.shape[1], device=tokens_NW.device)
+    inside_NW = positions_W < lengths_N.unsqueeze(1)
+    return Nodes(each_N, each_N, tokens_NW, inside_NW, positions_W.expand_as(tokens_NW), inside_NW)
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """The rows of a forward and where each node's position stands among them: `place_NW` into [B * T], junk where not fed."""
+
+    rows: TokenRows
+    place_NW: Tensor
+
+
+def lay(nodes: Nodes, mask_id: int) -> Laid:
+    """Give every fed position a row of its slot."""
+    node_R, position_R = nodes.fed_NW.nonzero(as_tuple=True)
+    batch_R = nodes.batch_N[node_R]
+    num_batch = nodes.slots_B.shape[0]
+    counts_B = torch.bincount(batch_R, minlength=num_batch)
+    before_B = counts_B.cumsum(0) - counts_B
+    line_R = torch.arange(len(batch_R), device=batch_R.device) - before_B[batch_R]
+    num_lines = int(counts_B.max())
+    place_R = batch_R * num_lines + line_R
+
+    def spread(values_R: Tensor) -> Tensor:
+        spread_BT = values_R.new_zeros(num_batch * num_lines, *values_R.shape[1:])
+        spread_BT[place_R] = values_R
+        return spread_BT.view(num_batch, num_lines, *values_R.shape[1:])
+
+    tokens_R = nodes.tokens_NW[node_R, position_R]
+    place_NW = torch.zeros_like(nodes.tokens_NW)
+    place_NW[node_R, position_R] = place_R
+    rows = TokenRows(
+        slots_B=nodes.slots_B,
+        tokens_BT=spread(torch.where(tokens_R == HOLE, mask_id, tokens_R)),
+        positions_BT=spread(position_R),
+        columns_BT=spread(nodes.columns_NW[node_R, position_R]),
+        valid_BT=spread(torch.ones_like(node_R, dtype=torch.bool)),
+        visible_BTW=spread(nodes.visible_NC[node_R]),
+    )
+    return Laid(rows, place_NW)

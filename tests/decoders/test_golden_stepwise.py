@@ -1,0 +1,221 @@
+"""Masked-diffusion decoding held to the public code's tokens, reveal orders and forwards (LLaDA, Fast-dLLM, Dream).
+
+Where ours differs on purpose, the test says how. The public code doesn't suppress the mask: its probability is part of every
+confidence there, so these tests do not suppress it either, but for one that shows what that changes.
+"""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.backbones.load import inspect_model
+from decoders.base import Request
+from decoders.settings import Factor as FactorSettings
+from decoders.settings import Sampling
+from decoders.settings import Stepwise as StepwiseSettings
+from decoders.settings import Threshold as ThresholdSettings
+from decoders.stepwise import Factor, Stepwise, Threshold, dream_quota
+from tests.decoders.masked_models import load
+from tests.decoders.support import run_all
+
+GREEDY = Sampling(temperature=0.0)
+CACHES = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
+CONFIDENCES = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
+
+
+def cases_of(folder, *groups):
+    """One case a row: what the public code decoded in a batch is given row by row."""
+    cases = json.loads((folder / "cases.json").read_text())
+    return [row for group in groups for case in cases[group] for row in rows_of(case)]
+
+
+def rows_of(case):
+    if not isinstance(case["prompt"][0], list):
+        return [case]
+    fields = [name for name in case if isinstance(case[name], list) and name != "calls"]
+    return [
+        case | {name: case[name][row] for name in fields if name != "revealed_per_call"}
+        for row in range(len(case["prompt"]))
+    ]
+
+
+def canvas_of(case, mask_id):
+    tokens = np.array(case["prompt"] + [mask_id] * case["settings"]["gen_length"], dtype=np.int32)
+    tokens[tokens == mask_id] = -1
+    return tokens
+
+
+def built(backbone, folder, kind, settings, *, suppressed=(), rows=3):
+    info = replace(inspect_model(folder), suppressed=suppressed)
+    return kind(backbone, info, GREEDY, settings=settings, max_rows=rows, max_tokens=1 << 20, trace=True)
+
+
+def reveal_calls(outcome, canvas):
+    """The forward after which each hole was revealed, counted from 1, in the order of positions."""
+    call_of = {position: step.nfe for step in outcome.trace for position in step.positions}
+    return [call_of[position] for position in np.flatnonzero(canvas < 0)]
+
+
+def check(outcome, case, canvas):
+    holes = np.flatnonzero(canvas < 0)
+    assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
+    assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
+    folder, cache = golden / "llada", CACHES[kind]
+    groups = {"generate": ("gsai_generate", "fastdllm_generate")}.get(kind, (f"fastdllm_{kind}",))
+    cases = [
+        case
+        for case in cases_of(folder, *groups, f"newer_{kind}")
+        if not {"threshold", "factor"}.intersection(case["settings"]) and case["masks_left"] == 0
+    ]
+    assert len(cases) >= 6
+    backbone = load(folder)
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(
+            kind="stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_threshold_is_the_public_fast_dllm(golden, kind):
+    """Forwards as in its newer loop: the older one spends one more where a block's first forward reveals it all."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, f"newer_{kind}") if "threshold" in case["settings"]]
+    assert len(cases) >= 4
+    for case in cases:
+        options = case["settings"]
+        settings = ThresholdSettings(
+            kind="threshold",
+            block_length=options["block_length"],
+            threshold=options["threshold"],
+            cache=CACHES[kind],
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, Threshold, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+class PublicFactor(Factor):
+    """Fast-dLLM reveals everything where all but the last candidate pass; so two masks are always revealed together."""
+
+    def _count_revealed(self, group, sure_BW, most_B):
+        counts_B = super()._count_revealed(group, sure_BW, most_B)
+        return torch.where(counts_B >= most_B - 1, most_B, counts_B)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind):
+    """Differs on purpose: the last candidate has to pass like the others, so ours takes no fewer forwards, and here more."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, f"newer_{kind}") if "factor" in case["settings"]]
+    assert len(cases) >= 4
+    more = 0
+    for case in cases:
+        options = case["settings"]
+        settings = FactorSettings(
+            kind="factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, PublicFactor, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+        (own,) = run_all(built(backbone, folder, Factor, settings), [Request(0, 1, canvas)]).values()
+        more += own.nfe > case["nfe"]
+    assert more
+
+
+def test_factor_reveals_the_largest_number_of_which_each_is_sure_enough(golden):
+    folder = golden / "llada"
+    settings = FactorSettings(kind="factor", factor=1.0)
+    decoder = built(load(folder), folder, Factor, settings)
+    sure = torch.tensor([[0.9, 0.8, 0.74, 0.7, -torch.inf], [0.1, 0.1, 0.1, 0.1, 0.1], [1.0, 1.0, -torch.inf, 0, 0]])
+    most = torch.tensor([4, 5, 2])
+    # 2 x 0.1, 3 x 0.2 < 1, 4 x 0.26 > 1; never fewer than one; never more than there are.
+    assert decoder._count_revealed(None, sure, most).tolist() == [2, 1, 2]
+
+
+def test_stepwise_is_the_public_dream_by_its_schedule(golden):
+    """Differs on purpose: rows that the public code decodes in one batch share the mean of their masks, ours have their own (here
+    the same). Its `origin`, which draws how many to reveal as well, is not built: `random` reveals as many as the others."""
+    folder, backbone = golden / "dream", load(golden / "dream")
+    cases = [case for case in cases_of(folder, "diffusion_generate") if case["settings"]["alg"] in CONFIDENCES]
+    assert len(cases) >= 14
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(
+            kind="stepwise",
+            block_length=None,
+            schedule="dream",
+            steps=options["steps"],
+            confidence=CONFIDENCES[options["alg"]],
+        )
+        canvas = canvas_of(case, 91)
+        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+def test_dreams_schedule_reveals_as_many_as_the_public_code(golden):
+    schedules = json.loads((golden / "dream" / "cases.json").read_text())["reveal_schedule_no_origin"]
+    assert len(schedules) > 10
+    for schedule in schedules:
+        left, reveals = schedule["masks"], []
+        for step in range(schedule["steps"]):
+            reveals.append(int(dream_quota(torch.tensor([left]), torch.tensor([step]), schedule["steps"])))
+            left -= reveals[-1]
+        assert reveals == schedule["reveals"]
+
+
+def public_text(case, mask_id):
+    return [case["output"][hole] for hole in np.flatnonzero(canvas_of(case, mask_id) < 0)]
+
+
+def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
+    """Differs on purpose: the public code leaves the mask its share of every probability, so a close choice of a position can
+    come out otherwise; most do not."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, "gsai_generate") if case["masks_left"] == 0]
+    same = 0
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(kind="stepwise", block_length=options["block_length"], steps=options["steps"])
+        decoder = built(backbone, folder, Stepwise, settings, suppressed=(90,))
+        (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case, 90))]).values()
+        same += outcome.tokens.tolist() == public_text(case, 90)
+    assert len(cases) / 2 < same <= len(cases)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [
+        case
+        for case in cases_of(folder, f"newer_{kind}")
+        if case["settings"].get("threshold") is None and "factor" not in case["settings"]
+    ]
+    cases = [case for case in cases if case["settings"]["steps"] == case["settings"]["gen_length"]]
+    requests = [Request(index, index, canvas_of(case, 90)) for index, case in enumerate(cases * 3)]
+    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=CACHES[kind])
+    alone = {
+        request.index: run_all(built(backbone, folder, Stepwise, settings), [request])[request.index]
+        for request in requests[: len(cases)]
+    }
+    together = run_all(built(backbone, folder, Stepwise, settings, rows=2), requests)
+    assert len(requests) >= 6
+    for index, outcome in together.items():
+        expected = alone[index % len(cases)]
+        assert outcome.tokens.tolist() == expected.tokens.tolist()
+        assert [step.positions for step in outcome.trace] == [step.positions for step in expected.trace]
+        assert outcome.nfe == expected.nfe
