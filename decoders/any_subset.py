@@ -9,6 +9,10 @@ sampler of their section on decoding. Legend: B slots, C content rows, Q query r
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -61,6 +65,14 @@ class AnySubsetDecoder(SlotDecoder):
     def _longest(self, group: Group) -> int:
         """Length of the longest canvas in the group."""
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
+
+    @contextmanager
+    def _timed_drafts(self, num_slots: int, num_drafts: int) -> Iterator[None]:
+        """Tell the budget what the enclosed drawing of drafts took, in a step that is `_timed`."""
+        began_s = time.perf_counter()
+        yield
+        if self.budget is not None and num_drafts:
+            self.budget.drafted(num_slots, num_drafts, time.perf_counter() - began_s)
 
     def _draw(self, slots_B: Tensor, when_B: Tensor) -> Draw:
         """Return the function that drafters call to turn logits into (q, tokens), with each rank's own noise."""

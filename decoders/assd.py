@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from decoders.any_subset import AnySubsetDecoder
 from decoders.budget import MOST_AUTO, DraftBudget
+from decoders.cost import CostTable
 from decoders.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
@@ -53,9 +54,10 @@ class AssdDecoder(AnySubsetDecoder):
         """A window of 1 + e drafts: what an iteration takes of the model, counting its content and query rows."""
         extra = range(self.k)
         if self.ngram:
-            return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra])
+            return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra], drafter=CostTable())
         forwards = [1 if e == 0 else 2 for e in extra]
-        return DraftBudget(self.state, self.k - 1, rows=[2 if e == 0 else 3 * e + 2 for e in extra], forwards=forwards)
+        rows = [2 if e == 0 else 3 * e + 2 for e in extra]
+        return DraftBudget(self.state, self.k - 1, rows=rows, forwards=forwards, drafter=CostTable())
 
     def _advance(self, group: Group) -> None:
         with self._timed(group):
@@ -94,7 +96,8 @@ class AssdDecoder(AnySubsetDecoder):
         slots_B, num_ranks = group.index_B, int(num_drafts_B.max())
         limits_BK = decided_B.unsqueeze(1).expand(-1, num_ranks)
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
-        drafts = roller.markov(self._head, hidden_BKD[:, :num_ranks], decided_B, limits_BK)
+        with self._timed_drafts(len(slots_B), num_ranks):
+            drafts = roller.markov(self._head, hidden_BKD[:, :num_ranks], decided_B, limits_BK)
         logits_BV = self._logits(hidden_BKD[:, 0])
         first_log_p_B = self._log_p(logits_BV, drafts.laws[0], drafts.tokens_BK[:, 0])
         self._first_log_p_S[slots_B] = first_log_p_B
@@ -123,7 +126,9 @@ class AssdDecoder(AnySubsetDecoder):
         if not bool(ready_B.any()):
             return
         slots_B, num_drafts_B = slots_B[ready_B], self._lengths(group)[ready_B]
-        drafts = self._roll_ngrams(slots_B, state.decided_S[slots_B], int(num_drafts_B.max()))
+        num_ranks = int(num_drafts_B.max())
+        with self._timed_drafts(len(slots_B), num_ranks):
+            drafts = self._roll_ngrams(slots_B, state.decided_S[slots_B], num_ranks)
         state.lookups_S[slots_B] += num_drafts_B
         self._keep(slots_B, drafts, num_drafts_B, sure=0)
 

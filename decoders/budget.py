@@ -98,7 +98,8 @@ class DraftBudget:
     """Chooses how many drafts each slot gets; see the module's docstring.
 
     `rows` and `forwards` say what an iteration with e = 0 .. K drafts takes of the target; by default 1 + e rows in one forward.
-    `drafter` times the forwards of a drafting model, one for each draft position; None where drafts come for nothing.
+    `drafter` times the forwards of a drafting model; None where drafts come for nothing. Its `draft_forwards` for
+    e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
 
     Each step: `plan` before drafting, then `timed` with what the step took, and `learn` for the iterations that ended.
     """
@@ -111,14 +112,16 @@ class DraftBudget:
         rows: Sequence[int] | None = None,
         forwards: Sequence[int] | None = None,
         drafter: CostTable | None = None,
+        draft_forwards: Sequence[int] | None = None,
     ) -> None:
         self.most, self.target, self.drafter = most, CostTable(), drafter
+        self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
         self.survival = Survival(state, most)
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
         self._num_planned = 0
-        self._rate = 0.0
+        self._rate, self._drafted_s = 0.0, 0.0
         self._resting, self._wait, self._next_probe, self._num_probes = False, _PROBE_AFTER, 0, 0
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
@@ -126,8 +129,15 @@ class DraftBudget:
         self.survival.learn(slots_B, tried_B, gained_B)
 
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
-        """A step with one forward of the target took so long, its drafting not included."""
-        self.target.observe(tokens, kv_tokens, seconds)
+        """A step with one forward of the target took so long; what was `drafted` in it is taken off."""
+        self.target.observe(tokens, kv_tokens, max(seconds - self._drafted_s, 0.0))
+        self._drafted_s = 0.0
+
+    def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
+        """Within a step that will be `timed`, so many drafts one after the other for so many slots took so long."""
+        if self.drafter is not None:
+            self.drafter.observe(num_slots, 0, seconds / num_drafts)
+            self._drafted_s += seconds
 
     def open(self, *, fresh: bool) -> bool:
         """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
@@ -202,15 +212,27 @@ class DraftBudget:
         gain_BE = np.concatenate([np.ones((len(most), 1)), self.survival.probabilities(slots_B)], 1).cumsum(1)
         gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf)
         choices_CB = self._ladder(gain_BE)
-        each_B = np.arange(len(most))
+        forwards_CB = self._forwards_E[choices_CB]
         return _Offers(
             counts_CB=choices_CB,
-            gain_C=(gain_BE[each_B, choices_CB] / self._forwards_E[choices_CB]).sum(1),
-            rows_C=(self._rows_E / self._forwards_E)[choices_CB].sum(1),
-            drafting_C=_drafting_seconds(choices_CB, drafting, kv_tokens),
+            gain_C=(gain_BE[np.arange(len(most)), choices_CB] / forwards_CB).sum(1),
+            rows_C=(self._rows_E[choices_CB] / forwards_CB).sum(1),
+            drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens),
             cost=cost,
             kv_tokens=kv_tokens,
         )
+
+    def _drafting_seconds(self, counts_CB: Counts, drafting: Cost | None, kv_tokens: int) -> Numbers:
+        """Seconds of drafting for each allocation, [C]: one draft position after the other, or all in each forward."""
+        if drafting is None:
+            return np.zeros(len(counts_CB))
+        fixed = drafting.base + drafting.per_kv_token * kv_tokens
+        if self._draft_forwards_E is not None:
+            whole_C: Numbers = fixed + drafting.per_token * counts_CB.sum(1)
+            return self._draft_forwards_E[counts_CB].max(1) * whole_C
+        drafts_CB = counts_CB / self._forwards_E[counts_CB]
+        seconds_C: Numbers = fixed * drafts_CB.max(1) + drafting.per_token * drafts_CB.sum(1)
+        return seconds_C
 
     def _ladder(self, gain_BE: Numbers) -> Counts:
         """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""
@@ -254,12 +276,3 @@ class _Offers:
         """The allocation that wins most beyond what its time is worth at this rate."""
         seconds_C = self.cost.per_token * self.rows_C + self.drafting_C
         return self.counts_CB[int((self.gain_C - rate * seconds_C).argmax())]
-
-
-def _drafting_seconds(choices_CB: Counts, drafting: Cost | None, kv_tokens: int) -> Numbers:
-    """Seconds of a drafting model's forwards for each allocation: as many as the deepest slot's drafts."""
-    if drafting is None:
-        return np.zeros(len(choices_CB))
-    fixed = drafting.base + drafting.per_kv_token * kv_tokens
-    seconds_C: Numbers = fixed * choices_CB.max(1) + drafting.per_token * choices_CB.sum(1)
-    return seconds_C

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from decoders.any_subset import AnySubsetDecoder
 from decoders.budget import MOST_AUTO, DraftBudget
+from decoders.cost import CostTable
 from decoders.drafters import Drafts, HeadRoller
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
@@ -88,7 +89,8 @@ class OnePassDecoder(AnySubsetDecoder):
         self._num_drafts_S = self.state.column()
         self._law_SKV: Tensor | None = None
         if settings.k == "auto":
-            self.budget = DraftBudget(self.state, self.k, rows=[self._num_rows(e) for e in range(self.k + 1)])
+            rows = [self._num_rows(e) for e in range(self.k + 1)]
+            self.budget = DraftBudget(self.state, self.k, rows=rows, drafter=CostTable())
 
     def _num_rows(self, num_drafts: int) -> int:
         """Content and query rows of an iteration in the middle of a sample whose windows have so many drafts."""
@@ -173,7 +175,8 @@ class OnePassDecoder(AnySubsetDecoder):
         going_B = num_drafts_B > 0
         if not bool(going_B.any()):
             return
-        drafts = self._roll(layout, hidden_BQD, window, accepted_B, going_B)
+        with self._timed_drafts(int(going_B.sum()), layout.reach):
+            drafts = self._roll(layout, hidden_BQD, window, accepted_B, going_B)
         if not self.acceptance.coupled:
             law_BKV = drafts.joined_laws()
             if self._law_SKV is None:

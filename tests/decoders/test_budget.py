@@ -105,7 +105,7 @@ def test_drafts_go_to_the_slots_that_accept_them():
 def test_drafting_comes_back_when_it_begins_to_pay():
     world = World([0.02] * 8, per_token=0.02)
     world.run(100)
-    assert sum(world.plan().sum() for _ in range(8)) == 0
+    assert np.mean([world.plan().mean() for _ in range(16)]) < 0.3
     world.rates[:] = 0.9
     world.run(300)
     assert np.mean([world.plan().mean() for _ in range(8)]) > 2
