@@ -1,5 +1,8 @@
 """Helpers of the decoder tests: toy requests, and a loop that keeps a decoder's slots full."""
 
+import itertools
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -79,3 +82,26 @@ def texts(outcomes):
 def random_lengths(budget, slots_B, most_B, **_):
     """In place of DraftBudget.plan: any number of drafts for every slot, none and all among them."""
     return (torch.rand(len(most_B)) * (most_B + 1)).long().clamp(max=budget.most)
+
+
+def pairwise(factors):
+    """Cases in which every value of every factor meets every value of every other one; greedy, always the same."""
+    names = list(factors)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in range(len(factors[a]))
+        for y in range(len(factors[b]))
+    }
+    while missing:
+        case = dict(min(missing))
+        for name in names:
+            if name not in case:
+                met = Counter(dict.fromkeys(range(len(factors[name])), 0))
+                for value in met:
+                    others = (((name, value), other) for other in case.items())
+                    met[value] = sum(pair in missing or pair[::-1] in missing for pair in others)
+                # Among equals the one whose turn it is, so that what is left over spreads.
+                case[name] = max(met, key=lambda value: (met[value], -((value - len(missing)) % len(met))))
+        missing -= set(itertools.combinations([(name, case[name]) for name in names], 2))
+        yield {name: factors[name][case[name]] for name in names}
