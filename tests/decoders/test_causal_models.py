@@ -195,7 +195,8 @@ def test_the_cases_hold_every_pair_of_values():
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_that_of_autoregressive(zoo, kind, family):
-    committed, finishes, refused = Counter(), set(), 0
+    committed: Counter[int] = Counter()
+    finishes, refused = set(), 0
     for number, case in enumerate(CASES[kind]):
         if case["family"] != family:
             continue
