@@ -115,6 +115,58 @@ def by_model(drafter: PlainCausal) -> Drafting:
     return draft
 
 
+class PlainMasked:
+    """A masked-diffusion model asked from scratch: all rows of a canvas see all of it. One canvas at a time."""
+
+    def __init__(
+        self,
+        backbone: TokenBackbone,
+        *,
+        mask_id: int,
+        sampling: Sampling,
+        suppressed: Sequence[int] = (),
+        shift: int = 0,
+        tail: int | None = None,
+    ) -> None:
+        self.backbone, self.mask_id, self.sampling, self._shift, self._tail = backbone, mask_id, sampling, shift, tail
+        self._suppressed = torch.tensor([*suppressed, mask_id], dtype=torch.int64)
+
+    def laws(self, canvas: Sequence[int]) -> Tensor:
+        """The warped log law of every position's token, [L, V + 1]; with a `tail`, the canvas has masks up to that length."""
+        tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
+        columns = torch.arange(len(tokens)).unsqueeze(0)
+        self.backbone.allocate(1, len(tokens))
+        rows = TokenRows(
+            slots_B=torch.tensor([0]),
+            tokens_BT=torch.tensor([tokens]),
+            positions_BT=columns,
+            columns_BT=columns,
+            valid_BT=torch.ones_like(columns, dtype=torch.bool),
+            visible_BTW=torch.ones(1, len(tokens), len(tokens), dtype=torch.bool),
+        )
+        logits_LV = self.backbone.logits(self.backbone.forward(rows)[0]).roll(self._shift, 0)
+        return log_law(logits_LV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
+
+
+def by_diffusion(
+    drafter: PlainMasked, *, gamma: int, steps: int, arrange: Callable[[int, int], Sequence[int]] | None = None
+) -> Drafting:
+    """A masked-diffusion model drafts in chunks of ceil(gamma / steps), left to right or as `arrange` (decided, count) says."""
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        order = range(count) if arrange is None else arrange(len(tokens), count)
+        chunk, n = -(-gamma // steps), len(tokens)
+        drafts, laws = [drafter.mask_id] * count, dict[int, Tensor]()
+        for first in range(0, count, chunk):
+            laws_LV = drafter.laws([*tokens, *drafts])[:, : drafter.mask_id]
+            for place in order[first : first + chunk]:
+                laws[place] = laws_LV[n + place]
+                drafts[place] = rule.draft(laws[place], n + place, n)
+        return [laws[place] for place in range(count)], drafts
+
+    return draft
+
+
 def by_lookup(vocab_size: int, *, max_n: int, min_n: int) -> Drafting:
     """The text so far drafts; each draft is a point mass."""
 

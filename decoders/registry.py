@@ -22,8 +22,10 @@ from decoders.settings import Autoregressive as AutoregressiveSettings
 from decoders.settings import Jacobi as JacobiSettings
 from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
 from decoders.settings import Parallel as ParallelSettings
+from decoders.settings import SpecDiff as SpecDiffSettings
 from decoders.settings import Speculative as SpeculativeSettings
 from decoders.slots import SlotDecoder
+from decoders.specdiff import SpecDiff
 from decoders.speculative import Speculative
 from decoders.stops import Stops
 
@@ -87,9 +89,15 @@ def build_decoder(
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
         case SpeculativeSettings(k=0):
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
-        case SpeculativeSettings():
-            more: dict[str, Any] = {"settings": settings, "stops": stops, "drafter": drafter, "drafter_info": drafter_info}
-            return Speculative(backbone, info, sampling, **more, **size)
+        case SpeculativeSettings() | SpecDiffSettings():
+            kind: type[Speculative | SpecDiff] = Speculative if isinstance(settings, SpeculativeSettings) else SpecDiff
+            more: dict[str, Any] = {
+                "settings": settings,
+                "stops": stops,
+                "drafter": drafter,
+                "drafter_info": drafter_info,
+            }
+            return kind(backbone, info, sampling, **more, **size)
         case JacobiSettings():
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():

@@ -67,12 +67,17 @@ class Autoregressive(Settings):
     kind: Literal["autoregressive"]
 
 
-class ModelDrafter(Settings):
+class DrafterPlace(Settings):
+    """Where a model that drafts is: a masked-diffusion model with the same vocabulary."""
+
+    path: str = Field(min_length=1)
+    revision: str | None = None
+
+
+class ModelDrafter(DrafterPlace):
     """A smaller causal model with the same vocabulary drafts."""
 
     kind: Literal["model"]
-    path: str = Field(min_length=1)
-    revision: str | None = None
 
 
 class NgramDrafter(Settings):
@@ -95,6 +100,29 @@ class Speculative(Settings):
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
     drafter: Annotated[ModelDrafter | NgramDrafter, Field(discriminator="kind")] = NgramDrafter(kind="ngram")
+
+
+class SpecDiff(Settings):
+    """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
+
+    Up to `gamma` masks behind the text are revealed in at most `steps` forwards: from left to right, or in the random order of
+    diffusion (`native`), which under sampling.acceptance 'rejection' is lossy. The drafter's window is the text and the masks
+    (`short`), or of the length it was trained on, the tail left masked (`full`).
+    """
+
+    kind: Literal["specdiff"]
+    gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
+    steps: int = Field(default=2, ge=1, le=256)
+    order: Literal["left_to_right", "native"] = "left_to_right"
+    window: Literal["short", "full"] = "short"
+    drafter: DrafterPlace
+    head: str = Field(default="auto", min_length=1, description="auto or none: no drafter has a head yet")
+
+    @model_validator(mode="after")
+    def _no_head(self) -> SpecDiff:
+        if self.head not in {"auto", "none"}:
+            raise ValueError(f"decoder.head: {self.head!r}; 'specdiff' has no draft heads yet; allowed: auto, none")
+        return self
 
 
 class Jacobi(Settings):
@@ -192,8 +220,9 @@ def check_acceptance(settings: Settings, sampling: Sampling) -> None:
             f"sampling.acceptance: 'rejection' needs the law of a draft, which decoder {settings.kind!r} has not; "
             "allowed: 'coupled'"
         )
-    if getattr(settings, "k", None) == "auto":
-        raise ValueError(
-            "decoder.k: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would depend on it; "
-            "allowed with 'rejection': a number"
-        )
+    for name in ("k", "gamma"):
+        if getattr(settings, name, None) == "auto":
+            raise ValueError(
+                f"decoder.{name}: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would depend "
+                "on it; allowed with 'rejection': a number"
+            )

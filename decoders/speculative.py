@@ -9,13 +9,15 @@ A slot with fewer drafts has fewer rows; a step without any is a plain one. Draf
 always a place for the token after them. Under `coupled` acceptance the text is the sequential one whatever is drafted; under
 `rejection` it has the sequential law.
 
+DraftAndVerify is all of this for any source of drafts (causal_drafters.py; specdiff.py has another one).
+
 Sources: Leviathan et al., 2023; Chen et al., 2023. Legend: B slots, T rows of a slot, A = most drafts + 1, K drafts, R flat
 rows, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,43 +34,14 @@ from decoders.speculation import Window
 from decoders.state import Group, Resident
 
 
-class Speculative(CausalDecoder):
-    """`drafter` is the small model where the settings ask for one; `drafter_info` says how long a text it takes."""
+class DraftAndVerify(CausalDecoder):
+    """Judges what `drafter`, which a subclass sets, drafts: up to `asked` tokens an iteration, with 'auto' `most_auto`."""
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: SpeculativeSettings,
-        drafter: TokenBackbone | None = None,
-        drafter_info: ModelInfo | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.k = MOST_AUTO if settings.k == "auto" else settings.k
+    drafter: CausalDrafter
+
+    def __init__(self, *args: Any, asked: int | Literal["auto"], most_auto: int = MOST_AUTO, **kwargs: Any) -> None:
+        self.k = most_auto if asked == "auto" else asked
         super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
-        costs = None if isinstance(settings.drafter, NgramDrafter) else CostTable()
-        self.drafter = self._make_drafter(settings, drafter, drafter_info, costs)
-        if settings.k == "auto":
-            self.budget = DraftBudget(self.state, self.k, drafter=costs)
-
-    def _make_drafter(
-        self,
-        settings: SpeculativeSettings,
-        backbone: TokenBackbone | None,
-        info: ModelInfo | None,
-        costs: CostTable | None,
-    ) -> CausalDrafter:
-        if isinstance(settings.drafter, NgramDrafter):
-            return PromptLookup(self.state, settings.drafter)
-        assert backbone is not None, "decoder.drafter names a model, but none was loaded"
-        return ModelDrafter(
-            backbone,
-            self.state,
-            self._draw_draft,
-            vocab_size=self.info.vocab_size,
-            keep_laws=not self.acceptance.coupled,
-            max_length=None if info is None else info.max_length,
-            costs=costs,
-        )
 
     def _draw_draft(self, logits_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> tuple[Tensor, Tensor]:
         law_RV = self._law(self._suppress(logits_RV))
@@ -145,3 +118,41 @@ class Speculative(CausalDecoder):
         outcome.nfe_draft, drafting_s = self.drafter.spent(slot)
         outcome.device_s += drafting_s
         return outcome
+
+
+class Speculative(DraftAndVerify):
+    """`drafter` is the small model where the settings ask for one; `drafter_info` says how long a text it takes."""
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: SpeculativeSettings,
+        drafter: TokenBackbone | None = None,
+        drafter_info: ModelInfo | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, asked=settings.k, **kwargs)
+        costs = None if isinstance(settings.drafter, NgramDrafter) else CostTable()
+        self.drafter = self._make_drafter(settings, drafter, drafter_info, costs)
+        if settings.k == "auto":
+            self.budget = DraftBudget(self.state, self.k, drafter=costs)
+
+    def _make_drafter(
+        self,
+        settings: SpeculativeSettings,
+        backbone: TokenBackbone | None,
+        info: ModelInfo | None,
+        costs: CostTable | None,
+    ) -> CausalDrafter:
+        if isinstance(settings.drafter, NgramDrafter):
+            return PromptLookup(self.state, settings.drafter)
+        assert backbone is not None, "decoder.drafter names a model, but none was loaded"
+        return ModelDrafter(
+            backbone,
+            self.state,
+            self._draw_draft,
+            vocab_size=self.info.vocab_size,
+            keep_laws=not self.acceptance.coupled,
+            max_length=None if info is None else info.max_length,
+            costs=costs,
+        )

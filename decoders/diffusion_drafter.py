@@ -1,0 +1,211 @@
+"""A masked-diffusion model that drafts for a causal one: masks after the text so far, revealed in a few forwards.
+
+    window       the | cat | [M]  [M]  [M]  [M]         four drafts in T = 2 forwards, left to right
+    forward 1              | sat   on  [M]  [M]         the first chunk of ceil(4 / 2), each token by itself
+    forward 2              | sat   on   a   mat         the second, which sees the first
+
+q is the warped softmax of the forward that revealed a token. Left to right, that is the law of the token given all before it
+and nothing else, so the rejection rule is exact. In the `native` order, which is random, a token may depend on later ones: q is
+then not its law given those before it, and under rejection the texts have another law than the target's. Coupled acceptance
+is exact in any order.
+
+A model like this sees its whole window in both directions, so nothing is cached: each forward runs the window, which is as
+much of the text so far as there is room for and the masks (`short`), or as many tokens as the model was trained on, masks to
+the end (`full`). A token that the model does not know reads as a mask.
+
+Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: its start from Gaussian noise has no
+meaning for absorbing diffusion, where it is all masks, and its indices slip; the law of a draft of several steps is left open.
+
+Legend: B slots, R flat rows, K drafts, T rows of a window, W columns, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decoders import noise
+from decoders.absorbing import noise_of_share
+from decoders.backbones.base import CountingBackbone, TokenBackbone, TokenRows
+from decoders.base import ModelInfo
+from decoders.causal_drafters import Allot, DrawAt
+from decoders.cost import CostTable
+from decoders.state import Group, SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class Revealing:
+    """How masks become drafts: in at most `steps` forwards; `gamma` drafts when there is room, None where that is open."""
+
+    steps: int
+    gamma: int | None
+    order: Literal["left_to_right", "native"] = "left_to_right"
+
+    def chunk(self, counts_B: Tensor) -> Tensor:
+        """How many drafts each slot reveals in a forward, [B]: what the last ones of a canvas lack is a forward less."""
+        whole_B = counts_B if self.gamma is None else torch.full_like(counts_B, self.gamma)
+        return -(-whole_B // self.steps)
+
+    def forwards(self, most: int) -> list[int]:
+        """How many forwards 0 .. `most` drafts take, where their number is open."""
+        return [0, *(-(-count // -(-count // self.steps)) for count in range(1, most + 1))]
+
+
+class DiffusionDrafter:
+    """A CausalDrafter; `draw` is the decoder's, so that drafts read the target's noise.
+
+    `info` is the drafter's: its mask, its shift, what it never says and the longest window that it takes. With `full` every
+    window has that length. A vocabulary of another size than the target's is cut or filled up.
+    """
+
+    def __init__(
+        self,
+        backbone: TokenBackbone,
+        info: ModelInfo,
+        state: SlotState,
+        draw: DrawAt,
+        *,
+        revealing: Revealing,
+        full: bool,
+        vocab_size: int,
+        keep_laws: bool,
+        costs: CostTable | None = None,
+    ) -> None:
+        assert info.mask_id is not None, "a drafter without a mask token"
+        self._backbone, self._info, self._state, self._draw = backbone, info, state, draw
+        self._mask_id, self._revealing, self._full = info.mask_id, revealing, full
+        self._vocab_size, self._keep_laws, self._costs = vocab_size, keep_laws, costs
+        self.counting = CountingBackbone(backbone, state.num_slots)
+        never = sorted({*info.suppressed, info.mask_id})
+        self._never = torch.tensor([token for token in never if token < vocab_size], dtype=torch.int64).to(state.device)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of its forwards."""
+        return self.counting.forward_s
+
+    # ---- drafting ------------------------------------------------------------------------------------------------
+
+    def draft(self, group: Group, most_B: Tensor, allot: Allot) -> tuple[Tensor, Tensor | None]:
+        """Reveal as many masks as each slot gets, chunk by chunk; a slot with few takes no part in the last forwards."""
+        if self._info.max_length is not None:
+            # At least one token of the text stays in the window.
+            most_B = most_B.clamp(max=self._info.max_length - 1)
+        counts_B = allot(most_B)
+        step_BK = self._schedule(group.index_B, counts_B)
+        laws_BKV: Tensor | None = None
+        for step in range(int(step_BK.max()) + 1 if step_BK.numel() else 0):
+            now_BK = step_BK == step
+            part_B = now_BK.any(1)
+            law_RV = self._reveal(group.part(part_B), counts_B[part_B], step_BK[part_B], step)
+            if self._keep_laws:
+                if laws_BKV is None:
+                    laws_BKV = law_RV.new_zeros(*step_BK.shape, law_RV.shape[1])
+                laws_BKV[now_BK] = law_RV
+        return counts_B, laws_BKV
+
+    def _schedule(self, slots_B: Tensor, counts_B: Tensor) -> Tensor:
+        """The forward that reveals each draft, [B, K]; -1 where there is none."""
+        offsets_K = torch.arange(int(counts_B.max()), device=counts_B.device)
+        is_draft_BK = offsets_K < counts_B.unsqueeze(1)
+        place_BK = offsets_K.expand_as(is_draft_BK)
+        if self._revealing.order == "native":
+            place_BK = self._shuffled(slots_B, is_draft_BK)
+        chunk_B1 = self._revealing.chunk(counts_B).clamp(min=1).unsqueeze(1)
+        return torch.where(is_draft_BK, place_BK // chunk_B1, -1)
+
+    def _shuffled(self, slots_B: Tensor, is_draft_BK: Tensor) -> Tensor:
+        """The place of each draft in the slot's random order, by the sample's own noise, [B, K]."""
+        state, decided_B = self._state, self._state.decided_S[slots_B]
+        row_R, offset_R = is_draft_BK.nonzero(as_tuple=True)
+        slots_R, when_R = slots_B[row_R], decided_B[row_R]
+        positions_R = state.order_SW[slots_R, when_R + offset_R]
+        uniform_BK = torch.full(is_draft_BK.shape, 2.0, dtype=torch.float64, device=state.device)
+        uniform_BK[is_draft_BK] = noise.uniform_rows(state.key_S2[slots_R], positions_R, noise.ORDER, when_R)
+        return uniform_BK.argsort(dim=1, stable=True).argsort(dim=1)
+
+    def _reveal(self, group: Group, counts_B: Tensor, step_BK: Tensor, step: int) -> Tensor:
+        """Run the slots' windows, draw the drafts of this step and write them down; returns their laws [R, V]."""
+        state, slots_B, began_s = self._state, group.index_B, time.perf_counter()
+        decided_B = state.decided_S[slots_B]
+        start_B, end_B = self._bounds(decided_B, counts_B)
+        rows = self._rows(slots_B, start_B, end_B, (step_BK >= 0) & (step_BK < step))
+        hidden_BTD = self.counting.forward(rows, group.slots)
+        row_R, offset_R = (step_BK == step).nonzero(as_tuple=True)
+        ranks_R = decided_B[row_R] + offset_R
+        hidden_RD = hidden_BTD[row_R, ranks_R - start_B[row_R] - self._info.shift]
+        logits_RV = self._fitted(self.counting.logits(hidden_RD))
+        law_RV, tokens_R = self._draw(logits_RV, slots_B[row_R], ranks_R, decided_B[row_R])
+        state.tokens_SW[slots_B[row_R], ranks_R] = tokens_R
+        if self._costs is not None and not group.fresh:
+            self._costs.observe(int(counts_B.sum()), int(decided_B.sum()), time.perf_counter() - began_s)
+        return law_RV
+
+    # ---- the window ----------------------------------------------------------------------------------------------
+
+    def _bounds(self, decided_B: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The ranks [start, end) of each window: all of the text where it fits, else its end."""
+        end_B, longest = decided_B + counts_B, self._info.max_length
+        if longest is None:
+            return torch.zeros_like(end_B), end_B
+        start_B = (end_B - longest).clamp(min=0)
+        return start_B, start_B + longest if self._full else end_B
+
+    def _rows(self, slots_B: Tensor, start_B: Tensor, end_B: Tensor, revealed_BK: Tensor) -> TokenRows:
+        """One row for each token and mask of the windows, from column and position 0 on; each sees its whole window."""
+        length_B, state = end_B - start_B, self._state
+        offsets_T = torch.arange(int(length_B.max()), device=state.device)
+        valid_BT = offsets_T < length_B.unsqueeze(1)
+        ranks_BT = start_B.unsqueeze(1) + offsets_T
+        draft_BT = ranks_BT - state.decided_S[slots_B].unsqueeze(1)
+        known_BT = draft_BT < 0
+        if revealed_BK.shape[1]:
+            within_BT = (draft_BT >= 0) & (draft_BT < revealed_BK.shape[1])
+            known_BT |= within_BT & revealed_BK.gather(1, draft_BT.clamp(0, revealed_BK.shape[1] - 1))
+        tokens_BT = state.tokens_SW[slots_B].gather(1, ranks_BT.clamp(max=state.tokens_SW.shape[1] - 1))
+        known_BT &= tokens_BT < self._backbone.vocab_size
+        is_mask_BT = valid_BT & ~known_BT
+        share_B1 = is_mask_BT.sum(1, keepdim=True).to(torch.float64) / length_B.unsqueeze(1)
+        columns_BT = torch.where(valid_BT, offsets_T, 0)
+        return TokenRows(
+            slots_B=slots_B,
+            tokens_BT=torch.where(known_BT, tokens_BT, self._mask_id),
+            positions_BT=columns_BT,
+            columns_BT=columns_BT,
+            valid_BT=valid_BT,
+            visible_BTW=valid_BT.unsqueeze(1).expand(-1, valid_BT.shape[1], -1),
+            sigma_BT=noise_of_share(share_B1).expand_as(columns_BT),
+        )
+
+    def _fitted(self, logits_RV: Tensor) -> Tensor:
+        """Give the logits the width of the target's vocabulary, and what the drafter never says no chance."""
+        missing = self._vocab_size - logits_RV.shape[1]
+        fitted_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV
+        return fitted_RV[:, : self._vocab_size].index_fill(-1, self._never, -torch.inf)
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def known(self, slots_B: Tensor, end_B: Tensor) -> None:
+        """Nothing is cached."""
+
+    def start(self, slot: int, num_columns: int) -> None:
+        """Make room for a window."""
+        longest = self._info.max_length
+        if longest is not None:
+            num_columns = longest if self._full else min(num_columns, longest)
+        self._backbone.allocate(self._state.num_slots, num_columns)
+        self.counting.counters.reset(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """Move the counts; what the drafter's cache holds is written anew in every forward."""
+        self.counting.counters.move(source, target)
+
+    def spent(self, slot: int) -> tuple[int, float]:
+        """Its forwards and seconds for the sample in `slot`."""
+        counters = self.counting.counters
+        return counters.nfe[slot], counters.device_s[slot]
