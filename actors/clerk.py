@@ -23,7 +23,7 @@ from actors.stop_text import stop_strings
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.noise import sample_key
-from decoders.settings import ModelDrafter, NgramDrafter
+from decoders.settings import DrafterPlace, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError
 from storage.failpoints import failpoint
@@ -183,7 +183,7 @@ def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 def drafter_of(job: Job, has_head: bool) -> str | None:
     """What proposes tokens: the model itself, its draft head, an n-gram table, a model's path; None where nothing does."""
     match getattr(job.decoder, "drafter", None):
-        case ModelDrafter(path=path):
+        case DrafterPlace(path=path):
             return path
         case NgramDrafter():
             return "ngram"

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn, cast
 from actors.job import ModelPlace
 from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from actors.task import Score, Task
-from actors.text import Tokenizer, load_tokenizer
+from actors.text import Tokenizer, has_tokenizer, load_tokenizer
 from decoders.base import Decoder, ModelInfo
-from decoders.settings import DecoderSettings, ModelDrafter, Sampling
+from decoders.settings import DecoderSettings, DrafterPlace, Sampling, SpecDiff
 from decoders.stops import Stops
 from storage.errors import UserError
 from storage.verbs import S3Options
@@ -47,7 +47,7 @@ def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3:
     found = fetch_drafter(decoder, s3)
     if found is None:
         return Networks(backbone, heads, None)
-    # check_drafter has seen to it that this is a causal model, whose rows are all tokens.
+    # check_drafter has seen to it that the rows of this model are all tokens.
     drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
     return Networks(backbone, heads, drafter, inspect_model(found))
 
@@ -90,19 +90,29 @@ def build(
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
     """The local folder of the model that drafts, fetched if need be; None where no model of its own does."""
     drafter = getattr(decoder, "drafter", None)
-    if not isinstance(drafter, ModelDrafter):
+    if not isinstance(drafter, DrafterPlace):
         return None
     return fetch_model(drafter.path, drafter.revision, s3=s3, field=DRAFTER_FIELD)
 
 
-def check_drafter(drafter: Path, model: Path, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace) -> str:
-    """Return the drafter's hash; UserError unless it is a causal model with the vocabulary of the model that it drafts for."""
+def check_drafter(
+    drafter: Path,
+    model: Path,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    place: ModelPlace,
+    *,
+    decoder: DecoderSettings,
+) -> str:
+    """Return the drafter's hash; UserError unless it is a model that can draft for this one.
+
+    `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
+    """
     from decoders.backbones.load import inspect_model
 
     try:
         found = inspect_model(drafter)
-        if "autoregressive" not in found.decoders:
-            raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
+        _check_kind(drafter, found, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):
             _check_vocabulary(drafter, found, info, tokenizer, place)
         return model_hash(drafter)
@@ -110,17 +120,38 @@ def check_drafter(drafter: Path, model: Path, info: ModelInfo, tokenizer: Tokeni
         _refuse(error)
 
 
+def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> None:
+    if not isinstance(decoder, SpecDiff):
+        if "autoregressive" not in found.decoders:
+            raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
+        return
+    from decoders.backbones.families import masked_diffusion_families
+    from decoders.specdiff import check_window
+
+    if found.family not in masked_diffusion_families():
+        raise ValueError(
+            f"{drafter} is of family {found.family!r}, which is no masked-diffusion model; "
+            f"allowed: {', '.join(masked_diffusion_families())}"
+        )
+    check_window(decoder, found)
+
+
 def _check_vocabulary(
     drafter: Path, found: ModelInfo, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace
 ) -> None:
-    """Two tokenizers may differ in a template or a comment; what counts is which token each id is."""
-    if tokenizer is None:
-        if found.vocab_size != info.vocab_size:
+    """Two tokenizers may differ in a template or a comment; what counts is which token each id is, the mask aside.
+
+    MDLM and SEDD come without a tokenizer: of theirs only the number of ids is known, of which the last is the mask.
+    """
+    if tokenizer is None or (found.mask_id is not None and not has_tokenizer(drafter)):
+        without_mask = found.vocab_size - (found.mask_id == found.vocab_size - 1)
+        if info.vocab_size not in {found.vocab_size, without_mask}:
             raise ValueError(f"{drafter} has {found.vocab_size} ids, the model {info.vocab_size}")
         return
     other = load_tokenizer(drafter, trust_remote_code=place.trust_remote_code)
     assert other is not None
-    differing = sorted(token for token, _ in tokenizer.vocabulary().items() ^ other.vocabulary().items())
+    both = tokenizer.vocabulary().items() ^ other.vocabulary().items()
+    differing = sorted(token for token, number in both if number != found.mask_id)
     if differing:
         raise ValueError(
             f"{drafter} has another vocabulary than the model, for example the token {differing[0]!r}; "
@@ -130,4 +161,6 @@ def _check_vocabulary(
 
 def _refuse(error: ValueError) -> NoReturn:
     """The checks of a checkpoint speak of model.path, but here the drafter is meant."""
-    raise UserError(user_error(error, DRAFTER_FIELD).message, field=DRAFTER_FIELD) from None
+    found = user_error(error, DRAFTER_FIELD)
+    field = found.field if (found.field or "").startswith("decoder.") else DRAFTER_FIELD
+    raise UserError(found.message, field=field) from None

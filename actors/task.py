@@ -192,7 +192,7 @@ Task = Infill | Complete | Score
 
 TASK_DECODERS: dict[str, tuple[str, ...]] = {
     "infill": ("any_subset", "parallel", "assd"),
-    "complete": ("autoregressive", "speculative", "jacobi", "multiblock_jacobi"),
+    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi"),
     "score": ("autoregressive",),
 }
 """The decoders that do each kind of task."""

@@ -112,6 +112,11 @@ class Tokenizer:
         return self.decode([token for piece in _PROBE for token in self.encode(piece)]) == "".join(_PROBE)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
 def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a model folder (`auto`), of another folder (a path), or None (`none`).
 
@@ -123,7 +128,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     if setting == "none":
         return None
     place = folder if setting == "auto" else Path(setting).expanduser()
-    if not any((place / name).is_file() for name in _FILES):
+    if not has_tokenizer(place):
         raise UserError(
             f"{setting!r}: {place} holds no tokenizer ({', '.join(_FILES)}); allowed: auto, a folder, or none for rows "
             "that give tokens",

@@ -194,7 +194,7 @@ class Factor(MaskedDiffusion):
 
 
 DecoderSettings = Annotated[
-    AnySubset | Parallel | Assd | Autoregressive | Speculative | Jacobi | MultiblockJacobi, Field(discriminator="kind")
+    AnySubset | Parallel | Assd | Autoregressive | Speculative | SpecDiff | Jacobi | MultiblockJacobi, Field(discriminator="kind")
 ]
 DECODER_KINDS: dict[str, type[Settings]] = {
     "any_subset": AnySubset,
@@ -202,6 +202,7 @@ DECODER_KINDS: dict[str, type[Settings]] = {
     "assd": Assd,
     "autoregressive": Autoregressive,
     "speculative": Speculative,
+    "specdiff": SpecDiff,
     "jacobi": Jacobi,
     "multiblock_jacobi": MultiblockJacobi,
 }

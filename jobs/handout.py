@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.job import Job, ModelPlace
-from decoders.settings import DecoderSettings, ModelDrafter, Speculative
+from decoders.settings import DecoderSettings, DrafterPlace, SpecDiff, Speculative
 from jobs.plan import Plan
 from jobs.spec import JobSpec
 
@@ -53,7 +53,7 @@ def decoder_of(spec: JobSpec) -> DecoderSettings:
     head = getattr(spec.decoder, "head", None)
     if head not in {None, "auto", "none"}:
         return spec.decoder.model_copy(update={"head": absolute(head)})
-    if isinstance(spec.decoder, Speculative) and isinstance(spec.decoder.drafter, ModelDrafter):
+    if isinstance(spec.decoder, Speculative | SpecDiff) and isinstance(spec.decoder.drafter, DrafterPlace):
         drafter = spec.decoder.drafter.model_copy(update={"path": where(spec.decoder.drafter.path)})
         return spec.decoder.model_copy(update={"drafter": drafter})
     return spec.decoder

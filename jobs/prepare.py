@@ -102,7 +102,9 @@ def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
     """SHA-256 of the model that drafts, None where none does; UserError where it can't be had, or does not fit the model."""
     drafter = fetch_drafter(spec.decoder, spec.s3.options())
-    return None if drafter is None else check_drafter(drafter, folder, info, tokenizer, place_of(spec))
+    if drafter is None:
+        return None
+    return check_drafter(drafter, folder, info, tokenizer, place_of(spec), decoder=spec.decoder)
 
 
 def head_hash(spec: JobSpec) -> str | None:

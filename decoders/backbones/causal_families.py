@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Config = Mapping[str, Any]
-DECODERS: Final = ("autoregressive", "speculative", "jacobi", "multiblock_jacobi")
+DECODERS: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 

@@ -167,6 +167,12 @@ UNLISTED: dict[str, Family] = {
 }
 
 
+def masked_diffusion_families() -> tuple[str, ...]:
+    """The families that fill masks, each row of which carries a token; the two-stream ones do it otherwise."""
+    every = FAMILIES | UNLISTED
+    return tuple(sorted(name for name, one in every.items() if one.has_mask and (one.causal or one.ddit)))
+
+
 def find_family(config: Config, requested: str) -> Family:
     """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
 
