@@ -66,6 +66,22 @@ class AnySubsetDecoder(SlotDecoder):
         """Length of the longest canvas in the group."""
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
 
+    def _decide_next(self, group: Group, num_drafts: int = 0) -> None:
+        """One forward, one token a slot, the target's own; it counts as so many drafts, all of them accepted."""
+        state, slots_B = self.state, group.index_B
+        decided_B = state.decided_S[slots_B]
+        ranks_B1 = decided_B.unsqueeze(1)
+        every_B = torch.ones_like(decided_B, dtype=torch.bool)
+        hidden_B1D = self._forward(group, decided_B, ranks_B1, ranks_B1, every_B.unsqueeze(1))
+        logits_BV = self._logits(hidden_B1D[:, 0])
+        law_BV = self._law(logits_BV)
+        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
+        one_B, drafts_B = torch.ones_like(decided_B), torch.full_like(decided_B, num_drafts)
+        self._commit(group, tokens_B.unsqueeze(1), one_B, self._log_p(logits_BV, law_BV, tokens_B).unsqueeze(1))
+        self.stats.verified += len(group.slots)
+        self._close_iteration(group, one_B, drafts_B, drafts_B, every_B)
+        self._trace(group, tokens_B.unsqueeze(1), drafts_B, decided_B, every_B)
+
     @contextmanager
     def _timed_drafts(self, num_slots: int, num_drafts: int) -> Iterator[None]:
         """Tell the budget what the enclosed drawing of drafts took, in a step that is `_timed`."""
@@ -88,19 +104,7 @@ class Sequential(AnySubsetDecoder):
     """One token a forward, in decoding order; NFE equals the number of holes."""
 
     def _advance(self, group: Group) -> None:
-        state, slots_B = self.state, group.index_B
-        decided_B = state.decided_S[slots_B].clone()
-        ranks_B1 = decided_B.unsqueeze(1)
-        every_B = torch.ones_like(decided_B, dtype=torch.bool)
-        hidden_B1D = self._forward(group, decided_B, ranks_B1, ranks_B1, every_B.unsqueeze(1))
-        logits_BV = self._logits(hidden_B1D[:, 0])
-        law_BV = self._law(logits_BV)
-        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
-        one_B, none_B = torch.ones_like(decided_B), torch.zeros_like(decided_B)
-        self._commit(group, tokens_B.unsqueeze(1), one_B, self._log_p(logits_BV, law_BV, tokens_B).unsqueeze(1))
-        self.stats.verified += len(group.slots)
-        self._close_iteration(group, one_B, none_B, none_B, every_B)
-        self._trace(group, tokens_B.unsqueeze(1), none_B, decided_B, every_B)
+        self._decide_next(group)
 
 
 class Parallel(AnySubsetDecoder):

@@ -71,6 +71,10 @@ class AssdDecoder(AnySubsetDecoder):
         decided_B, drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
         first_B = torch.where(verify_B, self._num_sure_S[slots_B], 0)
         last_B = drafts_B if bool(verify_B.all()) else torch.where(verify_B, drafts_B, self._lengths(group))
+        if self.budget is not None and int((last_B + verify_B).max()) == 1:
+            # Nobody drafts ahead: this is sequential decoding, and costs no more than that.
+            self._decide_next(group, num_drafts=1)
+            return
         offsets_K = torch.arange(int((last_B - first_B).max()), device=state.device)
         ranks_BK = decided_B.unsqueeze(1) + first_B.unsqueeze(1) + offsets_K
         valid_BK = offsets_K < (last_B - first_B).unsqueeze(1)
@@ -121,6 +125,8 @@ class AssdDecoder(AnySubsetDecoder):
     def _draft_ngrams(self, group: Group) -> None:
         """Fill the window of every slot that is about to draft, unless its first hole has no left neighbour."""
         state, slots_B = self.state, group.index_B
+        if self.budget is not None and not self.budget.open(fresh=group.fresh):
+            return
         first_position_B = state.order_SW[slots_B].gather(1, state.decided_S[slots_B].unsqueeze(1)).squeeze(1)
         ready_B = (self._phase_S[slots_B] == _DRAFT) & (first_position_B > 0)
         if not bool(ready_B.any()):

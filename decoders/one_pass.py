@@ -108,6 +108,10 @@ class OnePassDecoder(AnySubsetDecoder):
         decided_B, num_drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
         # At least one token is decided by this forward; the next window can hold what is left after it.
         next_B = self._allot(group, (state.length_S[slots_B] - decided_B - 1).clamp(max=self.k))
+        if self.budget is not None and not bool((num_drafts_B + next_B).any()):
+            # Nobody drafts: this is sequential decoding, and costs no more than that.
+            self._decide_next(group)
+            return
         layout = _Layout(int(num_drafts_B.max()), int(next_B.max()), self._ends, self._chain)
         ranks_BQ, limits_BQ, valid_BQ = self._queries(layout, slots_B, decided_B, num_drafts_B, next_B)
         hidden_BQD = self._forward(group, decided_B + num_drafts_B, ranks_BQ, limits_BQ, valid_BQ)
