@@ -194,7 +194,8 @@ class Factor(MaskedDiffusion):
 
 
 DecoderSettings = Annotated[
-    AnySubset | Parallel | Assd | Autoregressive | Speculative | SpecDiff | Jacobi | MultiblockJacobi, Field(discriminator="kind")
+    AnySubset | Parallel | Assd | Autoregressive | Speculative | SpecDiff | Jacobi | MultiblockJacobi,
+    Field(discriminator="kind"),
 ]
 DECODER_KINDS: dict[str, type[Settings]] = {
     "any_subset": AnySubset,
