@@ -18,22 +18,20 @@ window); Santilli et al., 2023. Legend: B slots, T rows of a slot, Q columns fro
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoders import noise
 from decoders.base import Request
+from decoders.block_budget import MOST_AUTO, BlockBudget
 from decoders.causal import CausalDecoder
 from decoders.settings import Jacobi as JacobiSettings
 from decoders.speculation import leading
 from decoders.state import Group
-
-# Tokens that a forward takes at little more than the price of one (docs/engine.md), shared by all slots.
-_FREE_TOKENS: Final = {"cpu": 64, "cuda": 192}
-_LEAST_AUTO, _MOST_AUTO = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +108,7 @@ class Jacobi(JacobiDecoder):
     The token after a fully accepted block is the next block's first, and with a block whose last token was the one after the
     accepted drafts, the next block's n drafts go into the very forward that finds its first token: no forward is spent on the
     seed alone. Drafts never stand beyond the canvas, and the last position is never fed, since nothing comes after it.
+    `block_size: auto` changes n from step to step (block_budget.py), and with it where blocks end.
 
     With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first stood at
     positions[0], the others after it, up to the end of the block (or window, or the position before the canvas's last).
@@ -119,11 +118,29 @@ class Jacobi(JacobiDecoder):
     """
 
     def __init__(self, *args: Any, settings: JacobiSettings, **kwargs: Any) -> None:
-        self.block_size = block_size(settings.block_size, kwargs["max_rows"], args[0].device)
         self.running = settings.window == "running"
-        super().__init__(*args, window=self.block_size + 1, max_commit=self.block_size + 1, **kwargs)
+        self.sizes = BlockBudget() if settings.block_size == "auto" else None
+        self.block_size = 0 if settings.block_size == "auto" else settings.block_size
+        most = MOST_AUTO if settings.block_size == "auto" else settings.block_size
+        super().__init__(*args, window=most + 1, max_commit=most + 1, **kwargs)
 
     def _advance(self, group: Group) -> None:
+        # A step with prompts says little about the steps after it.
+        if self.sizes is None or group.fresh:
+            self._refine(group)
+        else:
+            self._refine_at_best(group, self.sizes)
+
+    def _refine_at_best(self, group: Group, sizes: BlockBudget) -> None:
+        num_slots, num_kv = len(group.slots), int(self.state.decided_S[group.index_B].sum())
+        self.block_size = sizes.choose(num_slots, num_kv)
+        num_rows, num_tokens, began_s = self.counting.useful_rows, self.stats.committed, time.perf_counter()
+        self._refine(group)
+        seconds = time.perf_counter() - began_s
+        num_rows, num_tokens = self.counting.useful_rows - num_rows, self.stats.committed - num_tokens
+        sizes.observe(num_slots, num_rows, num_kv, tokens=num_tokens, seconds=seconds)
+
+    def _refine(self, group: Group) -> None:
         state, slots_B = self.state, group.index_B
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
         end_B = self._end(slots_B)
@@ -145,13 +162,8 @@ class Jacobi(JacobiDecoder):
         """The column after each slot's last draft."""
         state, n = self.state, self.block_size
         decided_B, prompt_B = state.decided_S[slots_B], state.prompt_S[slots_B]
-        end_B = decided_B + n if self.running else prompt_B + ((decided_B - prompt_B) // n + 1) * n
+        if self.running or not n:
+            end_B = decided_B + n
+        else:
+            end_B = prompt_B + ((decided_B - prompt_B) // n + 1) * n
         return torch.minimum(end_B, state.length_S[slots_B] - 1)
-
-
-def block_size(setting: int | Literal["auto"], max_rows: int, device: torch.device) -> int:
-    """The number of drafts of a block; `auto` shares what a forward takes for free among the slots."""
-    if setting != "auto":
-        return setting
-    free = _FREE_TOKENS.get(device.type, _FREE_TOKENS["cuda"])
-    return min(max(free // max_rows, _LEAST_AUTO), _MOST_AUTO)

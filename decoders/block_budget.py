@@ -1,0 +1,117 @@
+"""How large a Jacobi block should be: the size with most tokens per second, found while decoding. `block_size: auto`.
+
+DraftBudget judges a draft by whether it comes true in this forward. A Jacobi draft is also an investment: what a row says is the
+draft of a later iteration, and comes true only if the block stays as large for a few iterations. So sizes are compared as
+wholes: each is kept for some steps, what an iteration wins and how many rows it takes are noted, and the cost table (cost.py)
+says what that takes with as many slots as there are now. One starts from no drafts and one size in the middle and goes on to the
+better neighbours; later a neighbour is tried again now and then, ever more rarely while the same size stays the best.
+
+No choice can change a text: the tokens are those of the sequential decoder whatever is drafted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from decoders.cost import CostTable
+
+SIZES: Final = (0, 2, 4, 8, 16, 32)
+MOST_AUTO: Final = SIZES[-1]
+"""The largest block that `auto` chooses."""
+_FIRST: Final = 8
+# A trial counts so many iterations, of all slots together, in so many steps; the first ones only fill the block.
+_ITERATIONS, _LEAST_STEPS, _MOST_STEPS, _WARM = 64, 4, 16, 2
+_AGAIN_AFTER, _AGAIN_AT_MOST = 64, 1024
+# What a step, and what a whole trial, counts against all before.
+_MEMORY, _TRIAL_WEIGHT = 1 / 32, 1 / 2
+
+
+@dataclass(slots=True)
+class _Known:
+    """What an iteration with blocks of one size wins and takes, per slot; running means."""
+
+    tokens: float
+    rows: float
+    tried_at: int = 0
+
+    def add(self, tokens: float, rows: float, weight: float) -> None:
+        self.tokens += weight * (tokens - self.tokens)
+        self.rows += weight * (rows - self.rows)
+
+
+class BlockBudget:
+    """Chooses the block size of every step; each `choose` is followed by one `observe`."""
+
+    def __init__(self) -> None:
+        self.cost = CostTable()
+        self._known = {0: _Known(1.0, 1.0)}
+        self._size, self._steps_at, self._trial_left = 0, 0, _WARM
+        self._num_steps, self._next_trial = 0, 0
+        self._settled, self._wait = 0, _AGAIN_AFTER
+        self._trying = False
+        self._gathered: list[tuple[float, float]] = []
+
+    def choose(self, num_slots: int, kv_tokens: int) -> int:
+        """The size for this step, with so many slots that read so many columns."""
+        self._num_steps += 1
+        if self._trial_left:
+            self._trial_left -= 1
+            return self._size
+        best = self._best(num_slots, kv_tokens)
+        if best != self._settled:
+            self._settled, self._wait = best, _AGAIN_AFTER
+        wanted = self._to_try(best)
+        self._trying = wanted is not None
+        if self._trying:
+            self._trial_left = _WARM + min(max(_ITERATIONS // num_slots, _LEAST_STEPS), _MOST_STEPS) - 1
+        self._turn_to(best if wanted is None else wanted)
+        return self._size
+
+    def observe(self, num_slots: int, rows: int, kv_tokens: int, *, tokens: int, seconds: float) -> None:
+        """The step had so many rows, won so many tokens and took so long."""
+        self.cost.observe(rows, kv_tokens, seconds)
+        self._steps_at += 1
+        if self._steps_at <= _WARM or self._size == 0:
+            return
+        won, took = tokens / num_slots, rows / num_slots
+        if not self._trying:
+            self._known[self._size].add(won, took, _MEMORY)
+            return
+        self._gathered.append((won, took))
+        if not self._trial_left:
+            won, took = np.mean(self._gathered, axis=0).tolist()
+            self._known.setdefault(self._size, _Known(won, took)).add(won, took, _TRIAL_WEIGHT)
+
+    def _turn_to(self, size: int) -> None:
+        if size != self._size:
+            self._size, self._steps_at = size, 0
+            self._gathered.clear()
+
+    def _best(self, num_slots: int, kv_tokens: int) -> int:
+        cost = self.cost.cost()
+        if cost is None:
+            return self._size
+        sizes = list(self._known)
+        rows = np.array([self._known[size].rows for size in sizes]) * num_slots
+        rates = np.array([self._known[size].tokens for size in sizes]) / cost.seconds(rows, kv_tokens)
+        return sizes[int(rates.argmax())]
+
+    def _to_try(self, best: int) -> int | None:
+        """A neighbour that was never tried, or the one that was not tried for longest where it is time to; else None."""
+        if _FIRST not in self._known:
+            return _FIRST
+        place = SIZES.index(best)
+        near = [SIZES[i] for i in (place - 1, place + 1) if 0 <= i < len(SIZES) and SIZES[i]]
+        for size in near:
+            if size not in self._known:
+                return size
+        if self._num_steps < self._next_trial or not near:
+            return None
+        self._wait = min(2 * self._wait, _AGAIN_AT_MOST)
+        self._next_trial = self._num_steps + self._wait
+        oldest = min(near, key=lambda size: self._known[size].tried_at)
+        self._known[oldest].tried_at = self._num_steps
+        return oldest
