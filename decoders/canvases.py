@@ -30,6 +30,8 @@ class CanvasState:
         self.tokens_SW, self.log_p_SW = empty, empty.to(torch.float64)
         self.commits_SW = empty
         """How many iterations revealed so many tokens."""
+        self.drafts_SW, self.draft_sure_SW = empty, empty.to(torch.float64)
+        """What was last said of masks, and how surely; -inf where nothing was."""
         self.origin_S, self.num_blocks_S = state.column(), state.column()
 
     def start(self, slot: int, request: Request) -> None:
@@ -37,8 +39,9 @@ class CanvasState:
         canvas_L = torch.from_numpy(request.canvas).to(self._state.device, torch.int64)
         length = len(canvas_L)
         self._widen(length)
-        for grid in (self.tokens_SW, self.log_p_SW, self.commits_SW):
+        for grid in self._grids():
             grid[slot] = 0
+        self.draft_sure_SW[slot] = -torch.inf
         self.tokens_SW[slot, :length] = canvas_L
         holes = (canvas_L == HOLE).nonzero().squeeze(1)
         self.origin_S[slot] = holes[0]
@@ -49,13 +52,16 @@ class CanvasState:
         # One column more than the canvas: all of it may be revealed at once.
         extra = length + 1 - self.tokens_SW.shape[1]
         if extra > 0:
-            self.tokens_SW, self.log_p_SW, self.commits_SW = (
-                torch.nn.functional.pad(grid, (0, extra)) for grid in (self.tokens_SW, self.log_p_SW, self.commits_SW)
+            self.tokens_SW, self.log_p_SW, self.commits_SW, self.drafts_SW, self.draft_sure_SW = (
+                torch.nn.functional.pad(grid, (0, extra)) for grid in self._grids()
             )
+
+    def _grids(self) -> tuple[Tensor, ...]:
+        return self.tokens_SW, self.log_p_SW, self.commits_SW, self.drafts_SW, self.draft_sure_SW
 
     def move(self, source: int, target: int) -> None:
         """Carry a sample from one slot to another."""
-        for grid in (self.tokens_SW, self.log_p_SW, self.commits_SW):
+        for grid in self._grids():
             grid[target] = grid[source]
 
     def blocks(self, slots_B: Tensor, width: int) -> Tensor:

@@ -177,6 +177,14 @@ class Stepwise(MaskedDiffusion):
         return self
 
 
+class SelfSpeculative(MaskedDiffusion):
+    """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
+
+    kind: Literal["ssd"]
+    draft_length: int = Field(default=4, ge=1, le=64)
+    tree: Literal["chain", "mixed"] = "chain"
+
+
 class Threshold(MaskedDiffusion):
     """Masked diffusion that reveals all it is sure enough of (Fast-dLLM); lossy."""
 
@@ -191,6 +199,17 @@ class Factor(MaskedDiffusion):
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = "top1"
     factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+
+
+class Ancestral(Settings):
+    """Masked diffusion backwards in time (MDLM, SEDD): what is revealed when is left to chance; lossy where it is much at once.
+
+    `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
+    """
+
+    kind: Literal["ancestral"]
+    steps: int = Field(default=128, ge=1, le=2**20)
+    predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
 
 
 DecoderSettings = Annotated[

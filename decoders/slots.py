@@ -83,8 +83,12 @@ class SlotDecoder(ABC):
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
         inside = self._num_dense - len(self._holes)
         longest = max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])
-        budget = self.max_tokens // longest - inside
+        budget = self.max_tokens // self._columns(longest) - inside
         return max(min(self.max_rows - inside, budget), 1 if inside == 0 else 0)
+
+    def _columns(self, length: int) -> int:
+        """How many cached columns a canvas of this length takes."""
+        return length
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; a canvas without holes is finished at once."""
