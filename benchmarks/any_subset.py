@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class Measured:
 
 def load(folder: Path, device: str) -> Loaded:
     """Load a checkpoint and its draft head."""
-    backbone = load_backbone(folder, device=device)
+    backbone = cast(Backbone, load_backbone(folder, device=device))
     return Loaded(backbone, inspect_model(folder), find_heads(Assd(kind="assd"), folder, backbone))
 
 

@@ -1,7 +1,7 @@
 """Causal decoding: tokens/s, forwards and acceptance of every decoder over batch sizes, beside what transformers offers.
 
     python -m benchmarks.causal speed      every decoder over batch sizes, beside `generate`, assisted generation, Jacobi of today
-    python -m benchmarks.causal auto       `k: auto` against `autoregressive`, step about: it should never be slower
+    python -m benchmarks.causal auto       `k: auto`, `block_size: auto` beside `autoregressive`: they should never be slower
     python -m benchmarks.causal distilled  tokens per forward of the Jacobi decoders before and after distillation
 
 `--quick` runs a little of it, to see that it works. Prompts are pieces of the standard library's held-out files; every side gets
@@ -25,7 +25,6 @@ import decoders.builtin
 from benchmarks.causal_runs import (
     AUTOREGRESSIVE,
     JACOBI,
-    SPECULATIVE,
     VARIANTS,
     Measured,
     Models,
@@ -120,10 +119,10 @@ def _ratios(name: str, runs: list[Measured], public: dict[str, list[Generated]])
 
 
 def auto(models: Models, requests: list[Request], plan: Plan) -> None:
-    """`k: auto` over `autoregressive`, both run in turns: the median of the ratios, and the smallest and largest."""
-    print(plan.title("k: auto / autoregressive (limit: >= 1 within noise)"))
-    print(header("drafter", *(f"B={rows}" for rows in plan.batches), "text"))
-    for name in (name for name in SPECULATIVE if name.endswith("auto")):
+    """Drafts by cost over `autoregressive`, both run in turns: the median of the ratios, and the smallest and largest."""
+    print(plan.title("auto / autoregressive (limit: >= 1 within noise)"))
+    print(header("decoder", *(f"B={rows}" for rows in plan.batches), "text"))
+    for name in (name for name in VARIANTS if name.endswith("auto")):
         cells, same = [], 1.0
         for rows in plan.batches:
             ratios = []
