@@ -25,6 +25,8 @@ _FIRST: Final = 8
 # A trial counts so many iterations, of all slots together, in so many steps; the first ones only fill the block.
 _ITERATIONS, _LEAST_STEPS, _MOST_STEPS, _WARM = 64, 4, 16, 2
 _AGAIN_AFTER, _AGAIN_AT_MOST = 64, 1024
+# What drafts must win over none, to be worth trusting estimates.
+_MARGIN: Final = 1.03
 # What a step, and what a whole trial, counts against all before.
 _MEMORY, _TRIAL_WEIGHT = 1 / 32, 1 / 2
 
@@ -96,7 +98,8 @@ class BlockBudget:
             return self._size
         sizes = list(self._known)
         rows = np.array([self._known[size].rows for size in sizes]) * num_slots
-        rates = np.array([self._known[size].tokens for size in sizes]) / cost.seconds(rows, kv_tokens)
+        tokens = np.array([self._known[size].tokens * (1.0 if size else _MARGIN) for size in sizes])
+        rates = tokens / cost.seconds(rows, kv_tokens)
         return sizes[int(rates.argmax())]
 
     def _to_try(self, best: int) -> int | None:
