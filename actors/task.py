@@ -5,7 +5,7 @@ They live beside the code that carries them out (canvas.py), since workers need 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -190,9 +190,10 @@ class Score(Settings):
 
 Task = Infill | Complete | Score
 
+_MASKED: Final = ("stepwise", "threshold", "factor", "ssd")
 TASK_DECODERS: dict[str, tuple[str, ...]] = {
-    "infill": ("any_subset", "parallel", "assd"),
-    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi"),
+    "infill": ("any_subset", "parallel", "assd", *_MASKED),
+    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi", *_MASKED),
     "score": ("autoregressive",),
 }
 """The decoders that do each kind of task."""

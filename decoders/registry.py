@@ -15,19 +15,33 @@ from decoders.backbones.base import Model, TokenBackbone
 from decoders.base import ModelInfo
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
+from decoders.masked_diffusion import MaskedDecoder
 from decoders.multiblock_jacobi import MultiblockJacobi
 from decoders.one_pass import OnePassDecoder
-from decoders.settings import AnySubset, Assd, Sampling, Settings, check_acceptance
+from decoders.self_speculative import SelfSpeculative
+from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
 from decoders.settings import Autoregressive as AutoregressiveSettings
+from decoders.settings import Factor as FactorSettings
 from decoders.settings import Jacobi as JacobiSettings
 from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
 from decoders.settings import Parallel as ParallelSettings
+from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
 from decoders.settings import SpecDiff as SpecDiffSettings
 from decoders.settings import Speculative as SpeculativeSettings
+from decoders.settings import Stepwise as StepwiseSettings
+from decoders.settings import Threshold as ThresholdSettings
 from decoders.slots import SlotDecoder
 from decoders.specdiff import SpecDiff
 from decoders.speculative import Speculative
+from decoders.stepwise import Factor, Stepwise, Threshold
 from decoders.stops import Stops
+
+_MASKED: dict[type[Settings], type[MaskedDecoder]] = {
+    StepwiseSettings: Stepwise,
+    ThresholdSettings: Threshold,
+    FactorSettings: Factor,
+    SelfSpeculativeSettings: SelfSpeculative,
+}
 
 
 def check_family(settings: Settings, info: ModelInfo) -> None:
@@ -102,4 +116,6 @@ def build_decoder(
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():
             return MultiblockJacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
+        case MaskedDiffusion():
+            return _MASKED[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")

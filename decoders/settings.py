@@ -213,7 +213,18 @@ class Ancestral(Settings):
 
 
 DecoderSettings = Annotated[
-    AnySubset | Parallel | Assd | Autoregressive | Speculative | SpecDiff | Jacobi | MultiblockJacobi,
+    AnySubset
+    | Parallel
+    | Assd
+    | Autoregressive
+    | Speculative
+    | SpecDiff
+    | Jacobi
+    | MultiblockJacobi
+    | Stepwise
+    | Threshold
+    | Factor
+    | SelfSpeculative,
     Field(discriminator="kind"),
 ]
 DECODER_KINDS: dict[str, type[Settings]] = {
@@ -225,18 +236,22 @@ DECODER_KINDS: dict[str, type[Settings]] = {
     "specdiff": SpecDiff,
     "jacobi": Jacobi,
     "multiblock_jacobi": MultiblockJacobi,
+    "stepwise": Stepwise,
+    "threshold": Threshold,
+    "factor": Factor,
+    "ssd": SelfSpeculative,
 }
 
 
 def check_acceptance(settings: Settings, sampling: Sampling) -> None:
     """Raise ValueError where the decoder has no rejection rule, or where its results would depend on time under it.
 
-    The drafts of Jacobi decoding have no law to divide by. A draft length chosen by time leaves the text alone under coupled
-    acceptance, but under the rejection rule it decides which random numbers a token is drawn with.
+    The drafts of Jacobi decoding and of ssd have no law to divide by. A draft length chosen by time leaves the text alone under
+    coupled acceptance, but under the rejection rule it decides which random numbers a token is drawn with.
     """
     if sampling.acceptance != "rejection":
         return
-    if isinstance(settings, Jacobi | MultiblockJacobi):
+    if isinstance(settings, Jacobi | MultiblockJacobi | SelfSpeculative):
         raise ValueError(
             f"sampling.acceptance: 'rejection' needs the law of a draft, which decoder {settings.kind!r} has not; "
             "allowed: 'coupled'"

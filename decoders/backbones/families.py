@@ -137,13 +137,9 @@ FAMILIES: dict[str, Family] = {
         check=_check_xlnet,
     ),
     **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
-}
-# Loaded when asked for, but not offered: no decoder runs on them yet. Whoever adds the first one names it in `decoders` here and
-# moves the family into FAMILIES.
-UNLISTED: dict[str, Family] = {
     "llada": Family(
         name="llada",
-        decoders=(),
+        decoders=masked_families.DECODERS,
         mask_id=masked_families.llada_mask,
         vocab_size=partial(causal_families.vocab_size, masked_families.LLADA),
         weight_shapes=masked_families.llada_shapes,
@@ -156,12 +152,16 @@ UNLISTED: dict[str, Family] = {
     ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
-        decoders=(),
+        decoders=masked_families.DECODERS,
         mask_id=masked_families.dream_mask,
         has_mask=True,
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
+}
+# Loaded when asked for, but not offered: no decoder runs on them yet. Whoever adds the first one names it in `decoders` here and
+# moves the family into FAMILIES.
+UNLISTED: dict[str, Family] = {
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }

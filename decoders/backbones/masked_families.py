@@ -16,6 +16,9 @@ from typing import Any, Final
 from decoders.backbones import causal_families
 from decoders.backbones.causal_families import CausalFamily, Config
 
+DECODERS: Final = ("stepwise", "threshold", "factor", "ssd")
+"""The decoders that run on LLaDA and Dream."""
+
 # What the public checkpoints use where config.json doesn't say.
 _LLADA_MASK: Final = 126336
 _DREAM_MASK: Final = 151666

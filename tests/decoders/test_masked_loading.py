@@ -220,10 +220,14 @@ def test_mask_and_ids_without_a_token_are_suppressed_and_a_turn_ends_a_text(
 
 
 def test_no_decoder_is_promised_before_it_exists(golden):
-    assert set(FAMILIES) == set(UNLISTED)
+    assert set(FAMILIES) == {*UNLISTED, "llada", "dream"}
     assert not set(UNLISTED) & set(OFFERED)
-    info = inspect_model(golden / "llada")
-    with pytest.raises(ValueError, match="'parallel' does not run on models of family 'llada'; allowed: none yet"):
-        check_family(Parallel(kind="parallel"), info)
-    with pytest.raises(ValueError, match=r"known families: gpt2, .*mistral, qwen2, qwen3, xlnet$"):
+    for family in ("llada", "dream"):
+        with pytest.raises(
+            ValueError, match=f"'parallel' does not run on models of family '{family}'; allowed: stepwise,"
+        ):
+            check_family(Parallel(kind="parallel"), inspect_model(golden / family))
+    with pytest.raises(ValueError, match="'parallel' does not run on models of family 'mdlm'; allowed: none yet"):
+        check_family(Parallel(kind="parallel"), inspect_model(golden / "mdlm"))
+    with pytest.raises(ValueError, match=r"known families: dream, gpt2, .*llada, llama, mistral, qwen2, qwen3, xlnet$"):
         find_family({"model_type": "bert"}, "auto")

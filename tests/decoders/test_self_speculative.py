@@ -11,7 +11,7 @@ from decoders.backbones.token_table import TokenTable
 from decoders.base import ModelInfo, Request
 from decoders.noise import sample_key
 from decoders.self_speculative import SelfSpeculative
-from decoders.settings import Sampling
+from decoders.settings import Sampling, check_acceptance
 from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
 from decoders.settings import Stepwise as StepwiseSettings
 from decoders.stepwise import Stepwise
@@ -268,3 +268,11 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
     for index, outcome in alone.items():
         assert mixed[index].tokens.tolist() == outcome.tokens.tolist()
         assert mixed[index].error_kind is None
+
+
+def test_ssd_has_no_rule_of_rejection():
+    settings = SelfSpeculativeSettings(kind="ssd")
+    with pytest.raises(
+        ValueError, match=r"sampling\.acceptance: 'rejection' needs the law of a draft, which decoder 'ssd' has"
+    ):
+        check_acceptance(settings, Sampling(acceptance="rejection"))

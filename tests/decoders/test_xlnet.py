@@ -202,7 +202,10 @@ def test_a_checkpoint_that_does_not_fit_is_named(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "bert"}, "model.family: config.json has model_type 'bert'; known families: gpt2, .*xlnet"),
+        (
+            {"model_type": "bert"},
+            "model.family: config.json has model_type 'bert'; known families: dream, gpt2, .*xlnet",
+        ),
         ({"attn_type": "uni"}, "attn_type = 'uni'"),
         ({"bi_data": True}, "bi_data = True"),
         ({"ff_activation": "swish"}, "ff_activation = 'swish'"),
