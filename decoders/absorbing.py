@@ -43,6 +43,31 @@ def noise_of_share(share: Tensor) -> Tensor:
     return -torch.log1p(-share.clamp(max=1 - NOISE_EPS))
 
 
+def time_of_share(share: Tensor) -> Tensor:
+    """The time at which a share of the tokens is masked, at most 1."""
+    return (share / (1 - NOISE_EPS)).clamp(max=1.0)
+
+
+def chance_by_time(time: Tensor, later: Tensor) -> Tensor:
+    """How likely a mask of `time` is revealed until `later` (nearer to 0), whatever the model says: (m_t - m_s) / m_t (MDLM)."""
+    return 1.0 - later / time
+
+
+def chance_by_scores(log_scores_RV: Tensor, mask_id: int, euler: bool, time_R: Tensor, later_R: Tensor) -> Tensor:
+    """How likely each mask is revealed from `time_R` to `later_R` by SEDD's scores: as many as they sum to, [R], at most 1.
+
+    The analytic predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate.
+    Scores that are too large would leave the mask a negative probability; then it is revealed.
+    """
+    others = torch.tensor([mask_id], device=log_scores_RV.device)
+    total_R = log_scores_RV.index_fill(-1, others, -torch.inf).logsumexp(-1).exp()
+    if euler:
+        scale_R = (time_R - later_R) * noise_rate(time_R)
+    else:
+        scale_R = torch.expm1(total_noise(time_R) - total_noise(later_R))
+    return (scale_R * total_R).clamp(max=1.0)
+
+
 def subs_log_law(logits_RV: Tensor, tokens_R: Tensor, mask_id: int) -> Tensor:
     """MDLM's log p(x_0) of every row (SUBS): never the mask, and a token that is no mask stays what it is; [R, V]."""
     law_RV = logits_RV.index_fill(-1, torch.tensor([mask_id], device=logits_RV.device), -torch.inf).log_softmax(-1)

@@ -132,7 +132,12 @@ class PlainMasked:
         self._suppressed = torch.tensor([*suppressed, mask_id], dtype=torch.int64)
 
     def laws(self, canvas: Sequence[int]) -> Tensor:
-        """The warped log law of every position's token, [L, V + 1]; with a `tail`, the canvas has masks up to that length."""
+        """The warped log law of every position's token, [L, V]; with a `tail`, the canvas has masks up to that length."""
+        logits_LV = self.logits(canvas)
+        return log_law(logits_LV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
+
+    def logits(self, canvas: Sequence[int]) -> Tensor:
+        """The raw logits of every position's token, [L, V], the mask's included."""
         tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
         columns = torch.arange(len(tokens)).unsqueeze(0)
         self.backbone.allocate(1, len(tokens))
@@ -144,8 +149,7 @@ class PlainMasked:
             valid_BT=torch.ones_like(columns, dtype=torch.bool),
             visible_BTW=torch.ones(1, len(tokens), len(tokens), dtype=torch.bool),
         )
-        logits_LV = self.backbone.logits(self.backbone.forward(rows)[0]).roll(self._shift, 0)
-        return log_law(logits_LV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
+        return self.backbone.logits(self.backbone.forward(rows)[0]).roll(self._shift, 0)
 
 
 def by_diffusion(
