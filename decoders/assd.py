@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from decoders.any_subset import AnySubsetDecoder
 from decoders.budget import MOST_AUTO, DraftBudget
-from decoders.cost import CostTable
 from decoders.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
@@ -54,10 +53,10 @@ class AssdDecoder(AnySubsetDecoder):
         """A window of 1 + e drafts: what an iteration takes of the model, counting its content and query rows."""
         extra = range(self.k)
         if self.ngram:
-            return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra], drafter=CostTable())
+            return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra])
         forwards = [1 if e == 0 else 2 for e in extra]
         rows = [2 if e == 0 else 3 * e + 2 for e in extra]
-        return DraftBudget(self.state, self.k - 1, rows=rows, forwards=forwards, drafter=CostTable())
+        return DraftBudget(self.state, self.k - 1, rows=rows, forwards=forwards)
 
     def _advance(self, group: Group) -> None:
         with self._timed(group):

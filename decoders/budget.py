@@ -40,7 +40,9 @@ _TRIALS: Final = ((0, 1), (1, 1), (0, 1), (4, 4), (0, 1))
 _PAUSE_EVERY: Final = 128
 # While not drafting: after so many steps some slots try, and after twice as many each time that it does not pay.
 _PROBE_AFTER, _PROBE_AT_MOST = 16, 1024
-_PROBE: Final = (2, 8)
+_PROBE_DRAFTS: Final = 2
+# How many slots try, and how many tries make an answer.
+_EVIDENCE: Final = 8
 # How much larger than all before a step may be.
 _GROWTH: Final = 2.0
 # What drafting must win over not drafting, to be worth trusting estimates.
@@ -49,9 +51,9 @@ _MARGIN: Final = 1.05
 _NEARLY: Final = 0.9
 # Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
 _TRY_EVERY, _HOPE = 8, 1.1
-_FIRST_GUESS: Final = 0.6
-_POSITION_MEMORY, _POSITION_PRIOR = 0.99, 2.0
-_SLOT_MEMORY, _SLOT_PRIOR = 0.9, 8.0
+_FIRST_GUESS: Final = 0.7
+_POSITION_MEMORY, _POSITION_PRIOR = 0.99, 4.0
+_SLOT_MEMORY, _SLOT_PRIOR = 0.95, 16.0
 # Prices of a row, in tokens: from nearly nothing to what no draft is worth.
 _PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
 # Where allocations are cut: each depth costs a forward of the drafter.
@@ -116,16 +118,20 @@ class DraftBudget:
     ) -> None:
         self.most, self.target, self.drafter = most, CostTable(), drafter
         self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
+        # What drawing a window takes besides forwards: by its length, and by all its drafts in place of keys.
+        self._drawing = CostTable()
         self.survival = Survival(state, most)
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
         self._num_planned = 0
         self._rate, self._drafted_s = 0.0, 0.0
-        self._resting, self._wait, self._next_probe, self._num_probes = False, _PROBE_AFTER, 0, 0
+        self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
+        self._num_probes, self._num_tries = 0, 0
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
+        self._num_tries += int((tried_B > 0).sum())
         self.survival.learn(slots_B, tried_B, gained_B)
 
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
@@ -134,10 +140,9 @@ class DraftBudget:
         self._drafted_s = 0.0
 
     def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
-        """Within a step that will be `timed`, so many drafts one after the other for so many slots took so long."""
-        if self.drafter is not None:
-            self.drafter.observe(num_slots, 0, seconds / num_drafts)
-            self._drafted_s += seconds
+        """Within a step that will be `timed`, to draw so many drafts one after the other for so many slots took so long."""
+        self._drawing.observe(num_drafts, num_drafts * num_slots, seconds)
+        self._drafted_s += seconds
 
     def open(self, *, fresh: bool) -> bool:
         """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
@@ -170,35 +175,35 @@ class DraftBudget:
             return np.zeros_like(most)
         offers = self._offers(slots_B, most, kv_tokens)
         if offers is None:
-            return self._some(most, *_PROBE)
+            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
         if self._resting:
             return self._probe(most, offers)
         if number % _PAUSE_EVERY == 0:
+            self._wait = _PROBE_AFTER
             return np.zeros_like(most)
         counts, self._rate = offers.fastest(_MARGIN)
         if not counts.any() or number % _TRY_EVERY == 0:
             counts = offers.hopeful(self._rate, counts)
-        self._rest(resting=not counts.any())
-        return counts
+        return counts if counts.any() else self._give_up(most)
 
-    def _rest(self, *, resting: bool) -> None:
-        if resting:
-            self._next_probe = self._num_planned + self._wait
-        else:
-            self._wait = _PROBE_AFTER
-        self._resting = resting
+    def _give_up(self, most: Counts) -> Counts:
+        """Draft no more for a while, unless too little was tried to know."""
+        if self._num_tries < _EVIDENCE:
+            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+        self._resting, self._next_probe = True, self._num_planned + self._wait
+        return np.zeros_like(most)
 
     def _probe(self, most: Counts, offers: _Offers) -> Counts:
-        """What nearly pays, once more in full; else let some slots draft a little; then think again."""
+        """After a rest: what nearly pays, in full; else let some slots draft a little."""
         self._wait = min(2 * self._wait, _PROBE_AT_MOST)
-        self._resting = False
+        self._resting, self._num_tries = False, 0
         counts, _ = offers.fastest(_NEARLY)
-        return counts if counts.any() else self._some(most, *_PROBE)
+        return counts if counts.any() else self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
 
     def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
         """So many drafts for one in so many of the slots that can have any, others each time."""
         self._num_probes += 1
-        turn = (np.cumsum(most > 0) + self._num_probes) % min(one_in, max(int((most > 0).sum()), 1))
+        turn = (np.cumsum(most > 0) + self._num_probes) % max(min(one_in, int((most > 0).sum())), 1)
         return np.where(turn == 0, np.minimum(most, drafts), 0)
 
     # ---- the allocation ------------------------------------------------------------------------------------------
@@ -217,7 +222,7 @@ class DraftBudget:
             counts_CB=choices_CB,
             gain_C=(gain_BE[np.arange(len(most)), choices_CB] / forwards_CB).sum(1),
             rows_C=(self._rows_E[choices_CB] / forwards_CB).sum(1),
-            drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens),
+            drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens) + self._drawing_seconds(choices_CB),
             cost=cost,
             kv_tokens=kv_tokens,
         )
@@ -230,9 +235,16 @@ class DraftBudget:
         if self._draft_forwards_E is not None:
             whole_C: Numbers = fixed + drafting.per_token * counts_CB.sum(1)
             return self._draft_forwards_E[counts_CB].max(1) * whole_C
-        drafts_CB = counts_CB / self._forwards_E[counts_CB]
-        seconds_C: Numbers = fixed * drafts_CB.max(1) + drafting.per_token * drafts_CB.sum(1)
+        seconds_C: Numbers = fixed * counts_CB.max(1) + drafting.per_token * counts_CB.sum(1)
         return seconds_C
+
+    def _drawing_seconds(self, counts_CB: Counts) -> Numbers:
+        """Seconds of drawing for each allocation, [C], shared among the forwards of an iteration."""
+        drawing, depth_C = self._drawing.cost(), counts_CB.max(1)
+        if drawing is None:
+            return np.zeros(len(counts_CB))
+        seconds_C = drawing.seconds(depth_C.astype(np.float64), counts_CB.sum(1))
+        return np.where(depth_C > 0, seconds_C / self._forwards_E[counts_CB].max(1), 0.0)
 
     def _ladder(self, gain_BE: Numbers) -> Counts:
         """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""

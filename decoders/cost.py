@@ -55,7 +55,7 @@ class Cost:
     seconds_P: Numbers
     """Of the cells, without what their keys took; never falling."""
 
-    def seconds(self, tokens_N: Numbers, kv_tokens: float) -> Numbers:
+    def seconds(self, tokens_N: Numbers, kv_tokens: Numbers | float) -> Numbers:
         """Seconds of forwards with so many rows that read so many columns."""
         beyond_N = np.maximum(tokens_N - self.tokens_P[-1], 0.0)
         within_N: Numbers = np.interp(tokens_N, self.tokens_P, self.seconds_P)

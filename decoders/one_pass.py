@@ -26,7 +26,6 @@ from torch import Tensor
 
 from decoders.any_subset import AnySubsetDecoder
 from decoders.budget import MOST_AUTO, DraftBudget
-from decoders.cost import CostTable
 from decoders.drafters import Drafts, HeadRoller
 from decoders.heads import DraftHeads
 from decoders.settings import Assd
@@ -90,7 +89,7 @@ class OnePassDecoder(AnySubsetDecoder):
         self._law_SKV: Tensor | None = None
         if settings.k == "auto":
             rows = [self._num_rows(e) for e in range(self.k + 1)]
-            self.budget = DraftBudget(self.state, self.k, rows=rows, drafter=CostTable())
+            self.budget = DraftBudget(self.state, self.k, rows=rows)
 
     def _num_rows(self, num_drafts: int) -> int:
         """Content and query rows of an iteration in the middle of a sample whose windows have so many drafts."""
