@@ -190,7 +190,7 @@ class Score(Settings):
 
 Task = Infill | Complete | Score
 
-_MASKED: Final = ("stepwise", "threshold", "factor", "ssd")
+_MASKED: Final = ("stepwise", "threshold", "factor", "ssd", "ancestral")
 TASK_DECODERS: dict[str, tuple[str, ...]] = {
     "infill": ("any_subset", "parallel", "assd", *_MASKED),
     "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi", *_MASKED),

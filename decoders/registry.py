@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from decoders.ancestral import Ancestral, predictor_of
 from decoders.any_subset import Parallel, Sequential
 from decoders.assd import AssdDecoder
 from decoders.autoregressive import Autoregressive
@@ -19,6 +20,7 @@ from decoders.masked_diffusion import MaskedDecoder
 from decoders.multiblock_jacobi import MultiblockJacobi
 from decoders.one_pass import OnePassDecoder
 from decoders.self_speculative import SelfSpeculative
+from decoders.settings import Ancestral as AncestralSettings
 from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
 from decoders.settings import Autoregressive as AutoregressiveSettings
 from decoders.settings import Factor as FactorSettings
@@ -41,6 +43,7 @@ _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     ThresholdSettings: Threshold,
     FactorSettings: Factor,
     SelfSpeculativeSettings: SelfSpeculative,
+    AncestralSettings: Ancestral,
 }
 
 
@@ -50,6 +53,8 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
     if kind not in info.decoders:
         allowed = ", ".join(info.decoders) or "none yet"
         raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
+    if isinstance(settings, AncestralSettings):
+        predictor_of(settings, info.family)
 
 
 def find_heads(settings: Settings, model_folder: Path, backbone: Model) -> DraftHeads | None:
@@ -116,6 +121,6 @@ def build_decoder(
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():
             return MultiblockJacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
-        case MaskedDiffusion():
+        case MaskedDiffusion() | AncestralSettings():
             return _MASKED[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")

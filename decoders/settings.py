@@ -224,7 +224,8 @@ DecoderSettings = Annotated[
     | Stepwise
     | Threshold
     | Factor
-    | SelfSpeculative,
+    | SelfSpeculative
+    | Ancestral,
     Field(discriminator="kind"),
 ]
 DECODER_KINDS: dict[str, type[Settings]] = {
@@ -240,6 +241,7 @@ DECODER_KINDS: dict[str, type[Settings]] = {
     "threshold": Threshold,
     "factor": Factor,
     "ssd": SelfSpeculative,
+    "ancestral": Ancestral,
 }
 
 

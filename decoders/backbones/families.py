@@ -113,7 +113,7 @@ def _causal(family: CausalFamily) -> Family:
 def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Family:
     return Family(
         name=name,
-        decoders=(),
+        decoders=masked_families.DDIT_DECODERS,
         mask_id=lambda config: shape(config).vocab_size - 1,
         fixed_mask=True,
         vocab_size=lambda config: shape(config).vocab_size,
@@ -158,10 +158,6 @@ FAMILIES: dict[str, Family] = {
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
-}
-# Loaded when asked for, but not offered: no decoder runs on them yet. Whoever adds the first one names it in `decoders` here and
-# moves the family into FAMILIES.
-UNLISTED: dict[str, Family] = {
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
@@ -169,8 +165,7 @@ UNLISTED: dict[str, Family] = {
 
 def masked_diffusion_families() -> tuple[str, ...]:
     """The families that fill masks, each row of which carries a token; the two-stream ones do it otherwise."""
-    every = FAMILIES | UNLISTED
-    return tuple(sorted(name for name, one in every.items() if one.has_mask and (one.causal or one.ddit)))
+    return tuple(sorted(name for name, one in FAMILIES.items() if one.has_mask and (one.causal or one.ddit)))
 
 
 def find_family(config: Config, requested: str) -> Family:
@@ -179,10 +174,10 @@ def find_family(config: Config, requested: str) -> Family:
     Raises ValueError with the field path, the value and what is known.
     """
     name = _recognise(config) if requested == "auto" else requested
-    if name not in FAMILIES | UNLISTED:
+    if name not in FAMILIES:
         source = "config.json has model_type" if requested == "auto" else "given as"
         raise ValueError(f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}")
-    return (FAMILIES | UNLISTED)[name]
+    return FAMILIES[name]
 
 
 def _recognise(config: Config) -> str:
@@ -197,7 +192,7 @@ def _recognise(config: Config) -> str:
 
 def turn_ends(config: Config) -> tuple[str, ...]:
     """Return the special tokens that end a turn of a chat in the family of config.json, as far as the family says."""
-    family = (FAMILIES | UNLISTED).get(_recognise(config))
+    family = FAMILIES.get(_recognise(config))
     return () if family is None else family.ends
 
 

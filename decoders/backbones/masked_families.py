@@ -18,6 +18,8 @@ from decoders.backbones.causal_families import CausalFamily, Config
 
 DECODERS: Final = ("stepwise", "threshold", "factor", "ssd")
 """The decoders that run on LLaDA and Dream."""
+DDIT_DECODERS: Final = ("ancestral",)
+"""The decoders that run on MDLM and SEDD."""
 
 # What the public checkpoints use where config.json doesn't say.
 _LLADA_MASK: Final = 126336
