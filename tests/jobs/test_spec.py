@@ -84,6 +84,13 @@ def test_text_masks_refuse_rows_of_tokens() -> None:
     assert message.startswith("task.mask.kind: 'lines' needs text") and "allowed: given, random" in message
 
 
+@pytest.mark.parametrize("kind", ["jacobi", "multiblock_jacobi"])
+def test_rejection_is_refused_where_a_draft_has_no_law(kind: str) -> None:
+    message = refusal("task={kind: complete}", f"decoder={{kind: {kind}}}", "sampling.acceptance=rejection")
+    assert message.startswith("sampling.acceptance: 'rejection' needs the law of a draft")
+    assert message.endswith("allowed: 'coupled'")
+
+
 def test_row_spans_and_random_spans_exclude_each_other() -> None:
     assert "input.columns.spans gives each row its own" in refusal(
         "task.mask={kind: spans, count: 2}", "input.columns.spans=s"
