@@ -61,6 +61,11 @@ def save_mdlm(folder: Path) -> None:
     save_masked(folder, "mdlm", vocab_size=2049, model_length=32)
 
 
+def save_sedd(folder: Path) -> None:
+    """Conditioned on the noise, and with a window of 16 tokens."""
+    save_masked(folder, "sedd", tokens=2048)
+
+
 def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any) -> Any:
     model = {"path": str(world.folder / "model"), "device": "cpu"}
     task = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
@@ -75,6 +80,7 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
         (save_llada, {"gamma": 4, "steps": 2}),
         (save_llada, {"gamma": "auto", "order": "native"}),
         (save_mdlm, {"gamma": 5, "steps": 3, "window": "full"}),
+        (save_sedd, {"gamma": 3, "steps": 3}),
     ],
 )
 def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
