@@ -32,6 +32,7 @@ from decoders.canvases import CanvasState, first_block, next_up
 from decoders.confidence import Reading, confidence, ranked
 from decoders.endings import EOS, STOP, ending
 from decoders.node_rows import Nodes, lay, separate
+from decoders.position_noise import PositionNoise
 from decoders.sampling import nucleus_draw
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident, trimmed
@@ -61,6 +62,7 @@ class MaskedDecoder(SlotDecoder):
             raise ValueError(f"decoder.kind: models of family {self.info.family!r} have no mask to start from")
         self.mask_id, self.confidence, self.cache, self.stops = self.info.mask_id, confidence, cache, stops
         self.canvas = CanvasState(self.state, block_length)
+        self._noise = PositionNoise(self.state, self.info.vocab_size)
         self._finish_S, self._keep_S = self.state.column(), self.state.column()
         self._refreshed_S = self.state.column()
         """The block that the cache was made for, plus one."""
@@ -68,10 +70,12 @@ class MaskedDecoder(SlotDecoder):
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
         self.canvas.start(slot, request)
+        self._noise.forget(slot)
 
     def _move(self, source: int, target: int) -> None:
         super()._move(source, target)
         self.canvas.move(source, target)
+        self._noise.move(source, target)
 
     def _next_group(self) -> Group:
         # A new sample's forward is no larger than the others': all go together.
@@ -139,14 +143,14 @@ class MaskedDecoder(SlotDecoder):
     def _read(self, hidden_RD: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The token drawn at each position, how sure the model is of it, and its log-probability, [R] each."""
         logits_RV = self._logits(hidden_RD)
-        keys_R2 = self.state.key_S2[slots_R]
         if self.sampling.temperature == 0.0:
             tokens_R = logits_RV.argmax(1)
         else:
-            gumbel_RV = noise.gumbel_rows(keys_R2, positions_R, self.info.vocab_size)
+            gumbel_RV = self._noise.rows(slots_R, positions_R)
             tokens_R = nucleus_draw(self._law(logits_RV), gumbel_RV, self.uncut_top_p)
         law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
         if self.confidence == "random":
+            keys_R2 = self.state.key_S2[slots_R]
             sure_R = noise.uniform_rows(keys_R2, positions_R, noise.ORDER, torch.zeros_like(positions_R))
         else:
             sure_R = confidence(self.confidence, law_RV, tokens_R)

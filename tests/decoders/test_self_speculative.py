@@ -1,6 +1,7 @@
 """`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,13 +72,14 @@ def same(outcomes, expected):
         assert sum(size * count for size, count in enumerate(outcome.accept_hist)) == len(reveals(outcome))
 
 
-@pytest.mark.parametrize("tree", ["chain", "mixed"])
+@pytest.mark.parametrize(
+    ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("draft_length", range(1, 9))
 def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
     fewer = 0
     for seed, (block_length, rows, shift) in enumerate([(None, 3, 0), (1, 1, 1), (2, 16, 0), (3, 3, 1), (7, 1, 0)]):
-        requests = canvases(8, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
+        requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
         info, model = table_info(shift), table(seed)
         base = StepwiseSettings(kind="stepwise", block_length=block_length)
         expected = decode(Stepwise, model, info, base, SAMPLINGS[sampling], requests, rows=2)
@@ -93,17 +95,17 @@ def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
 @pytest.mark.parametrize("sampling", ["greedy", "sampled"])
 def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, sampling):
     folder = golden / family
-    backbone, info = load(folder, dtype="float64"), inspect_model(folder)
+    backbone, info = load(folder, dtype="float64" if sampling == "greedy" else "float32"), inspect_model(folder)
     requests = canvases(6, vocab_size=info.mask_id, longest=20, seed=5)
-    for draft_length, block_length, rows in [(2, 8, 16), (7, 8, 3), (5, None, 1)]:
+    cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
+    for draft_length, block_length, rows, tree in cases:
         base = StepwiseSettings(kind="stepwise", block_length=block_length, cache=cache)
         expected = decode(Stepwise, backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
-        for tree in ("chain", "mixed"):
-            settings = SelfSpeculativeSettings(
-                kind="ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree
-            )
-            outcomes = decode(SelfSpeculative, backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
-            same(outcomes, expected)
+        settings = SelfSpeculativeSettings(
+            kind="ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree
+        )
+        outcomes = decode(SelfSpeculative, backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
+        same(outcomes, expected)
 
 
 def scripted(seed=0):
@@ -122,7 +124,7 @@ def masks_only(length):
 def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
     """The bound of the paper, N / (N + 1) fewer forwards, plus the one forward that drafts first; which also gives a token."""
     settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length)
-    for length in range(1, POSITIONS + 1):
+    for length in (1, 4, POSITIONS):
         requests = [masks_only(length)]
         (outcome,) = decode(
             SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["sampled"], requests, rows=1
