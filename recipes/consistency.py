@@ -1,6 +1,6 @@
 """Distils a causal model into one that Jacobi decoding serves in fewer forwards, and writes its model folder.
 
-    python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 16:16,32:8]
+    python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 8:8,16:8]
 
 Every round decodes prompts from the training files with the model so far, in a batch job of its own (decoder `jacobi`,
 greedy, `output.trace: steps`), and trains it on the trajectories that the job's traces hold: progressive consistency
@@ -97,21 +97,23 @@ def distil(
     device, pace = loop.set_up(flags)
     plan = plan_from(flags, one)
     model = causal.load_model(source, device).train()
-    trainer = distillation.Trainer(model, plan, found, causal.packed(prepared.train, plan.seed), device)
+    text, anchor = causal.packed(prepared.train, plan.seed), causal.load_model(flags.model, device)
+    trainer = distillation.Trainer(model, plan, found, text, anchor, device)
     return trainer if loop.run_visibly(trainer, work / "state", pace) else None
 
 
 def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
     return distillation.Plan(
-        steps=flags.steps or 1500,
+        steps=flags.steps or 4000,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 1024,
         lengths=(256, 512),
         length_shares=(0.75, 0.25),
-        learning_rate=flags.learning_rate or 1e-3,
-        warmup=50,
+        learning_rate=flags.learning_rate or 1.5e-3,
+        warmup=100,
         decay_share=flags.decay_share,
         samples=flags.samples,
+        versions=flags.versions,
         ratios=one.ratios,
         window=flags.window,
         clean_weight=flags.clean_weight,
@@ -151,18 +153,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.consistency", description="Distil a model for Jacobi decoding.")
     loop.add_flags(parser)
     parser.add_argument("--model", type=Path, default=BUILTIN / "ar-tiny", help="the model folder to start from")
-    parser.add_argument(
-        "--rounds", type=rounds, default=rounds("16:16,32:8"), help="block size and noise ratios of each"
-    )
-    parser.add_argument("--prompts", type=int, default=3000, help="samples decoded in each round")
-    parser.add_argument("--prompt-tokens", type=int, default=96)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=rounds, default=rounds("8:8,16:8"), help="block size and noise ratios of each")
+    parser.add_argument("--prompts", type=int, default=4096, help="samples decoded in each round")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="trajectories in a step")
+    parser.add_argument("--versions", type=int, default=3, help="noisy versions of each")
     parser.add_argument("--window", type=int, help="blocks that share noisy context; all of them by default")
     parser.add_argument(
         "--clean-weight", type=float, default=1.0, help="of the AR loss on the trajectories' fixed points"
     )
-    parser.add_argument("--text-weight", type=float, default=1.0, help="of the AR loss on the corpus")
+    parser.add_argument("--text-weight", type=float, default=1.0, help="of the source model's law on the corpus")
     parser.add_argument("--measured", type=int, default=64, help="held-out prompts to measure with")
     flags = parser.parse_args(arguments)
     flags.work = flags.checkpoint_dir or flags.out.with_name(flags.out.name + "-work")
@@ -229,7 +230,8 @@ def describe(flags: argparse.Namespace, prepared: corpus.Prepared) -> dict[str, 
     plans = {
         f"round {number + 1}": f"blocks of {one.block_size} tokens, {one.ratios} noise ratios; "
         f"{flags.prompts} prompts of {flags.prompt_tokens} tokens, {flags.new_tokens} new ones; "
-        f"{flags.samples} trajectories and {plan.batch_tokens} tokens of the corpus a step; {plan.describe()}"
+        f"{flags.samples} trajectories in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a "
+        f"step; {plan.describe()}"
         for number, one in enumerate(flags.rounds)
         for plan in [plan_from(flags, one)]
     }

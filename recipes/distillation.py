@@ -1,10 +1,11 @@
 """Progressive consistency distillation: trains a causal model to reach its own greedy text in fewer Jacobi iterations.
 
-A step's loss is L_consistency + w_clean * L_AR(trajectories) + w_text * L_AR(corpus). The first is the cross-entropy of
-the model at a block's noisy copy against itself, detached, at the clean copy, over the rows from the first divergence
-on (pcLLM, equation 8, with clean context for the teacher); the second keeps the model at the text it was to reach
-(equation 9); the third is not in the paper: the model's own greedy text is far less varied than the corpus, and without
-it the held-out perplexity grows.
+A step's loss is L_consistency + w_clean * L_AR + w_text * L_text. The first is the cross-entropy of the model at a block's
+noisy copy against itself, detached, at the clean copy, over the rows from the first divergence on (pcLLM, equation 8,
+with clean context for the teacher); the second, on prompts and clean copies, keeps the model at the text that it was to
+reach (equation 9). The third is not in the paper: the cross-entropy against the law of the model that all began with, on
+windows of the corpus. A small model's greedy text is far less varied than the corpus, and trained on it alone the model
+forgets what else it knew.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from recipes.packing import Batch, Trajectory
 class Plan(loop.Schedule):
     """One round: `samples` trajectories and `batch_tokens` of corpus windows a step, noise ratios of `ratios` blocks.
 
-    `window` is the number of blocks that share noisy context (packing.visibility; None: all of them).
+    A trajectory is packed with so many noisy `versions`. `window` is the number of blocks that share noisy context
+    (packing.visibility; None: all of them).
     """
 
     samples: int = 4
+    versions: int = 3
     ratios: int = 16
     window: int | None = None
     clean_weight: float = 1.0
@@ -48,8 +51,21 @@ def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
         clean = model.lm_head(hidden[batch.inputs]).float()
         with torch.no_grad():
             teacher = model.lm_head(hidden[batch.teacher]).float().softmax(-1)
-    consistency = functional.cross_entropy(student, teacher, reduction="sum") / max(1, len(batch.student))
-    return consistency, functional.cross_entropy(clean, batch.targets)
+    return soft_cross_entropy(student, teacher), functional.cross_entropy(clean, batch.targets)
+
+
+def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
+    """Mean over the rows [R, V] in nats; 0 where there are none."""
+    return functional.cross_entropy(logits, law, reduction="sum") / max(1, len(logits))
+
+
+def text_loss(model: Qwen2ForCausalLM, source: Qwen2ForCausalLM, windows: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of the model's law against the source's at every token of `windows` [B, L]."""
+    with loop.autocast(windows.device):
+        with torch.no_grad():
+            law = source(input_ids=windows).logits.float().softmax(-1)
+        logits = model(input_ids=windows).logits.float()
+    return soft_cross_entropy(logits.flatten(0, 1), law.flatten(0, 1))
 
 
 class Trainer(loop.Trainer[Qwen2ForCausalLM]):
@@ -61,19 +77,21 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
         plan: Plan,
         trajectories: Sequence[Trajectory],
         text: NDArray[np.int64],
+        source: Qwen2ForCausalLM,
         device: torch.device,
     ) -> None:
         super().__init__(model, plan, device)
-        self.plan, self.trajectories, self.text = plan, trajectories, text
+        self.plan, self.trajectories, self.text, self.source = plan, trajectories, text, source
 
     def batch(self, step: int) -> Batch:
         """The trajectories of a step, a function of (seed, step)."""
         rng = np.random.default_rng([self.plan.seed, step, 2])
         ratios = packing.progressive_ratios(self.plan.ratios)
         chosen = [self.trajectories[i] for i in rng.integers(len(self.trajectories), size=self.plan.samples)]
+        places = rng.integers(len(ratios), size=(len(chosen), self.plan.versions))
         packed = [
-            packing.pack(one, packing.noisy_states(one.blocks, ratios, int(rng.integers(len(ratios)))))
-            for one in chosen
+            packing.pack(one, *(packing.noisy_states(one.blocks, ratios, int(offset)) for offset in offsets))
+            for one, offsets in zip(chosen, places, strict=True)
         ]
         return packing.collate(packed, self.plan.window)
 
@@ -86,8 +104,7 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
             length = plan.length(step)
             count = max(1, plan.batch_tokens // length)
             windows = causal.training_windows(self.text, seed=plan.seed, step=step, count=count, length=length)
-            loss = loss + plan.text_weight * causal.next_token_loss(
-                self.model, torch.from_numpy(windows).to(self.device)
-            )
+            text = torch.from_numpy(windows).to(self.device)
+            loss = loss + plan.text_weight * text_loss(self.model, self.source, text)
             tokens += windows.size
         return loss, tokens

@@ -9,7 +9,8 @@
 
 noisy_j is a state of block j's Jacobi iteration, clean_j its fixed point. With one window for all blocks this is the
 noise-conditioned mask of the paper (anonymous, "AR models can be faster and more accurate parallel decoders than
-diffusion LLMs", pcLLM, section 3.1, figure 1b); windows of one block give its clean-context mask (figure 1a).
+diffusion LLMs", pcLLM, section 3.1, figure 1b); windows of one block give its clean-context mask (figure 1a). Several
+noisy versions of the whole sample, each blind to the others, can share its prompt and clean copies: the paper has one.
 
 Legend: B = samples, L = rows of a packed sequence, P = prompt tokens, K = blocks, S = states of a block, n = its tokens.
 """
@@ -38,12 +39,13 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Packed:
-    """One sample's rows [L]: tokens, positions, what kind of copy they belong to, and of which block (-1: the prompt)."""
+    """One sample's rows [L]: tokens, positions, their kind, of which block they are (-1: the prompt) and which version."""
 
     ids: IDS
     positions: IDS
     kind: IDS
     block: IDS
+    version: IDS
 
 
 def progressive_ratios(window: int) -> NDArray[np.float64]:
@@ -65,32 +67,37 @@ def noisy_states(blocks: Sequence[IDS], ratios: NDArray[np.float64], offset: int
     ]
 
 
-def pack(trajectory: Trajectory, noisy: Sequence[IDS]) -> Packed:
-    """The rows of one sample whose blocks' noisy copies are `noisy`, each [n]."""
+def pack(trajectory: Trajectory, *versions: Sequence[IDS]) -> Packed:
+    """The rows of one sample; every version gives the noisy copy [n] of each block."""
     num_prompt = len(trajectory.prompt)
-    ids, kind, block = [trajectory.prompt], [np.full(num_prompt, PROMPT)], [np.full(num_prompt, -1)]
-    positions, start = [np.arange(num_prompt)], num_prompt
-    for j, (state, states) in enumerate(zip(noisy, trajectory.blocks, strict=True)):
-        n = len(state)
-        for copy, name in ((state, NOISY), (states[-1], CLEAN)):
-            ids.append(copy)
-            positions.append(np.arange(start, start + n))
-            kind.append(np.full(n, name))
-            block.append(np.full(n, j))
-        start += n
-    return Packed(np.concatenate(ids), np.concatenate(positions), np.concatenate(kind), np.concatenate(block))
+    pieces = [_piece(trajectory.prompt, 0, PROMPT, -1, 0)]
+    start = num_prompt
+    for j, states in enumerate(trajectory.blocks):
+        pieces += [_piece(noisy[j], start, NOISY, j, number) for number, noisy in enumerate(versions)]
+        pieces.append(_piece(states[-1], start, CLEAN, j, 0))
+        start += len(states[-1])
+    return Packed(*(np.concatenate(rows) for rows in zip(*pieces, strict=True)))
 
 
-def visibility(kind: Tensor, block: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Which row [.., L] sees which [.., L, L], `window` blocks to a window (None: one window). A padding row sees itself."""
+def _piece(ids: IDS, start: int, *constants: int) -> tuple[IDS, ...]:
+    return (ids, np.arange(start, start + len(ids)), *(np.full(len(ids), constant) for constant in constants))
+
+
+def visibility(rows: dict[str, Tensor], window: int | None) -> Tensor:
+    """Which row [.., L] sees which [.., L, L], `window` blocks to a window (None: one window). A padding row sees itself.
+
+    `rows` has positions, kind, block and version of every row.
+    """
+    block = rows["block"]
     group = torch.zeros_like(block) if window is None else block.div(window, rounding_mode="floor")
-    kind_q, kind_k = kind.unsqueeze(-1), kind.unsqueeze(-2)
-    group_q, group_k = group.unsqueeze(-1), group.unsqueeze(-2)
-    same_copy = (kind_q == kind_k) & ((kind_q == CLEAN) | (group_q == group_k))
-    clean_before = (kind_q == NOISY) & (kind_k == CLEAN) & (group_k < group_q)
-    seen = (positions.unsqueeze(-2) <= positions.unsqueeze(-1)) & ((kind_k == PROMPT) | same_copy | clean_before)
-    padding = (kind_q == PADDING) | (kind_k == PADDING)
-    return torch.where(padding, torch.eye(kind.shape[-1], dtype=torch.bool, device=kind.device), seen)
+    of_q = {name: row.unsqueeze(-1) for name, row in {**rows, "group": group}.items()}
+    of_k = {name: row.unsqueeze(-2) for name, row in {**rows, "group": group}.items()}
+    from_noisy, to_clean = of_q["kind"] == NOISY, of_k["kind"] == CLEAN
+    same_noisy = (of_k["kind"] == NOISY) & (of_q["version"] == of_k["version"]) & (of_q["group"] == of_k["group"])
+    copies = torch.where(from_noisy, same_noisy | (to_clean & (of_k["group"] < of_q["group"])), to_clean)
+    seen = (of_k["positions"] <= of_q["positions"]) & ((of_k["kind"] == PROMPT) | copies)
+    padding = (of_q["kind"] == PADDING) | (of_k["kind"] == PADDING)
+    return torch.where(padding, torch.eye(block.shape[-1], dtype=torch.bool, device=block.device), seen)
 
 
 @dataclass(frozen=True)
@@ -116,15 +123,16 @@ class Batch:
 def collate(samples: Sequence[Packed], window: int | None) -> Batch:
     """One batch of `samples`; `window` as in `visibility`."""
     length = max(len(sample.ids) for sample in samples)
-    ids, positions, block = (_padded(samples, name, length, 0) for name in ("ids", "positions", "block"))
-    kind = _padded(samples, "kind", length, PADDING)
+    fill = {"ids": 0, "positions": 0, "kind": PADDING, "block": 0, "version": 0}
+    rows = {name: _padded(samples, name, length, value) for name, value in fill.items()}
     pairs = [_pairs(sample) for sample in samples]
     student, teacher, inputs, following = (
-        torch.from_numpy(np.concatenate([rows[part] + row * length for row, rows in enumerate(pairs)]))
+        torch.from_numpy(np.concatenate([found[part] + number * length for number, found in enumerate(pairs)]))
         for part in range(4)
     )
-    visible = visibility(kind, block, positions, window)
-    return Batch(ids, positions, visible, student, teacher, inputs, ids.flatten()[following])
+    targets = rows["ids"].flatten()[following]
+    visible = visibility(rows, window)
+    return Batch(rows["ids"], rows["positions"], visible, student, teacher, inputs, targets)
 
 
 def _padded(samples: Sequence[Packed], name: str, length: int, fill: int) -> Tensor:
@@ -134,10 +142,11 @@ def _padded(samples: Sequence[Packed], name: str, length: int, fill: int) -> Ten
 
 def _pairs(sample: Packed) -> tuple[IDS, IDS, IDS, IDS]:
     """Rows of one sample: student and teacher of the consistency loss; inputs of the AR loss and the rows that follow."""
-    noisy, clean = np.flatnonzero(sample.kind == NOISY), np.flatnonzero(sample.kind == CLEAN)
-    block, differs = sample.block[noisy], sample.ids[noisy] != sample.ids[clean]
+    noisy, line = np.flatnonzero(sample.kind == NOISY), np.flatnonzero(sample.kind != NOISY)
+    clean = line[sample.positions[noisy]]  # the prompt and the clean copies, end to end, stand at 0, 1, 2, ...
+    run = sample.block[noisy] * (1 + sample.version.max()) + sample.version[noisy]
+    differs = sample.ids[noisy] != sample.ids[clean]
     seen = np.cumsum(differs)
-    starts = np.searchsorted(block, block)  # of each row's block
+    starts = np.searchsorted(run, run)  # of each row's noisy copy
     diverged = seen > (seen - differs)[starts]
-    line = np.flatnonzero(sample.kind != NOISY)
     return noisy[diverged], clean[diverged], line[:-1], line[1:]

@@ -119,6 +119,27 @@ def test_a_padded_sample_of_a_batch_has_the_logits_it_has_alone() -> None:
         assert (mine[mine >= length] - length).tolist() == getattr(alone, rows).tolist()
 
 
+def test_versions_of_one_sample_do_not_see_each_other() -> None:
+    rng = np.random.default_rng(3)
+    trajectory = random_trajectory(rng, 4, 3)
+    versions = [packing.noisy_states(trajectory.blocks, packing.progressive_ratios(4), offset) for offset in (1, 2)]
+    model = causal.new_model(SMALL, 0)
+
+    def student_logits(*chosen: list[packing.IDS]) -> list[torch.Tensor]:
+        packed = packing.pack(trajectory, *chosen)
+        batch = packing.collate([packed], 2)
+        mask = {"full_attention": batch.visible.unsqueeze(1)}
+        with torch.no_grad():
+            logits = model(input_ids=batch.ids, position_ids=batch.positions, attention_mask=mask).logits[0]
+        of_version = [batch.student[torch.from_numpy(packed.version)[batch.student] == v] for v in range(len(chosen))]
+        assert (batch.positions[0, batch.student] == batch.positions[0, batch.teacher]).all()
+        return [logits[rows] for rows in of_version]
+
+    both = student_logits(*versions)
+    for number, version in enumerate(versions):
+        torch.testing.assert_close(both[number], student_logits(version)[0])
+
+
 def test_a_noisy_row_sees_no_clean_copy_of_its_own_block() -> None:
     rng = np.random.default_rng(1)
     trajectory = random_trajectory(rng, 3, 3)
@@ -138,7 +159,8 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
         steps=steps, seed=seed, lengths=(16,), length_shares=(1.0,), warmup=2, learning_rate=5e-3, ratios=4
     )
     text = np.random.default_rng(5).integers(9, 24, 400)
-    return distillation.Trainer(causal.new_model(SMALL, seed), plan, trajectories, text, torch.device("cpu"))
+    source = causal.new_model(SMALL, 7)
+    return distillation.Trainer(causal.new_model(SMALL, seed), plan, trajectories, text, source, torch.device("cpu"))
 
 
 def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
