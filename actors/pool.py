@@ -7,6 +7,9 @@ queued, so that it goes on while the driver reads its last report.
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +23,10 @@ from actors.worker import DecodeWorker
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
+
+
+EXIT_S = 5.0
+"""How long a killed worker's process is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Member:
     turns: deque[Any] = field(default_factory=deque)
     leases: set[int] = field(default_factory=set)
     forget: list[int] = field(default_factory=list)
+    place: tuple[str, int] | None = None
+    """Its node and process, once it is up."""
 
 
 class Pool:
@@ -80,9 +89,14 @@ class Pool:
             ray.kill(member.actor, no_restart=True)
 
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; returns when those on this node are gone, so that none writes after the job's last word."""
+        places = [member.place for member in self._members.values()]
         for name in list(self._members):
             self.kill(name)
+        deadline_s = time.monotonic() + EXIT_S
+        for place in places:
+            while place is not None and is_running(*place) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
 
     def poll(self, timeout_s: float) -> list[PoolNews]:
         """Wait until something happens, at most `timeout_s`; returns what did, in order per worker."""
@@ -107,7 +121,7 @@ class Pool:
         news: list[PoolNews] = []
         try:
             if member.ready in arrived:
-                node, pid = ray.get(member.ready)
+                node, pid = member.place = ray.get(member.ready)
                 member.ready = None
                 news.append(Up(name, node, pid))
             while member.turns and member.turns[0] in arrived:
@@ -120,6 +134,17 @@ class Pool:
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
         return news
+
+
+def is_running(node: str, pid: int) -> bool:
+    """Whether a process of this node still runs; of other nodes nothing is known here."""
+    if node != socket.gethostname():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def reason_of(error: RayError) -> str:

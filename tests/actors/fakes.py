@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -137,4 +138,4 @@ class FakeWorker(Turns):
             raise ValueError("the model is not there")
         clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6]})
         clerk.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
-        super().__init__(UnitRunner(FakeDecoder(), clerk, worker=name), node="here")
+        super().__init__(UnitRunner(FakeDecoder(), clerk, worker=name), node=socket.gethostname())

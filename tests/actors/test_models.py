@@ -35,7 +35,10 @@ def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("builtin:nothing", "'builtin:nothing' does not exist; allowed: builtin:asarm-tiny"),
+        (
+            "builtin:nothing",
+            "'builtin:nothing' does not exist; allowed: builtin:ar-micro, builtin:ar-tiny, builtin:asarm-tiny",
+        ),
         ("/no/such/folder", "is no folder; allowed: builtin:NAME"),
         ("ftp://host/model", "is no folder"),
         ("nobody/no-such-model", "neither a folder here nor a hub model"),

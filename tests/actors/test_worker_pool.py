@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Died, PoolNews, Receipt, Reported, Up
-from actors.pool import Pool, Seat
+from actors.pool import Pool, Seat, is_running
 from tests.actors.fakes import ENDLESS, FakeWorker, work
 
 pytestmark = pytest.mark.ray
@@ -91,3 +91,12 @@ def test_a_revoked_unit_makes_room_for_the_next(pool: Pool):
     # A turn that was under way may still report, but nothing of the revoked unit and no second receipt.
     late = [item for _ in range(3) for item in pool.poll(0.2)]
     assert all(isinstance(item, Reported) and not item.report.news for item in late)
+
+
+def test_a_closed_pool_has_no_process_left(pool: Pool):
+    pool.start("w0")
+    (up,) = until(pool, Up)
+    assert isinstance(up, Up) and is_running(up.node, up.pid)
+    pool.assign("w0", work(ENDLESS, 1))
+    pool.close()
+    assert not is_running(up.node, up.pid)
