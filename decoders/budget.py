@@ -46,7 +46,7 @@ _EVIDENCE: Final = 8
 # How much larger than all before a step may be.
 _GROWTH: Final = 2.0
 # What drafting must win over not drafting, to be worth trusting estimates.
-_MARGIN: Final = 1.05
+_MARGIN: Final = 1.1
 # What is tried in full when it is time to try again.
 _NEARLY: Final = 0.9
 # Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
