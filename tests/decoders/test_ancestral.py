@@ -4,6 +4,7 @@ import itertools
 import math
 from copy import copy
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def by_hand(model, canvas, steps, predictor):
     sigma = lambda time: -math.log(1 - (1 - NOISE_EPS) * time)  # noqa: E731
     law = {tuple(canvas): 1.0}
     for step in range(steps + 1):
-        after = {}
+        after: dict[Any, float] = {}
         for held, mass in law.items():
             seen = [MASK if token == HOLE else token for token in held]
             tokens_LV, logits_LV = model.laws(seen).exp(), model.logits(seen)
@@ -131,7 +132,7 @@ def test_more_steps_mean_more_context_and_another_law():
     model = plain(2)
     laws = [law_of(model, [HOLE, HOLE], steps, "ddpm") for steps in (1, 2, 6)]
     # One step: nearly all at once, each without the others. Without end: one at a time, in any order.
-    orders = [{}, {}]
+    orders: list[dict[Any, float]] = [{}, {}]
     for order, (one, two) in enumerate([(0, 1), (1, 0)]):
         alone_V = model.laws([MASK, MASK])[one].exp()
         for token in range(VOCAB):
@@ -150,7 +151,7 @@ def test_more_steps_mean_more_context_and_another_law():
 
 def by_reference(request, settings, sampling):
     key = noise.key_words([request.key])
-    left = {}
+    left: dict[Any, Any] = {}
 
     def strike(position, step, chance):
         if settings.predictor != "ddpm":

@@ -80,7 +80,8 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=2)
     expected = decode(table(), INFO, SEQUENTIAL, sampling, requests, rows=5)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    for seed, k in enumerate((1, 2, 4, 8, "auto")):
+    lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
+    for seed, k in enumerate(lengths):
         settings = Assd(kind="assd", k=k, **VARIANTS[variant])
         shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
         found = decode(table(), INFO, settings, sampling, shuffled, rows=rows, heads=heads)

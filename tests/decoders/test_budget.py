@@ -1,6 +1,7 @@
 """The budget of drafts in worlds whose costs and acceptances are known: no clock, no model."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,7 @@ class World:
         target, drafting = self.seconds(counts)
         self.budget.timed(int(self.num + counts.sum()), self.kv, self.noisy(target))
         for num, seconds in drafting:
+            assert self.draft_costs is not None
             self.draft_costs.observe(num, self.kv, self.noisy(seconds))
         true = (self.rng.random((self.num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
         gained = np.minimum(true, counts)
@@ -62,7 +64,7 @@ class World:
         return tokens / seconds
 
 
-HOPELESS = {
+HOPELESS: dict[str, dict[str, Any]] = {
     "dear rows": {"rates": [0.3] * 64, "per_token": 0.1},
     "dear drafter": {"rates": [0.8] * 16, "drafter": (0.8, 0.03)},
     "wrong drafts": {"rates": [0.02] * 4, "per_token": 0.02},
@@ -76,7 +78,7 @@ def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     assert auto > 0.97 * plain
 
 
-WORTHWHILE = {
+WORTHWHILE: dict[str, dict[str, Any]] = {
     "one slot": {"rates": [0.8]},
     "cheap rows": {"rates": [0.8] * 16, "per_token": 0.01},
     "rows that are free at first": {"rates": [0.8] * 64, "per_token": 0.02, "free": 200},

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ class Golden:
 def _until_empty(decoder, requests, num):
     if requests:
         return run_all(decoder, requests)
-    outcomes = {}
+    outcomes: dict[int, Any] = {}
     while decoder.active:
         outcomes |= {outcome.index: outcome for outcome in decoder.step()}
     assert set(outcomes) == set(range(num))
@@ -136,7 +137,8 @@ def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
 
 def multiblock(model, **changes):
     """Our iterations without the prefill, and the public code's, over the multi-block cases, by the public K."""
-    ours, public = defaultdict(int), defaultdict(int)
+    ours: dict[Any, int] = defaultdict(int)
+    public: dict[Any, int] = defaultdict(int)
     for (size, eos, blocks, ratio, pool), cases in together(model.of_kind("jacobi_mb")).items():
         settings = MultiblockJacobi(
             kind="multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool

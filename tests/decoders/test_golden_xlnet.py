@@ -57,7 +57,7 @@ def request_of(case, index=0, key=0):
 
 
 def plain_model(folder, case, **sampling):
-    backbone = load_backbone(folder, device="cpu")
+    backbone: Any = load_backbone(folder, device="cpu")
     order, start = order_of(case), case["start"]
     model = PlainModel(backbone, order=order, num_prompt=start, sampling=Sampling(**sampling), suppressed=[MASK])
     return model, [case["input_ids"][position] for position in order[:start]]

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -156,7 +157,8 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
     expected = texts(decode(table, INFO, AR, Sampling(), requests))
     decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=3, max_tokens=1 << 20)
-    queue, found = list(requests), {}
+    found: dict[int, Any] = {}
+    queue = list(requests)
     while queue or decoder.active:
         while queue and decoder.room(len(queue[0].canvas)):
             decoder.admit([queue.pop(0)])
@@ -173,8 +175,9 @@ def test_what_the_tables_exercise_is_the_whole_algorithm(settings):
     table, info = patterned(2, 11), token_info(2)
     requests = toy_prompts(80, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)
-    decoder = build_decoder(table, info, settings, Sampling(), max_rows=8, max_tokens=1 << 20)
-    queue, found, behind, held = list(requests), {}, 0, 0
+    decoder: Any = build_decoder(table, info, settings, Sampling(), max_rows=8, max_tokens=1 << 20)
+    found: dict[int, Any] = {}
+    queue, behind, held = list(requests), 0, 0
     while queue or decoder.active:
         while queue and decoder.room(11):
             decoder.admit([queue.pop(0)])

@@ -1,6 +1,7 @@
 """Speculative diffusion decoding: the sequential text whatever the diffusion model drafts, and every count by the reference."""
 
 from copy import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,6 +213,8 @@ def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask():
 class Watched(TokenTable):
     """Notes every forward: the length of each window, and its noise."""
 
+    seen: list[tuple[int, float]]
+
     def forward(self, rows):
         self.seen += zip(rows.valid_BT.sum(1).tolist(), rows.sigma_BT[:, 0].tolist(), strict=True)
         masks = (rows.tokens_BT == MASK) & rows.valid_BT
@@ -278,7 +281,7 @@ def test_junk_in_dead_columns_and_other_company_change_nothing(order):
 
 def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
-    decoder = build_decoder(
+    decoder: Any = build_decoder(
         target(), TARGET_INFO, specdiff(3), Sampling(), max_rows=3, max_tokens=99, drafter=drafter(), **more
     )
     decoder.admit(requests[:3])

@@ -330,7 +330,7 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
 
 def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
     requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=11)
-    decoder = build_decoder(table(), INFO, spec(2, MODEL), Sampling(), max_rows=4, max_tokens=99, drafter=blend())
+    decoder: Any = build_decoder(table(), INFO, spec(2, MODEL), Sampling(), max_rows=4, max_tokens=99, drafter=blend())
     outcomes, stats = run_all(decoder, requests), decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
     assert stats.forward_s == pytest.approx(decoder.counting.forward_s + decoder.drafter.forward_s)

@@ -69,7 +69,7 @@ def theirs(model, tokens, order, num_prompt, queries):
 )
 def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
     model = save_random(tmp_path, **changes)
-    backbone = load_backbone(tmp_path, device="cpu")
+    backbone: Any = load_backbone(tmp_path, device="cpu")
     rng = np.random.default_rng(0)
     for length, num_prompt in ((1, 1), (9, 4), (17, 1), (40, 20)):
         order = rng.permutation(length).tolist()
@@ -86,7 +86,7 @@ def test_logits_agree_with_transformers_to_1e_5(tmp_path, changes):
 
 def test_the_first_query_of_an_empty_prompt_sees_nothing(tmp_path):
     save_random(tmp_path)
-    backbone = load_backbone(tmp_path, device="cpu")
+    backbone: Any = load_backbone(tmp_path, device="cpu")
     plain = PlainModel(backbone, order=[2, 0, 1], num_prompt=0, sampling=Sampling())
     blind = plain.hidden([], [(0, 0)])
     # The same whatever stands in the columns it must not see.
@@ -240,7 +240,7 @@ def test_a_sample_of_numbers_that_are_none_leaves_nothing_to_the_next_in_its_slo
     info = inspect_model(tmp_path)
     healthy = toy_requests(12, vocab_size=60, longest=12, seed=3)
     expected = texts(decode(load_backbone(tmp_path, dtype="float64"), info, ASSD, Sampling(), healthy))
-    backbone = load_backbone(tmp_path, dtype="float64")
+    backbone: Any = load_backbone(tmp_path, dtype="float64")
     backbone.embedding_VD = backbone.embedding_VD.clone()
     backbone.embedding_VD[60] = torch.nan
     sick = [Request(100 + i, 100 + i, np.array([60, -1, 60, -1, -1] * 4, dtype=np.int32)) for i in range(4)]
