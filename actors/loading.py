@@ -29,7 +29,10 @@ DRAFTER_FIELD = "decoder.drafter.path"
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """What a decoder computes with; `heads` and `drafter` are None where nothing of the kind drafts."""
+    """What a decoder computes with; `heads` and `drafter` are None where nothing of the kind drafts.
+
+    The heads belong to whoever drafts: to the drafter where there is one.
+    """
 
     backbone: Model
     heads: DraftHeads | None
@@ -43,13 +46,12 @@ def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3:
     from decoders.registry import find_heads
 
     backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
-    heads = find_heads(decoder, folder, backbone)
     found = fetch_drafter(decoder, s3)
     if found is None:
-        return Networks(backbone, heads, None)
+        return Networks(backbone, find_heads(decoder, folder, backbone), None)
     # check_drafter has seen to it that the rows of this model are all tokens.
     drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
-    return Networks(backbone, heads, drafter, inspect_model(found))
+    return Networks(backbone, find_heads(decoder, found, drafter), drafter, inspect_model(found))
 
 
 def build(
@@ -104,17 +106,19 @@ def check_drafter(
     *,
     decoder: DecoderSettings,
 ) -> str:
-    """Return the drafter's hash; UserError unless it is a model that can draft for this one.
+    """Return the drafter's hash; UserError unless it is a model that can draft for this one, with the head that is to help it.
 
     `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
     """
     from decoders.backbones.load import inspect_model
+    from decoders.registry import stored_heads
 
     try:
         found = inspect_model(drafter)
         _check_kind(drafter, found, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):
             _check_vocabulary(drafter, found, info, tokenizer, place)
+        stored_heads(decoder, drafter)
         return model_hash(drafter)
     except ValueError as error:
         _refuse(error)

@@ -102,6 +102,8 @@ class DraftBudget:
     `rows` and `forwards` say what an iteration with e = 0 .. K drafts takes of the target; by default 1 + e rows in one forward.
     `drafter` times the forwards of a drafting model; None where drafts come for nothing. Its `draft_forwards` for
     e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
+    `drawing` times what the drafts take besides forwards, where they are drawn one after the other outside of the timed part of
+    a step (`drafted` is for those within): by their number in the longest draft, and by all of them in place of keys.
 
     Each step: `plan` before drafting, then `timed` with what the step took, and `learn` for the iterations that ended.
     """
@@ -115,11 +117,11 @@ class DraftBudget:
         forwards: Sequence[int] | None = None,
         drafter: CostTable | None = None,
         draft_forwards: Sequence[int] | None = None,
+        drawing: CostTable | None = None,
     ) -> None:
         self.most, self.target, self.drafter = most, CostTable(), drafter
         self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
-        # What drawing a window takes besides forwards: by its length, and by all its drafts in place of keys.
-        self._drawing = CostTable()
+        self._drawing = drawing or CostTable()
         self.survival = Survival(state, most)
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)

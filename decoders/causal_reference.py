@@ -3,7 +3,8 @@
 Written to be read beside the papers and to be enumerated, as reference.py is for any-subset models: the batched decoders must
 give the same tokens and counts from the same noise, and the law of this very code is summed up exactly.
 
-Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: V vocabulary.
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: L positions, R rows, D width,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.choosers import Rule
+from decoders.heads import MarkovHead, distance_index
 from decoders.reference import Trail
 from decoders.sampling import log_law
 from decoders.settings import Sampling
@@ -133,11 +135,19 @@ class PlainMasked:
 
     def laws(self, canvas: Sequence[int]) -> Tensor:
         """The warped log law of every position's token, [L, V]; with a `tail`, the canvas has masks up to that length."""
-        logits_LV = self.logits(canvas)
-        return log_law(logits_LV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
+        return self.laws_of(self.hidden(canvas))
+
+    def laws_of(self, hidden_RD: Tensor) -> Tensor:
+        """The warped log laws of the tokens that hidden states speak of, [R, V]."""
+        logits_RV = self.backbone.logits(hidden_RD)
+        return log_law(logits_RV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
 
     def logits(self, canvas: Sequence[int]) -> Tensor:
         """The raw logits of every position's token, [L, V], the mask's included."""
+        return self.backbone.logits(self.hidden(canvas))
+
+    def hidden(self, canvas: Sequence[int]) -> Tensor:
+        """The hidden state that speaks of every position's token, [L, D]."""
         tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
         columns = torch.arange(len(tokens)).unsqueeze(0)
         self.backbone.allocate(1, len(tokens))
@@ -149,22 +159,49 @@ class PlainMasked:
             valid_BT=torch.ones_like(columns, dtype=torch.bool),
             visible_BTW=torch.ones(1, len(tokens), len(tokens), dtype=torch.bool),
         )
-        return self.backbone.logits(self.backbone.forward(rows)[0]).roll(self._shift, 0)
+        return self.backbone.forward(rows)[0].roll(self._shift, 0)
+
+    @torch.no_grad()
+    def corrected(self, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:
+        """The hidden state [1, D] of the position after `text`, of whose last tokens it has not seen so many."""
+        rank = len(text)
+        embedded_2D = self.backbone.embed(torch.tensor([text[max(rank - back, 0)] for back in (1, 2)]))
+        away_2 = distance_index(torch.tensor(rank), torch.tensor([rank - 1, max(rank - 2, 0)]))
+        corrected_1D: Tensor = head(
+            hidden_1D,
+            prev_RD=embedded_2D[:1],
+            prev_distance_R=away_2[:1],
+            before_RD=embedded_2D[1:],
+            before_distance_R=away_2[1:],
+            num_unseen_R=torch.tensor([num_unseen]),
+        )
+        return corrected_1D
 
 
 def by_diffusion(
-    drafter: PlainMasked, *, gamma: int, steps: int, arrange: Callable[[int, int], Sequence[int]] | None = None
+    drafter: PlainMasked,
+    *,
+    gamma: int,
+    steps: int,
+    arrange: Callable[[int, int], Sequence[int]] | None = None,
+    head: MarkovHead | None = None,
 ) -> Drafting:
-    """A masked-diffusion model drafts in chunks of ceil(gamma / steps), left to right or as `arrange` (decided, count) says."""
+    """A masked-diffusion model drafts in chunks of ceil(gamma / steps), left to right or as `arrange` (decided, count) says.
+
+    Left to right, a `head` may correct each row for the tokens before it, of which those of its own chunk are unseen.
+    """
 
     def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
         order = range(count) if arrange is None else arrange(len(tokens), count)
         chunk, n = -(-gamma // steps), len(tokens)
         drafts, laws = [drafter.mask_id] * count, dict[int, Tensor]()
         for first in range(0, count, chunk):
-            laws_LV = drafter.laws([*tokens, *drafts])[:, : drafter.mask_id]
+            hidden_LD = drafter.hidden([*tokens, *drafts])
             for place in order[first : first + chunk]:
-                laws[place] = laws_LV[n + place]
+                row_1D = hidden_LD[n + place : n + place + 1]
+                if head is not None:
+                    row_1D = drafter.corrected(head, row_1D, [*tokens, *drafts[:place]], place - first)
+                laws[place] = drafter.laws_of(row_1D)[0, : drafter.mask_id]
                 drafts[place] = rule.draft(laws[place], n + place, n)
         return [laws[place] for place in range(count)], drafts
 

@@ -9,6 +9,11 @@ and nothing else, so the rejection rule is exact. In the `native` order, which i
 then not its law given those before it, and under rejection the texts have another law than the target's. Coupled acceptance
 is exact in any order.
 
+The drafts of one forward don't know of each other: their law is a product of marginals, and is accepted the less often the
+further it goes. A draft head (heads.py, trained for this pair of models) makes it a chain: left to right, each row is corrected
+for the token before it, known or just drafted, and for how many the row has not seen. q is then the law of the corrected row,
+so all of the above holds. The products are small, but they come one after the other.
+
 A model like this sees its whole window in both directions, so nothing is cached: each forward runs the window, which is as
 much of the text so far as there is room for and the masks (`short`), or as many tokens as the model was trained on, masks to
 the end (`full`). A token that the model does not know reads as a mask.
@@ -16,7 +21,7 @@ the end (`full`). A token that the model does not know reads as a mask.
 Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: its start from Gaussian noise has no
 meaning for absorbing diffusion, where it is all masks, and its indices slip; the law of a draft of several steps is left open.
 
-Legend: B slots, R flat rows, K drafts, T rows of a window, W columns, D width, V vocabulary.
+Legend: B slots, R masks to be revealed, K drafts, T rows of a window, W columns, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,9 +37,11 @@ from torch.nn import functional
 from decoders import noise
 from decoders.absorbing import noise_of_share
 from decoders.backbones.base import CountingBackbone, TokenBackbone, TokenRows
+from decoders.backbones.invariance import at_least_rows
 from decoders.base import ModelInfo
 from decoders.causal_drafters import Allot, DrawAt
 from decoders.cost import CostTable
+from decoders.heads import MarkovHead, distance_index
 from decoders.state import Group, SlotState
 
 
@@ -56,11 +63,26 @@ class Revealing:
         return [0, *(-(-count // -(-count // self.steps)) for count in range(1, most + 1))]
 
 
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks that one forward reveals; `place_R` numbers those of each slot from left to right."""
+
+    slots_R: Tensor
+    ranks_R: Tensor
+    decided_R: Tensor
+    place_R: Tensor
+
+    def at(self, index_N: Tensor) -> _Masks:
+        """Some of them."""
+        return _Masks(self.slots_R[index_N], self.ranks_R[index_N], self.decided_R[index_N], self.place_R[index_N])
+
+
 class DiffusionDrafter:
     """A CausalDrafter; `draw` is the decoder's, so that drafts read the target's noise.
 
     `info` is the drafter's: its mask, its shift, what it never says and the longest window that it takes. With `full` every
-    window has that length. A vocabulary of another size than the target's is cut or filled up.
+    window has that length. A vocabulary of another size than the target's is cut or filled up. `head` is for drafts from left
+    to right. `costs` times the forwards, and `drawing` what a head's drafts take besides.
     """
 
     def __init__(
@@ -74,12 +96,16 @@ class DiffusionDrafter:
         full: bool,
         vocab_size: int,
         keep_laws: bool,
+        head: MarkovHead | None = None,
         costs: CostTable | None = None,
+        drawing: CostTable | None = None,
     ) -> None:
         assert info.mask_id is not None, "a drafter without a mask token"
+        assert head is None or revealing.order == "left_to_right", "a head corrects for what stands before"
         self._backbone, self._info, self._state, self._draw = backbone, info, state, draw
         self._mask_id, self._revealing, self._full = info.mask_id, revealing, full
-        self._vocab_size, self._keep_laws, self._costs = vocab_size, keep_laws, costs
+        self._vocab_size, self._keep_laws, self._head = vocab_size, keep_laws, head
+        self._costs, self._drawing, self._drawing_s = costs, drawing, 0.0
         self.counting = CountingBackbone(backbone, state.num_slots)
         never = sorted({*info.suppressed, info.mask_id})
         self._never = torch.tensor([token for token in never if token < vocab_size], dtype=torch.int64).to(state.device)
@@ -99,14 +125,17 @@ class DiffusionDrafter:
         counts_B = allot(most_B)
         step_BK = self._schedule(group.index_B, counts_B)
         laws_BKV: Tensor | None = None
+        self._drawing_s = 0.0
         for step in range(int(step_BK.max()) + 1 if step_BK.numel() else 0):
             now_BK = step_BK == step
             part_B = now_BK.any(1)
             law_RV = self._reveal(group.part(part_B), counts_B[part_B], step_BK[part_B], step)
-            if self._keep_laws:
+            if law_RV is not None:
                 if laws_BKV is None:
                     laws_BKV = law_RV.new_zeros(*step_BK.shape, law_RV.shape[1])
                 laws_BKV[now_BK] = law_RV
+        if self._drawing is not None and self._drawing_s and not group.fresh:
+            self._drawing.observe(int(counts_B.max()), int(counts_B.sum()), self._drawing_s)
         return counts_B, laws_BKV
 
     def _schedule(self, slots_B: Tensor, counts_B: Tensor) -> Tensor:
@@ -129,22 +158,64 @@ class DiffusionDrafter:
         uniform_BK[is_draft_BK] = noise.uniform_rows(state.key_S2[slots_R], positions_R, noise.ORDER, when_R)
         return uniform_BK.argsort(dim=1, stable=True).argsort(dim=1)
 
-    def _reveal(self, group: Group, counts_B: Tensor, step_BK: Tensor, step: int) -> Tensor:
-        """Run the slots' windows, draw the drafts of this step and write them down; returns their laws [R, V]."""
-        state, slots_B, began_s = self._state, group.index_B, time.perf_counter()
-        decided_B = state.decided_S[slots_B]
+    def _reveal(self, group: Group, counts_B: Tensor, step_BK: Tensor, step: int) -> Tensor | None:
+        """Run the slots' windows, draw the drafts of this step and write them down; returns their laws [R, V] if kept."""
+        slots_B, began_s = group.index_B, time.perf_counter()
+        decided_B, now_BK = self._state.decided_S[slots_B], step_BK == step
         start_B, end_B = self._bounds(decided_B, counts_B)
         rows = self._rows(slots_B, start_B, end_B, (step_BK >= 0) & (step_BK < step))
         hidden_BTD = self.counting.forward(rows, group.slots)
-        row_R, offset_R = (step_BK == step).nonzero(as_tuple=True)
-        ranks_R = decided_B[row_R] + offset_R
-        hidden_RD = hidden_BTD[row_R, ranks_R - start_B[row_R] - self._info.shift]
-        logits_RV = self._fitted(self.counting.logits(hidden_RD))
-        law_RV, tokens_R = self._draw(logits_RV, slots_B[row_R], ranks_R, decided_B[row_R])
-        state.tokens_SW[slots_B[row_R], ranks_R] = tokens_R
+        row_R, offset_R = now_BK.nonzero(as_tuple=True)
+        masks = _Masks(slots_B[row_R], decided_B[row_R] + offset_R, decided_B[row_R], now_BK.cumsum(1)[now_BK] - 1)
+        hidden_RD = hidden_BTD[row_R, masks.ranks_R - start_B[row_R] - self._info.shift]
+        drawing_began_s = time.perf_counter()
+        law_RV = self._drawn(hidden_RD, masks) if self._head is None else self._chained(self._head, hidden_RD, masks)
+        num_drafts, num_kv = int(counts_B.sum()), int(decided_B.sum())
+        self._note(group, num_drafts, num_kv, drawing_began_s - began_s, time.perf_counter() - drawing_began_s)
+        return law_RV if self._keep_laws else None
+
+    def _note(self, group: Group, num_drafts: int, num_kv: int, forward_s: float, drawing_s: float) -> None:
+        """Time a forward; what is drawn at once is part of it, what a head draws one after the other is not."""
+        if self._head is not None:
+            self._drawing_s += drawing_s
+            drawing_s = 0.0
         if self._costs is not None and not group.fresh:
-            self._costs.observe(int(counts_B.sum()), int(decided_B.sum()), time.perf_counter() - began_s)
+            self._costs.observe(num_drafts, num_kv, forward_s + drawing_s)
+
+    def _drawn(self, hidden_RD: Tensor, masks: _Masks) -> Tensor:
+        """Draw all of these drafts at once and write them down; returns their laws [R, V]."""
+        logits_RV = self._fitted(self.counting.logits(hidden_RD))
+        law_RV, tokens_R = self._draw(logits_RV, masks.slots_R, masks.ranks_R, masks.decided_R)
+        self._state.tokens_SW[masks.slots_R, masks.ranks_R] = tokens_R
         return law_RV
+
+    def _chained(self, head: MarkovHead, hidden_RD: Tensor, masks: _Masks) -> Tensor | None:
+        """The same, one place after the other, in all slots at once: each row is corrected for the drafts before it."""
+        order_R, laws = masks.place_R.argsort(stable=True), list[Tensor]()
+        for index_N in order_R.split(masks.place_R.bincount().tolist()):
+            part = masks.at(index_N)
+            laws.append(self._drawn(self._corrected(head, hidden_RD[index_N], part), part))
+        return torch.cat(laws)[order_R.argsort()] if self._keep_laws else None
+
+    def _corrected(self, head: MarkovHead, hidden_RD: Tensor, masks: _Masks) -> Tensor:
+        """The rows' hidden states given the token before each, and the one before that where the row has not seen it."""
+        earlier = [(masks.ranks_R - back).clamp(min=0) for back in (1, 2)]
+        prev_RD, before_RD = (self._embedded(self._state.tokens_SW[masks.slots_R, ranks_R]) for ranks_R in earlier)
+        return self.counting.part_of_forward(
+            at_least_rows,
+            self._backbone.min_rows,
+            head,
+            hidden_RD,
+            prev_RD=prev_RD,
+            prev_distance_R=distance_index(masks.ranks_R, earlier[0]),
+            before_RD=before_RD,
+            before_distance_R=distance_index(masks.ranks_R, earlier[1]),
+            num_unseen_R=masks.place_R,
+        )
+
+    def _embedded(self, tokens_R: Tensor) -> Tensor:
+        """Embeddings [R, D]; of the mask for tokens that the drafter does not know."""
+        return self._backbone.embed(torch.where(tokens_R < self._backbone.vocab_size, tokens_R, self._mask_id))
 
     # ---- the window ----------------------------------------------------------------------------------------------
 

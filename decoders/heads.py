@@ -1,11 +1,12 @@
 """Draft heads: small networks that repair a proposal made without seeing the latest tokens.
 
-A query row of an any-subset model that was computed before some tokens were decided is *stale*. A draft head moves
-its hidden state towards what a fresh row would have given, from the embeddings of the tokens it has not seen.
-Heads only shape the draft law q; the target law p never depends on them, so they cannot change any output law.
+A query row of an any-subset model that was computed before some tokens were decided is *stale*; so is a masked-diffusion
+model's row of a mask once other masks before it have become tokens. A draft head moves its hidden state towards what a fresh
+row would have given, from the embeddings of the tokens it has not seen. Heads only shape the draft law q; the target law p
+never depends on them, so they cannot change any output law.
 
-Knows nothing of slots, caches or sampling. Weights live beside the model they were trained for, in
-`draft_head.safetensors` (keys `markov.*`, `chain.*`) with their sizes in `draft_head.json`.
+Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
+`markov.*`, `chain.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
 
 Legend: R any leading shape, D = model width, H = hidden width of the head.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -21,6 +23,9 @@ from torch import Tensor, nn
 
 MAX_DISTANCE = 16
 MAX_UNSEEN = 8
+
+HeadKind = Literal["assd", "specdiff"]
+"""The decoder that a head was trained for; heads of one kind would be worthless to the other."""
 
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
@@ -61,8 +66,9 @@ class MarkovHead(nn.Module):
         """Return the corrected hidden states.
 
         `prev_RD` embeds the token at the preceding rank, `before_RD` the one before that; `num_unseen_R` counts the
-        tokens decided or drafted between the row's context and the row (at least 1). The second token enters only where
-        two or more are unseen. Distances are indices from `distance_index(row position, token position)`.
+        tokens decided or drafted between the row's context and the row. None are where a row only speaks for another model
+        than the target. The second token enters only where two or more are unseen. Distances are indices from
+        `distance_index(row position, token position)`.
         """
         prev = prev_RD + self.distance_prev(prev_distance_R)
         before = before_RD + self.distance_before(before_distance_R)
@@ -109,31 +115,48 @@ class ChainHead(nn.Module):
 
 
 class DraftHeads(nn.Module):
-    """The heads that ship with one model: `markov` for stale and parallel rows, `chain` for `fused: chain`."""
+    """The heads that ship with one model: `markov` for stale and parallel rows, `chain` (or None) for `fused: chain`."""
 
-    def __init__(self, *, width: int, markov_hidden: int, chain_hidden: int) -> None:
+    def __init__(self, *, width: int, markov_hidden: int, chain_hidden: int | None = None) -> None:
         super().__init__()
         self.markov = MarkovHead(width, markov_hidden)
-        self.chain = ChainHead(width, chain_hidden)
+        self.chain: ChainHead | None = None if chain_hidden is None else ChainHead(width, chain_hidden)
+
+    def sizes(self) -> dict[str, int]:
+        """What `draft_head.json` says of them: the arguments they are made with."""
+        width, markov_hidden = self.markov.down.out_features, self.markov.down.in_features
+        chain = {} if self.chain is None else {"chain_hidden": self.chain.down.in_features}
+        return {"width": width, "markov_hidden": markov_hidden, **chain}
 
 
-def load_heads(folder: Path) -> DraftHeads | None:
+def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
     """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None where the folder has neither.
 
-    Raises ValueError where only one of the two files exists or the weights do not fit the sizes.
+    Which heads there are is the file's say. Raises ValueError where only one of the two files exists, the weights do not fit
+    the sizes, or the heads were trained for another decoder than `kind`.
     """
     config_path, weights_path = folder / "draft_head.json", folder / "draft_head.safetensors"
     if not config_path.exists() and not weights_path.exists():
         return None
     if not (config_path.exists() and weights_path.exists()):
         raise ValueError(f"decoder.head: {folder} needs both draft_head.json and draft_head.safetensors")
-    sizes = json.loads(config_path.read_text())
-    heads = DraftHeads(
-        width=int(sizes["width"]), markov_hidden=int(sizes["markov_hidden"]), chain_hidden=int(sizes["chain_hidden"])
-    )
+    heads = _of_config(config_path, kind)
     weights = {name: tensor.float() for name, tensor in load_file(weights_path).items()}
     try:
         heads.load_state_dict(weights, strict=True)
     except RuntimeError as error:
         raise ValueError(f"decoder.head: {weights_path} does not fit {config_path}: {error}") from error
     return heads.eval()
+
+
+def _of_config(path: Path, kind: HeadKind) -> DraftHeads:
+    sizes: dict[str, Any] = json.loads(path.read_text())
+    # The first heads were all of one kind, and their files don't name it.
+    found = sizes.pop("kind", "assd")
+    if found != kind:
+        raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
+    missing = {"width", "markov_hidden"} - sizes.keys()
+    unknown = sizes.keys() - {"width", "markov_hidden", "chain_hidden"}
+    if missing or unknown:
+        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    return DraftHeads(**{name: int(size) for name, size in sizes.items()})

@@ -80,7 +80,7 @@ class OnePassDecoder(AnySubsetDecoder):
         self.k = MOST_AUTO if settings.k == "auto" else settings.k
         super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
         assert settings.fused in ("rows", "chain"), settings.fused
-        if settings.fused == "chain" and heads is None:
+        if settings.fused == "chain" and (heads is None or heads.chain is None):
             raise ValueError(
                 "decoder.fused: 'chain' needs a draft head, and the model has none; allowed here: none, rows"
             )
@@ -193,7 +193,7 @@ class OnePassDecoder(AnySubsetDecoder):
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))
         each_B = torch.arange(len(slots_B), device=slots_B.device)
         if self._chain:
-            assert self._heads is not None
+            assert self._heads is not None and self._heads.chain is not None
             return roller.chain(self._heads.chain, hidden_BQD[each_B, accepted_B], decided_B, layout.reach)
         cut_B = accepted_B
         if self._ends:

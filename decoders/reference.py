@@ -17,7 +17,7 @@ from torch import Tensor
 from decoders.backbones.base import Backbone, Rows
 from decoders.choosers import Rule
 from decoders.drafters import ngram_counts
-from decoders.heads import DraftHeads, distance_index
+from decoders.heads import ChainHead, DraftHeads, distance_index
 from decoders.masks import content_limits
 from decoders.sampling import log_law
 from decoders.settings import Sampling
@@ -197,8 +197,8 @@ def one_pass(
         if count <= 0:
             break
         if chain:
-            assert heads is not None, "the chain variant drafts with a head"
-            laws, drafts = _chain_drafts(model, trail.tokens, rule, hidden_QD[accepted], count, heads)
+            assert heads is not None and heads.chain is not None, "the chain variant drafts with a head"
+            laws, drafts = _chain_drafts(model, trail.tokens, rule, hidden_QD[accepted], count, heads.chain)
             continue
         cut = accepted if rows == "all" or accepted == len(drafts) else 0
         chosen = [hidden_QD[stale[(decided + offset, n + cut)]] for offset in range(count)]
@@ -257,7 +257,7 @@ def _corrected(
 
 
 def _chain_drafts(
-    model: PlainModel, tokens: list[int], rule: Rule, start_D: Tensor, count: int, heads: DraftHeads
+    model: PlainModel, tokens: list[int], rule: Rule, start_D: Tensor, count: int, head: ChainHead
 ) -> tuple[list[Tensor], list[int]]:
     when, known = len(tokens), list(tokens)
     laws, drafts, state_1D = [], [], start_D.unsqueeze(0)
@@ -272,7 +272,7 @@ def _chain_drafts(
 
         left, right = neighbour(position - 1), neighbour(position + 1)
         with torch.no_grad():
-            state_1D = heads.chain(
+            state_1D = head(
                 state_1D,
                 prev_RD=model.backbone.embed(torch.tensor([known[-1]])),
                 distance_R=distance_index(torch.tensor([position]), torch.tensor([prev])),

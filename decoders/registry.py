@@ -57,17 +57,28 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
         predictor_of(settings, info.family)
 
 
-def find_heads(settings: Settings, model_folder: Path, backbone: Model) -> DraftHeads | None:
-    """Load the draft head that the settings name ('auto' is the model's own, where it has one), on the backbone's device."""
-    if not isinstance(settings, Assd) or settings.head == "none":
+def stored_heads(settings: Settings, folder: Path) -> DraftHeads | None:
+    """Load the draft head that the settings name; 'auto' is the one in the `folder` of the model that drafts, if there is one.
+
+    Raises ValueError where there is none in the place named, or none that serves the decoder.
+    """
+    if not isinstance(settings, Assd | SpecDiffSettings) or settings.head == "none":
+        return None
+    if isinstance(settings, SpecDiffSettings) and settings.order == "native":
         return None
     named = settings.head != "auto"
-    heads = load_heads(Path(settings.head) if named else model_folder)
+    heads = load_heads(Path(settings.head).expanduser() if named else folder, settings.kind)
+    if heads is None and named:
+        raise ValueError(f"decoder.head: {settings.head} has no draft_head.json and draft_head.safetensors")
+    return heads
+
+
+def find_heads(settings: Settings, folder: Path, backbone: Model) -> DraftHeads | None:
+    """`stored_heads` on the device of the model that drafts, which is the one in `folder`; ValueError where they don't fit it."""
+    heads = stored_heads(settings, folder)
     if heads is None:
-        if named:
-            raise ValueError(f"decoder.head: {settings.head} has no draft_head.json and draft_head.safetensors")
         return None
-    width = heads.markov.up.in_features // 3
+    width = heads.sizes()["width"]
     if width != backbone.width:
         raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
     return heads.to(device=backbone.device, dtype=backbone.dtype)
@@ -89,8 +100,8 @@ def build_decoder(
 ) -> SlotDecoder:
     """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit.
 
-    `heads` serve the any-subset decoders; `stops` and a `drafter` (a model of the same vocabulary) those of causal models.
-    `drafter_info` says how long a text the drafter takes; without it, as long as the model's.
+    `heads` serve the any-subset decoders and `specdiff`; `stops` and a `drafter` (a model of the same vocabulary) those of
+    causal models. `drafter_info` says how long a text the drafter takes; without it, as long as the model's.
     """
     check_family(settings, info)
     check_acceptance(settings, sampling)
@@ -109,14 +120,10 @@ def build_decoder(
         case SpeculativeSettings(k=0):
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
         case SpeculativeSettings() | SpecDiffSettings():
-            kind: type[Speculative | SpecDiff] = Speculative if isinstance(settings, SpeculativeSettings) else SpecDiff
-            more: dict[str, Any] = {
-                "settings": settings,
-                "stops": stops,
-                "drafter": drafter,
-                "drafter_info": drafter_info,
-            }
-            return kind(backbone, info, sampling, **more, **size)
+            more: dict[str, Any] = {"stops": stops, "drafter": drafter, "drafter_info": drafter_info, **size}
+            if isinstance(settings, SpecDiffSettings):
+                return SpecDiff(backbone, info, sampling, settings=settings, heads=heads, **more)
+            return Speculative(backbone, info, sampling, settings=settings, **more)
         case JacobiSettings():
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():

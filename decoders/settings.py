@@ -107,7 +107,8 @@ class SpecDiff(Settings):
 
     Up to `gamma` masks behind the text are revealed in at most `steps` forwards: from left to right, or in the random order of
     diffusion (`native`), which under sampling.acceptance 'rejection' is lossy. The drafter's window is the text and the masks
-    (`short`), or of the length it was trained on, the tail left masked (`full`).
+    (`short`), or of the length it was trained on, the tail left masked (`full`). A draft head corrects each draft for those
+    that were revealed before it in the same forward; there is none for the native order.
     """
 
     kind: Literal["specdiff"]
@@ -116,12 +117,15 @@ class SpecDiff(Settings):
     order: Literal["left_to_right", "native"] = "left_to_right"
     window: Literal["short", "full"] = "short"
     drafter: DrafterPlace
-    head: str = Field(default="auto", min_length=1, description="auto or none: no drafter has a head yet")
+    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
 
     @model_validator(mode="after")
-    def _no_head(self) -> SpecDiff:
-        if self.head not in {"auto", "none"}:
-            raise ValueError(f"decoder.head: {self.head!r}; 'specdiff' has no draft heads yet; allowed: auto, none")
+    def _head_needs_order(self) -> SpecDiff:
+        if self.order == "native" and self.head not in {"auto", "none"}:
+            raise ValueError(
+                f"decoder.head: {self.head!r} corrects a draft for those before it, which in the order 'native' may come "
+                "later; allowed with it: auto, none"
+            )
         return self
 
 

@@ -1,7 +1,8 @@
 """`specdiff`: speculative decoding with a masked-diffusion model as the drafter.
 
 The loop is that of `speculative`, the drafts are those of diffusion_drafter.py: many in few forwards, since a diffusion model
-fills all masks at once. So drafts are long, and what they cost depends on the steps rather than on their number.
+fills all masks at once. So drafts are long, and what they cost depends on the steps rather than on their number. With a draft
+head they are drawn one after the other, each from a law that knows those before it.
 
 Source: Christopher et al., "Speculative Diffusion Decoding" (2025).
 """
@@ -15,6 +16,7 @@ from decoders.base import ModelInfo
 from decoders.budget import DraftBudget
 from decoders.cost import CostTable
 from decoders.diffusion_drafter import DiffusionDrafter, Revealing
+from decoders.heads import DraftHeads
 from decoders.settings import SpecDiff as SpecDiffSettings
 from decoders.speculative import DraftAndVerify
 
@@ -23,7 +25,10 @@ MOST_AUTO: Final = 48
 
 
 class SpecDiff(DraftAndVerify):
-    """`drafter` is the diffusion model, `drafter_info` what is known of it. ValueError where its window can't be full."""
+    """`drafter` is the diffusion model, `drafter_info` what is known of it, `heads` (or None) its draft head.
+
+    ValueError where its window can't be full.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class SpecDiff(DraftAndVerify):
         settings: SpecDiffSettings,
         drafter: TokenBackbone | None = None,
         drafter_info: ModelInfo | None = None,
+        heads: DraftHeads | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, asked=settings.gamma, most_auto=MOST_AUTO, **kwargs)
@@ -38,7 +44,7 @@ class SpecDiff(DraftAndVerify):
         check_window(settings, drafter_info)
         open_ended = settings.gamma == "auto"
         revealing = Revealing(settings.steps, None if open_ended else self.k, settings.order)
-        costs = CostTable() if open_ended else None
+        costs, drawing = (CostTable(), CostTable()) if open_ended else (None, None)
         self.drafter = DiffusionDrafter(
             drafter,
             drafter_info,
@@ -48,10 +54,13 @@ class SpecDiff(DraftAndVerify):
             full=settings.window == "full",
             vocab_size=self.info.vocab_size,
             keep_laws=not self.acceptance.coupled,
+            head=None if heads is None else heads.markov,
             costs=costs,
+            drawing=drawing,
         )
         if open_ended:
-            self.budget = DraftBudget(self.state, self.k, drafter=costs, draft_forwards=revealing.forwards(self.k))
+            forwards = revealing.forwards(self.k)
+            self.budget = DraftBudget(self.state, self.k, drafter=costs, draft_forwards=forwards, drawing=drawing)
 
 
 def check_window(settings: SpecDiffSettings, drafter: ModelInfo) -> None:

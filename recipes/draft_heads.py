@@ -144,6 +144,7 @@ def chain_hidden(
 
     The chain starts from the fresh state of a row and then follows the true tokens. Chains end with their window.
     """
+    assert heads.chain is not None, "no chain head to train"
     embedding = model.transformer.word_embedding.weight.detach()
     (left, has_left), (right, has_right) = rows.neighbour(-1), rows.neighbour(1)
     state, current = fresh[starts], starts

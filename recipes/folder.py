@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from decoders.heads import DraftHeads
+from decoders.heads import DraftHeads, HeadKind
 from recipes.evaluation import Quality
 from recipes.loop import distinct_tensors, write_json
 from recipes.two_stream import Shape, TwoStream
@@ -69,12 +69,10 @@ def load_model(folder: Path, device: torch.device) -> TwoStream:
     return model.to(device).eval()
 
 
-def save_draft_heads(folder: Path, heads: DraftHeads) -> None:
-    """Write draft_head.json (the sizes) and draft_head.safetensors; `decoders.heads.load_heads` reads them."""
-    width, markov_hidden = heads.markov.down.out_features, heads.markov.down.in_features
-    sizes = {"width": width, "markov_hidden": markov_hidden, "chain_hidden": heads.chain.down.in_features}
+def save_draft_heads(folder: Path, heads: DraftHeads, kind: HeadKind = "assd") -> None:
+    """Write draft_head.json (kind and sizes) and draft_head.safetensors; `decoders.heads.load_heads` reads them."""
     save_half(heads, folder / "draft_head.safetensors")
-    write_json(folder / "draft_head.json", sizes)
+    write_json(folder / "draft_head.json", {"kind": kind, **heads.sizes()})
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from decoders.backbones.families import find_family
 from decoders.backbones.load import inspect_model
+from decoders.heads import DraftHeads
 from decoders.settings import DrafterPlace, SpecDiff
 from decoders.specdiff import check_window
 from storage.errors import UserError
@@ -56,6 +57,16 @@ def save_llada(folder: Path) -> None:
         shutil.copy(TOKENIZER / name, folder / name)
 
 
+def save_headed(folder: Path) -> None:
+    """The same with a draft head of random weights, which change every draft."""
+    save_llada(folder)
+    torch.manual_seed(5)
+    heads = DraftHeads(width=json.loads((folder / "config.json").read_text())["d_model"], markov_hidden=16)
+    weights = {name: 0.3 * torch.randn_like(tensor) for name, tensor in heads.state_dict().items()}
+    save_file(weights, folder / "draft_head.safetensors")
+    (folder / "draft_head.json").write_text(json.dumps({"kind": "specdiff", **heads.sizes()}))
+
+
 def save_mdlm(folder: Path) -> None:
     """Without a tokenizer; the mask is behind the target's ids."""
     save_masked(folder, "mdlm", vocab_size=2049, model_length=32)
@@ -79,6 +90,8 @@ def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any
     [
         (save_llada, {"gamma": 4, "steps": 2}),
         (save_llada, {"gamma": "auto", "order": "native"}),
+        (save_headed, {"gamma": 4, "steps": 1}),
+        (save_headed, {"gamma": "auto"}),
         (save_mdlm, {"gamma": 5, "steps": 3, "window": "full"}),
         (save_sedd, {"gamma": 3, "steps": 3}),
     ],
@@ -98,6 +111,32 @@ def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
     assert {row["drafter"] for row in found.values()} == {decoder["drafter"]["path"]}
     if settings["gamma"] != "auto":
         assert all(row["nfe_draft"] for row in found.values() if row["new_tokens"] > 1)
+
+
+def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world: World, tmp_path: Path) -> None:
+    save_headed(tmp_path / "masked")
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for name, head in (("own", "auto"), ("none", "none"), ("named", str(tmp_path / "masked"))):
+        decoder = {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}, "gamma": 6, "head": head}
+        spec = spec_of(world, tmp_path, decoder, output={"path": str(tmp_path / name), "unit_rows": 8})
+        found = run_here(spec)
+        rows[name] = [(row["proposed"], row["accepted"]) for row in found.values()]
+    assert rows["own"] == rows["named"] != rows["none"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"kind": "assd"}, "is of kind 'assd'; allowed here: specdiff"), ({"width": 99}, "does not fit")],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    world: World, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_headed(tmp_path / "masked")
+    file = tmp_path / "masked" / "draft_head.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(UserError) as caught:
+        run_here(spec_of(world, tmp_path, {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}}))
+    assert caught.value.field == "decoder.head" and message in str(caught.value)
 
 
 def save_other_size(folder: Path) -> None:
@@ -140,7 +179,7 @@ def test_what_does_not_fit_is_refused_by_name(world: World, tmp_path: Path) -> N
     rejection = {"sampling": {"temperature": 1.0, "acceptance": "rejection"}}
     for changes, sections, field, message in (
         ({"gamma": "auto"}, rejection, "decoder.gamma", "allowed with 'rejection': a number"),
-        ({"head": "some/folder"}, {}, "decoder.head", "no draft heads yet; allowed: auto, none"),
+        ({"head": "some/folder", "order": "native"}, {}, "decoder.head", "allowed with it: auto, none"),
         ({"gamma": 0}, {}, "decoder.gamma", "0 is not allowed"),
         ({"drafter": {"kind": "model", "path": "masked"}}, {}, "decoder.drafter.kind", "unknown key"),
     ):

@@ -14,12 +14,11 @@ from decoders.budget import DraftBudget
 from decoders.causal_reference import PlainCausal, PlainMasked, by_diffusion
 from decoders.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Sampling, SpecDiff
+from decoders.settings import Autoregressive, Sampling
 from decoders.stops import Stops
 from tests.decoders.diffusion_tables import (
     LENGTH,
     MASK,
-    PLACE,
     TARGET_INFO,
     VOCAB,
     drafter,
@@ -296,12 +295,6 @@ def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------
-
-
-def test_a_draft_head_is_refused_until_there_is_one():
-    assert SpecDiff(kind="specdiff", drafter=PLACE, head="none").head == "none"
-    with pytest.raises(ValueError, match=r"decoder\.head: 'heads/mine'.*no draft heads yet; allowed: auto, none"):
-        SpecDiff(kind="specdiff", drafter=PLACE, head="heads/mine")
 
 
 def test_auto_lengths_need_coupled_acceptance():

@@ -11,6 +11,7 @@ from decoders.causal_reference import PlainCausal, PlainMasked, by_diffusion
 from decoders.choosers import RejectionRule, enumerate_law
 from decoders.settings import Sampling
 from tests.decoders.diffusion_tables import MASK, VOCAB, drafter, target
+from tests.decoders.support import toy_heads
 
 LENGTH = 4
 PROMPT = [1]
@@ -35,8 +36,11 @@ def chain_rule(model):
     return law
 
 
-def law_of(model, masked, *, gamma, steps, orders=None):
-    """The law of the text; `orders` are the orders of revealing by number of drafts, drawn with equal chances."""
+def law_of(model, masked, *, gamma, steps, orders=None, head=None, told=lambda tokens, laws: laws):
+    """The law of the text; `orders` are the orders of revealing by number of drafts, drawn with equal chances.
+
+    `told` is what the judge is told instead of the laws that the drafts were drawn from.
+    """
 
     def decoded(chooser):
         def arrange(decided, count):
@@ -44,7 +48,12 @@ def law_of(model, masked, *, gamma, steps, orders=None):
             uniform = torch.full((len(choices),), -math.log(len(choices)), dtype=torch.float64)
             return choices[chooser.choose(uniform, noise.ORDER, decided, decided)]
 
-        draft = by_diffusion(masked, gamma=gamma, steps=steps, arrange=None if orders is None else arrange)
+        propose = by_diffusion(masked, gamma=gamma, steps=steps, arrange=None if orders is None else arrange, head=head)
+
+        def draft(tokens, rule, count):
+            laws, drafts = propose(tokens, rule, count)
+            return told([*tokens, *drafts], laws), drafts
+
         trail = causal_reference.speculative(model, PROMPT, RejectionRule(chooser), k=gamma, draft=draft)
         return tuple(trail.tokens[len(PROMPT) :])
 
@@ -61,6 +70,31 @@ def total_variation(one, other):
 def test_left_to_right_drafts_have_the_autoregressive_law_to_1e_12(gamma, steps):
     model, masked = plain(Sampling())
     assert total_variation(law_of(model, masked, gamma=gamma, steps=steps), chain_rule(model)) < 1e-12
+
+
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3)])
+def test_a_draft_head_leaves_the_law_alone_to_1e_12(gamma, steps):
+    model, masked = plain(Sampling())
+    head = toy_heads(VOCAB + 1).markov
+    assert total_variation(law_of(model, masked, gamma=gamma, steps=steps, head=head), chain_rule(model)) < 1e-12
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
+def test_a_draft_head_leaves_warped_laws_alone_too(sampling):
+    model, masked = plain(sampling, suppressed=[1])
+    law = law_of(model, masked, gamma=3, steps=2, head=toy_heads(VOCAB + 1, seed=2).markov)
+    assert total_variation(law, chain_rule(model)) < 1e-12
+
+
+def test_a_judge_who_is_not_told_of_the_head_gets_another_law():
+    model, masked = plain(Sampling())
+
+    def bare(text, laws):
+        n = len(text) - len(laws)
+        return list(masked.laws([*text[:n], *[MASK] * len(laws)])[n:, :MASK])
+
+    law = law_of(model, masked, gamma=2, steps=1, head=toy_heads(VOCAB + 1).markov, told=bare)
+    assert total_variation(law, chain_rule(model)) > 0.01
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
