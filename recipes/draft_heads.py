@@ -1,9 +1,8 @@
 """Trains the draft heads on a frozen model: what a stale row, or a chain of states, lacks of the fresh row's law.
 
-Target of both heads is the fresh row's law p at temperature 1, everything before it teacher-forced. Loss: KL(p, q), and
-in the last part of the training -log sum_v min(p(v), q(v)), the acceptance of speculative sampling itself (Leviathan et
-al. 2023, section 3). The mask token is impossible under both laws. The word embeddings and the tied output are the
-model's own and stay as they are.
+Target of both heads is the fresh row's law p at temperature 1, everything before it teacher-forced; the losses are those of
+head_training.py. The mask token is impossible under both laws. The word embeddings and the tied output are the model's own
+and stay as they are.
 
 Legend: N = query rows of a batch, in decoding order within each window; D = width, V = vocabulary.
 """
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from decoders.heads import DraftHeads, distance_index
 from recipes.corpus import MASK_ID, TokenStream
+from recipes.head_training import HeadSchedule, fit_heads, head_loss
 from recipes.loop import autocast
 from recipes.masking import MaskSchedule, Windows, training_batch
 from recipes.training import to_rows
@@ -31,24 +31,15 @@ AGE_SHARES = (0.2, 0.17, 0.15, 0.13, 0.11, 0.06, 0.05, 0.05, 0.04, 0.04)
 
 
 @dataclass(frozen=True)
-class HeadPlan:
-    """How to train the heads; `steps` and lengths in optimiser steps and tokens."""
+class HeadPlan(HeadSchedule):
+    """How to train the heads on `count` windows of `length` tokens a step."""
 
-    steps: int = 1400
-    seed: int = 0
     count: int = 32
     length: int = 128
-    learning_rate: float = 2e-3
-    warmup: int = 50
-    acceptance_share: float = 1 / 3
     chain_rows_share: float = 0.35
     markov_hidden: int = 384
     chain_hidden: int = 256
     masks: MaskSchedule = field(default_factory=lambda: MaskSchedule(low=0.01, high=0.85, warmup=0, stale_share=0.0))
-
-    def rate(self, step: int) -> float:
-        """Learning rate: linear warm-up, constant to the half, then linear to zero."""
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup, 2 * (self.steps - step) / self.steps)
 
 
 @dataclass(frozen=True)
@@ -95,20 +86,6 @@ def log_law(model: TwoStream, hidden: Tensor) -> Tensor:
     """Log-probabilities [N, V] in float32, the mask token impossible."""
     scores = model.logits(hidden).float()
     return scores.index_fill(-1, torch.tensor([MASK_ID], device=scores.device), -torch.inf).log_softmax(-1)
-
-
-def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Probability [N] that a draft from q is accepted against p: sum_v min(p(v), q(v))."""
-    return torch.minimum(log_p, log_q).exp().sum(-1)
-
-
-def head_loss(log_p: Tensor, log_q: Tensor, *, by_acceptance: bool) -> Tensor:
-    """Mean over rows of KL(p, q), or of minus the log of the acceptance."""
-    if by_acceptance:
-        return -acceptance(log_p, log_q).clamp_min(1e-6).log().mean()
-    # The mask token is -inf in both; 0 * (-inf) would be NaN.
-    difference = (log_p - log_q).nan_to_num(nan=0.0)
-    return (log_p.exp() * difference).sum(-1).mean()
 
 
 def markov_rows(rows: Rows, limit: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +155,7 @@ def step_loss(
     model: TwoStream, heads: DraftHeads, rows: Rows, rng: np.random.Generator, plan: HeadPlan, step: int
 ) -> Tensor:
     """Loss of one batch: the Markov head's plus the chain head's mean over its steps."""
-    by_acceptance = step >= plan.steps * (1 - plan.acceptance_share)
+    by_acceptance = plan.by_acceptance(step)
     limit = stale_limit(rows.canvas, draw_ages(rng, tuple(rows.canvas.rank.shape)).to(rows.token.device))
     fresh, stale = read_frozen(model, rows, [rows.canvas.rank, limit], bfloat16=True)
     with torch.no_grad(), autocast(fresh.device):
@@ -205,19 +182,14 @@ def train_heads(
         heads = DraftHeads(
             width=model.shape.d_model, markov_hidden=plan.markov_hidden, chain_hidden=plan.chain_hidden
         ).to(device)
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=plan.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    for step in range(plan.steps):
+
+    def loss_of(step: int) -> Tensor:
         # Another seed than the model's training, so that the windows and masks are other ones.
         windows = training_batch(
             stream, plan.masks, seed=plan.seed + 1_000_003, step=step, count=plan.count, length=plan.length
         )
-        for group in optimizer.param_groups:
-            group["lr"] = plan.rate(step)
         rng = np.random.default_rng([plan.seed, step, 2])
-        loss = step_loss(model, heads, rows_of(windows, device), rng, plan, step)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        report(step + 1, float(loss.detach()))
-    return heads.eval()
+        return step_loss(model, heads, rows_of(windows, device), rng, plan, step)
+
+    fit_heads(heads, plan, loss_of, report)
+    return heads

@@ -19,7 +19,6 @@ from decoders.heads import DraftHeads
 from recipes.corpus import TokenStream
 from recipes.draft_heads import (
     CHAIN_STEPS,
-    acceptance,
     chain_hidden,
     log_law,
     markov_hidden,
@@ -27,6 +26,7 @@ from recipes.draft_heads import (
     rows_of,
     stale_limit,
 )
+from recipes.head_training import acceptance
 from recipes.masking import Windows, decoding_ranks, random_mask
 from recipes.two_stream import TwoStream
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 from decoders.heads import DraftHeads, load_heads
-from recipes import asarm, corpus, draft_heads, evaluation, folder, loop, masking, training
+from recipes import asarm, corpus, draft_heads, evaluation, folder, head_training, loop, masking, training
 from recipes.two_stream import Canvas, QueryRows, Shape, TwoStream
 
 MICRO = Shape(d_model=32, n_layer=2, n_head=4, d_inner=48, vocab_size=320)
@@ -258,10 +258,10 @@ def test_training_stops_when_its_minutes_are_over_and_keeps_its_state(
 def test_acceptance_and_both_losses_of_a_draft_law() -> None:
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0]]).log()
     q = torch.tensor([[0.2, 0.3, 0.5, 0.0]]).log()
-    assert draft_heads.acceptance(p, q).item() == pytest.approx(0.7)
+    assert head_training.acceptance(p, q).item() == pytest.approx(0.7)
     divergence = 0.5 * np.log(2.5) + 0.2 * np.log(0.4)
-    assert draft_heads.head_loss(p, q, by_acceptance=False).item() == pytest.approx(divergence, abs=1e-6)
-    assert draft_heads.head_loss(p, q, by_acceptance=True).item() == pytest.approx(-np.log(0.7), abs=1e-6)
+    assert head_training.head_loss(p, q, by_acceptance=False).item() == pytest.approx(divergence, abs=1e-6)
+    assert head_training.head_loss(p, q, by_acceptance=True).item() == pytest.approx(-np.log(0.7), abs=1e-6)
 
 
 def test_rows_know_their_neighbours_once_these_are_of_an_earlier_rank() -> None:
@@ -304,7 +304,7 @@ def test_untrained_heads_change_nothing_and_a_fresh_row_is_always_accepted(strea
     fresh, again = draft_heads.read_frozen(model, rows, [rows.canvas.rank, rows.canvas.rank], bfloat16=False)
     law = draft_heads.log_law(model, fresh)
     torch.testing.assert_close(
-        draft_heads.acceptance(law, draft_heads.log_law(model, again)), torch.ones(len(law)), atol=1e-5, rtol=0
+        head_training.acceptance(law, draft_heads.log_law(model, again)), torch.ones(len(law)), atol=1e-5, rtol=0
     )
     assert (law[:, corpus.MASK_ID] == -torch.inf).all()
 
@@ -332,7 +332,7 @@ def test_the_folder_loads_in_transformers_and_back(tokenizer: PreTrainedTokenize
         assert torch.equal(tensor, model.state_dict()[name].half().float())
         assert torch.equal(tensor, reference.state_dict()[name])
     stored = load_heads(tmp_path)
-    assert stored is not None
+    assert stored is not None and stored.chain is not None and heads.chain is not None
     assert torch.equal(stored.chain.up.weight, heads.chain.up.weight.half().float())
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert isinstance(again, PreTrainedTokenizerFast)
