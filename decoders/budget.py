@@ -126,7 +126,7 @@ class DraftBudget:
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
-        self._num_planned = 0
+        self._priced_rows, self._num_planned = 1.0, 0
         self._rate, self._drafted_s = 0.0, 0.0
         self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
         self._num_probes, self._num_tries = 0, 0
@@ -218,12 +218,13 @@ class DraftBudget:
             return None
         gain_BE = np.concatenate([np.ones((len(most), 1)), self.survival.probabilities(slots_B)], 1).cumsum(1)
         gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf)
-        choices_CB = self._ladder(gain_BE)
+        rows_BE, each_B = self._slot_rows(len(most)), np.arange(len(most))
+        choices_CB = self._ladder(gain_BE, rows_BE / self._priced_rows)
         forwards_CB = self._forwards_E[choices_CB]
         return _Offers(
             counts_CB=choices_CB,
-            gain_C=(gain_BE[np.arange(len(most)), choices_CB] / forwards_CB).sum(1),
-            rows_C=(self._rows_E[choices_CB] / forwards_CB).sum(1),
+            gain_C=(gain_BE[each_B, choices_CB] / forwards_CB).sum(1),
+            rows_C=(rows_BE[each_B, choices_CB] / forwards_CB).sum(1),
             drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens) + self._drawing_seconds(choices_CB),
             cost=cost,
             kv_tokens=kv_tokens,
@@ -248,9 +249,13 @@ class DraftBudget:
         seconds_C = drawing.seconds(depth_C.astype(np.float64), counts_CB.sum(1))
         return np.where(depth_C > 0, seconds_C / self._forwards_E[counts_CB].max(1), 0.0)
 
-    def _ladder(self, gain_BE: Numbers) -> Counts:
+    def _slot_rows(self, num_slots: int) -> Numbers:
+        """The rows that e = 0 .. K drafts take of each slot, [B, E]."""
+        return np.broadcast_to(self._rows_E, (num_slots, len(self._rows_E)))
+
+    def _ladder(self, gain_BE: Numbers, rows_BE: Numbers) -> Counts:
         """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""
-        value_LBE = (gain_BE - _PRICES[:, None, None] * self._rows_E) / self._forwards_E
+        value_LBE = (gain_BE - _PRICES[:, None, None] * rows_BE) / self._forwards_E
         depths_D = _DEPTHS[self.most >= _DEPTHS]
         choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
         return choices_LDB.reshape(-1, len(gain_BE))

@@ -1,11 +1,11 @@
-"""Canvases with drafts in them: which masks are drafted, and the chain or tree of canvases that `ssd` runs at once.
+"""Canvases with drafts in them: which masks are drafted, the chain or tree of canvases that `ssd` runs at once, the walk over it.
 
 Pure functions over index tensors.
 
     nodes of a slot with K = 3 drafts a, b, c     chain: 0 = {}, 1 = {a}, 2 = {a b}, 3 = {a b c}
                                                   mixed: also 4 = {b}, 5 = {a c}
 
-Legend: B slots, K drafts of a slot, M nodes of a slot, N nodes of all slots, W positions.
+Legend: B slots, K drafts of a slot, M nodes of a slot, N nodes of all slots, W positions, T positions revealed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from decoders.speculation import leading
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +85,44 @@ def plant(tokens_BW: Tensor, drafts: Candidates, *, mixed: bool) -> Tree:
     node_R, step_R = placed_MK[place_N].nonzero(as_tuple=True)
     tokens_NW[node_R, drafts.positions_BK[row_N[node_R], step_R]] = drafts.tokens_BK[row_N[node_R], step_R]
     return Tree(tokens_NW, row_N, place_N, exists_BM)
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """What one round reveals: places and the nodes that say so, in order, [B, T]; only the first `counts_B` count.
+
+    `last_B` is the last node whose canvas is right: the number of a node of its slot, as those in `nodes_BT`.
+    """
+
+    positions_BT: Tensor
+    nodes_BT: Tensor
+    counts_B: Tensor
+    last_B: Tensor
+
+
+def follow(drafts: Candidates, positions_BM: Tensor, tokens_BM: Tensor, *, mixed: bool) -> Walk:
+    """Walk the chain as long as a node's own choice is the next draft; take the last one's own choice too.
+
+    `positions_BM` and `tokens_BM` are the choices of the nodes that `plant` has put there.
+    """
+    num_drafts = drafts.tokens_BK.shape[1]
+    offsets_K = torch.arange(num_drafts, device=positions_BM.device)
+    same_BK = _same(drafts, positions_BM, tokens_BM)
+    accepted_B = leading(same_BK & (offsets_K < drafts.num_B.unsqueeze(1)))
+    last_B, counts_B = accepted_B, accepted_B + 1
+    nodes_BT = torch.arange(num_drafts + 2, device=positions_BM.device).repeat(len(last_B), 1)
+    if mixed and num_drafts > 1:
+        jump_BK = _same(drafts.shifted(), positions_BM, tokens_BM)
+        can_B = accepted_B <= drafts.num_B - 2
+        jumps_B = can_B & jump_BK.gather(1, accepted_B.clamp(max=num_drafts - 2).unsqueeze(1)).squeeze(1)
+        last_B = torch.where(jumps_B, num_drafts + 1 + accepted_B, last_B)
+        counts_B = counts_B + jumps_B
+        nodes_BT.scatter_(1, counts_B.unsqueeze(1) - 1, last_B.unsqueeze(1))
+    nodes_BT.clamp_(max=positions_BM.shape[1] - 1)
+    return Walk(positions_BM.gather(1, nodes_BT), nodes_BT, counts_B, last_B)
+
+
+def _same(drafts: Candidates, positions_BM: Tensor, tokens_BM: Tensor) -> Tensor:
+    """Whether the choices of the first nodes are these drafts, position and token."""
+    which = slice(0, drafts.tokens_BK.shape[1])
+    return (positions_BM[:, which] == drafts.positions_BK) & (tokens_BM[:, which] == drafts.tokens_BK)

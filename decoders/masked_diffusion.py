@@ -3,14 +3,13 @@
 Every row of such a model sees a whole canvas, in both directions, and a canvas comes to an end by revealing masks in an order
 that the model's own confidence gives. What a slot's ranks hold is that order.
 
-Without a cache every forward runs whole canvases. With one, the first forward of every block runs the whole canvas, and the
-others the block alone (`dual_strict`) or all from the block on (`prefix`), over its own columns; the rest is read as that first
-forward left it. A model with a shift reads a position from the row before it, which therefore is run with the block.
+Without a cache every forward runs whole canvases. With one, most run a window over its own columns, and read the rest as an
+earlier forward left it (cached_windows.py).
 
 A completion ends as soon as all before an end token, or up to a stop string, is revealed; what was revealed behind is dropped.
 
-Source of the caches: Wu et al., "Fast-dLLM" (2025), section 3.2. Differs on purpose: Fast-dLLM reveals the first token of a
-block of Dream without asking how sure the model is.
+Differs on purpose from Wu et al., "Fast-dLLM" (2025), which reveals the first token of a block of Dream without asking how sure
+the model is.
 
 Legend: B slots of this step, N nodes (canvases of a forward), W positions, T positions revealed, R flat rows, D width,
 V vocabulary.
@@ -28,12 +27,14 @@ from torch import Tensor
 from decoders import noise
 from decoders.backbones.base import TokenBackbone
 from decoders.base import HOLE, Outcome, Request
+from decoders.cached_windows import CachedWindows
 from decoders.canvases import CanvasState, first_block, next_up
 from decoders.confidence import Reading, confidence, ranked
 from decoders.endings import EOS, STOP, ending
 from decoders.node_rows import Nodes, lay, separate
 from decoders.position_noise import PositionNoise
 from decoders.sampling import nucleus_draw
+from decoders.settings import MaskedDiffusion
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident, trimmed
 from decoders.stops import Stops
@@ -41,6 +42,11 @@ from decoders.stops import Stops
 # Logits that are looked at at once.
 _CPU_LOGITS, _GPU_LOGITS = 1 << 23, 1 << 27
 _FINISHES: Final = {0: "length", EOS: "eos", STOP: "stop"}
+
+
+def shared_settings(settings: MaskedDiffusion) -> dict[str, Any]:
+    """The arguments of MaskedDecoder that come from what its decoders' settings have in common."""
+    return {name: getattr(settings, name) for name in ("block_length", "confidence", "cache", "refresh")}
 
 
 class MaskedDecoder(SlotDecoder):
@@ -54,6 +60,7 @@ class MaskedDecoder(SlotDecoder):
         block_length: int | None = None,
         confidence: str = "top1",
         cache: str = "none",
+        refresh: int | None = None,
         stops: Stops | None = None,
         **kwargs: Any,
     ) -> None:
@@ -64,8 +71,7 @@ class MaskedDecoder(SlotDecoder):
         self.canvas = CanvasState(self.state, block_length)
         self._noise = PositionNoise(self.state, self.info.vocab_size)
         self._finish_S, self._keep_S = self.state.column(), self.state.column()
-        self._refreshed_S = self.state.column()
-        """The block that the cache was made for, plus one."""
+        self.windows = CachedWindows(self.state, self.canvas, kind=cache, refresh=refresh, shift=self.info.shift)
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
@@ -96,28 +102,14 @@ class MaskedDecoder(SlotDecoder):
         nodes = separate(tokens_BW, self._lengths(group))
         if self.cache == "none":
             return nodes
-        return Nodes(slots_B, nodes.batch_N, tokens_BW, self._to_run(group, nodes), nodes.columns_NW, nodes.visible_NC)
+        blocks_BW = self.canvas.blocks(slots_B, width)
+        block_B = first_block(tokens_BW == HOLE, blocks_BW)
+        run_BW = nodes.fed_NW & self.windows.next_run(slots_B, block_B, blocks_BW)
+        return Nodes(slots_B, nodes.batch_N, tokens_BW, run_BW, nodes.columns_NW, nodes.visible_NC)
 
     def _lengths(self, group: Group) -> Tensor:
         lengths = [len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None]
         return torch.tensor(lengths, dtype=torch.int64, device=self.state.device)
-
-    def _to_run(self, group: Group, nodes: Nodes) -> Tensor:
-        """Mark what a forward with a cache runs: all in the first forward of a block, then the window, bool [B, W]."""
-        slots_B = group.index_B
-        blocks_BW = self.canvas.blocks(slots_B, nodes.tokens_NW.shape[1])
-        block_B = first_block(nodes.tokens_NW == HOLE, blocks_BW)
-        refresh_B = self._refreshed_S[slots_B] != block_B + 1
-        self._refreshed_S[slots_B] = block_B + 1
-        return nodes.fed_NW & (self._window(slots_B, blocks_BW, block_B) | refresh_B.unsqueeze(1))
-
-    def _window(self, slots_B: Tensor, blocks_BW: Tensor, block_B: Tensor) -> Tensor:
-        """Mark the block, with `prefix` all behind it too, and the row that its first position is read from, bool [B, W]."""
-        size = self.canvas.block_length or blocks_BW.shape[1]
-        positions_W = torch.arange(blocks_BW.shape[1], device=blocks_BW.device)
-        start_B1 = (self.canvas.origin_S[slots_B] + block_B * size).unsqueeze(1)
-        window_BW = positions_W >= start_B1 - self.info.shift
-        return window_BW if self.cache == "prefix" else window_BW & (positions_W < start_B1 + size)
 
     def _look(self, group: Group, nodes: Nodes, owners_N: Tensor, asked_NW: Tensor) -> Reading:
         """Run one forward and read the masks where `asked_NW`; `owners_N` are the slots whose noise draws their tokens."""

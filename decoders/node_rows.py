@@ -49,6 +49,25 @@ def separate(tokens_NW: Tensor, lengths_N: Tensor) -> Nodes:
     return Nodes(each_N, each_N, tokens_NW, inside_NW, positions_W.expand_as(tokens_NW), inside_NW)
 
 
+def beside(root: Nodes, tokens_NW: Tensor, row_N: Tensor, place_N: Tensor, window_NW: Tensor, base: int) -> Nodes:
+    """Each slot's nodes around the cache that they share: number 0 is the root, the others run windows behind column `base`.
+
+    Node n is number `place_N` of row `row_N`. The windows of one row stand one behind the other, as wide as the widest of all.
+    """
+    is_root_N1 = (place_N == 0).unsqueeze(1)
+    positions_W = torch.arange(tokens_NW.shape[1], device=tokens_NW.device)
+    stride = int(window_NW.sum(1).max())
+    start_N1 = (base + (place_N - 1) * stride).unsqueeze(1)
+    columns_NW = torch.where(is_root_N1, positions_W, start_N1 + window_NW.cumsum(1) - 1)
+    fed_NW = torch.where(is_root_N1, root.fed_NW[row_N], window_NW)
+    num_columns = base + int(place_N.max()) * stride
+    visible_NC = torch.zeros(len(row_N), num_columns, dtype=torch.bool, device=tokens_NW.device)
+    visible_NC[:, : len(positions_W)] = root.visible_NC[row_N] & (is_root_N1 | ~window_NW)
+    node_R, position_R = fed_NW.nonzero(as_tuple=True)
+    visible_NC[node_R, columns_NW[node_R, position_R]] = True
+    return Nodes(root.slots_B, row_N, tokens_NW, fed_NW, columns_NW, visible_NC)
+
+
 @dataclass(frozen=True, slots=True)
 class Laid:
     """The rows of a forward and where each node's position stands among them: `place_NW` into [B * T], junk where not fed."""

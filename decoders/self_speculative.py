@@ -13,9 +13,13 @@ reveals at least one token and at most N + 1, and the text and the order of reve
 node's forward has said what the next drafts are. With `tree: mixed` each node but the last two has one more child that takes the
 draft after the next first: when only the order of two drafts was wrong, the walk gets one token further.
 
-With a cache, a block's first forward runs node 0 whole and the others' windows in the same forward: a window reads node 0's fresh
-keys and values in every layer, as `stepwise` would in its next forward, so nothing is lost by refreshing. No draft goes past a
-block's end there, since the next block's forwards read another cache.
+With a cache, where it is made anew (cached_windows.py) node 0 runs whole and the others' windows in the same forward: a window
+reads node 0's fresh keys and values in every layer, as `stepwise` would in its next forward, so nothing is lost by refreshing.
+But no draft goes past a block's end or up to the next refresh, since the forwards from there on read another cache. With
+`dual_relaxed` drafts do go on, into the next block too, and the refresh waits for the round's end: fewer forwards, and a text
+that is no longer that of `stepwise`.
+
+With `draft_length: auto` the nodes of all slots share a budget (node_budget.py).
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
 first forward's own token counts; blocks after the next one give drafts too; sampled texts are decoded as well, since drafts
@@ -27,154 +31,161 @@ T positions revealed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoders.base import HOLE, Request
-from decoders.canvases import next_up
+from decoders.budget import MOST_AUTO
+from decoders.canvases import first_block, next_up
 from decoders.confidence import Reading
-from decoders.drafted_canvases import Candidates, Tree, choose_candidates, near_masks, plant
-from decoders.masked_diffusion import MaskedDecoder
-from decoders.node_rows import Nodes, separate
+from decoders.drafted_canvases import Candidates, Tree, Walk, choose_candidates, follow, near_masks, plant
+from decoders.masked_diffusion import MaskedDecoder, shared_settings
+from decoders.node_budget import NodeBudget, num_nodes
+from decoders.node_rows import Nodes, beside, separate
 from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
-from decoders.speculation import leading
 from decoders.state import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """What one round reveals: places and the nodes that say so, in order, [B, T]; only the first `counts_B` count.
-
-    `last_B` is the last node whose canvas is right: the number of a node of its slot, as those in `nodes_BT`.
-    """
-
-    positions_BT: Tensor
-    nodes_BT: Tensor
-    counts_B: Tensor
-    last_B: Tensor
 
 
 class SelfSpeculative(MaskedDecoder):
     """See the module's docstring. `proposed` counts nodes beside the root: a sample's NFE and it are its sequence-forwards."""
 
+    budget: NodeBudget | None
+
     def __init__(self, *args: Any, settings: SelfSpeculativeSettings, **kwargs: Any) -> None:
-        self.draft_length = settings.draft_length
-        self.mixed = settings.tree == "mixed"
-        self.most_nodes = 1 + settings.draft_length + (settings.draft_length - 1 if self.mixed else 0)
-        super().__init__(
-            *args,
-            block_length=settings.block_length,
-            confidence=settings.confidence,
-            cache=settings.cache,
-            **kwargs,
-        )
+        super().__init__(*args, **shared_settings(settings), **kwargs)
+        self.draft_length = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
+        self.mixed, self.relaxed = settings.tree == "mixed", self.cache == "dual_relaxed"
+        self.most_nodes = 1 + num_nodes(self.draft_length, mixed=self.mixed)
+        if settings.draft_length == "auto":
+            self.budget = NodeBudget(self.state, self.draft_length, mixed=self.mixed)
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
+        if self.budget is None:
+            self._allocate(self.max_rows * self.most_nodes, self.most_nodes)
+
+    def _allocate(self, num_all: int, num_of_slot: int) -> None:
+        """Make room for so many nodes in all, and so many of one slot."""
         columns = self.state.tokens_SW.shape[1]
         if self.cache == "none":
-            self.backbone.allocate(self.max_rows * self.most_nodes, columns)
+            self.backbone.allocate(num_all, columns)
         else:
-            self.backbone.allocate(self.max_rows, columns + (self.most_nodes - 1) * self._stride(columns))
+            self.backbone.allocate(self.max_rows, columns + (num_of_slot - 1) * self._stride(columns))
 
     def _columns(self, length: int) -> int:
-        return length + (self.most_nodes - 1) * (length if self.cache == "none" else self._stride(length))
+        if self.budget is not None:
+            return length  # Nodes get what is left.
+        return length + (self.most_nodes - 1) * self._stride(length)
 
     def _stride(self, columns: int) -> int:
-        """How many columns a node's window takes."""
+        """How many columns a node takes."""
         block = self.canvas.block_length
-        return columns if block is None or self.cache == "prefix" else min(columns, block + self.info.shift)
+        if block is None or self.cache in {"none", "prefix"}:
+            return columns
+        return min(columns, (2 if self.relaxed else 1) * (block + self.info.shift))
+
+    def _most_drafts(self, num_slots: int, width: int) -> int:
+        """How many drafts each slot may take within `max_tokens`."""
+        if self.budget is None:
+            return self.draft_length
+        lines = num_slots if self.cache == "none" else self.max_rows
+        spare = (self.max_tokens // lines - width) // self._stride(width)
+        return min(max((spare + 1) // 2 if self.mixed else spare, 0), self.draft_length)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
+        num_rows, began_s = self.counting.useful_rows, time.perf_counter()
+        self._round(group)
+        if self.budget is not None:
+            self.budget.timed(self.counting.useful_rows - num_rows, 0, time.perf_counter() - began_s)
+
+    def _round(self, group: Group) -> None:
         roots, slots_B = self._roots(group), group.index_B
         drafts = self._candidates(group, roots)
         tree = plant(roots.tokens_NW, drafts, mixed=self.mixed)
-        nodes = self._nodes(group, roots, tree)
-        blocks_NW = self.canvas.blocks(slots_B, nodes.tokens_NW.shape[1])[tree.row_N]
-        masked_NW = nodes.tokens_NW == HOLE
-        source_W = (torch.arange(masked_NW.shape[1], device=masked_NW.device) - self.info.shift).clamp(min=0)
-        readable_NW = nodes.fed_NW[:, source_W]
-        asked_NW = near_masks(masked_NW, blocks_NW, self._num_asked()) & readable_NW
-        reading = self._look(group, nodes, slots_B[tree.row_N], asked_NW)
-        picks_N = reading.best(next_up(masked_NW, blocks_NW))
-        said_N = tuple(told_N1.squeeze(1) for told_N1 in reading.at(picks_N.unsqueeze(1)))
-        walk = self._walk(drafts, tree.spread(picks_N), tree.spread(said_N[0]))
-        told_BT = tuple(tree.spread(values_N).gather(1, walk.nodes_BT) for values_N in said_N)
-        num_nodes_B = tree.exists_BM.sum(1) - 1
-        counts_B = self._reveal(
-            group, walk.positions_BT, (told_BT[0], told_BT[1]), walk.counts_B, (drafts.tokens_BK, drafts.num_B)
-        )
-        self.state.proposed_S[slots_B] += num_nodes_B
-        self.state.accepted_S[slots_B] += (counts_B - 1).clamp(min=0)
-        self._keep_drafts(slots_B, tree.number(walk.last_B), reading, asked_NW)
+        if self.budget is not None:
+            self._allocate(len(tree.row_N), tree.exists_BM.shape[1])
+        nodes, slots_N = self._nodes(group, roots, tree), slots_B[tree.row_N]
+        asked_NW = self._asked(slots_N, nodes)
+        reading = self._look(group, nodes, slots_N, asked_NW)
+        walk = self._walk(group, drafts, tree, nodes, reading)
+        for place_B in (torch.zeros_like(walk.last_B), walk.last_B):
+            self._keep_drafts(slots_B, tree.number(place_B), reading, asked_NW)
 
-    def _num_asked(self) -> int:
-        """Of how many masks a node is asked, at least: its own choice and the drafts after it, which may be the next block's."""
-        block = 0 if self.cache == "none" else self.canvas.block_length or 0
-        return self.draft_length + 1 + block
+    def _walk(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes, reading: Reading) -> Walk:
+        """Reveal what the right nodes say, and count the round."""
+        state, slots_B = self.state, group.index_B
+        blocks_NW = self.canvas.blocks(slots_B[tree.row_N], nodes.tokens_NW.shape[1])
+        picks_N = reading.best(next_up(nodes.tokens_NW == HOLE, blocks_NW))
+        tokens_N, log_p_N = (told_N1.squeeze(1) for told_N1 in reading.at(picks_N.unsqueeze(1)))
+        walk = follow(drafts, tree.spread(picks_N), tree.spread(tokens_N), mixed=self.mixed)
+        told_BT = (tree.spread(tokens_N).gather(1, walk.nodes_BT), tree.spread(log_p_N).gather(1, walk.nodes_BT))
+        shown = (drafts.tokens_BK, drafts.num_B)
+        counts_B = self._reveal(group, walk.positions_BT, told_BT, walk.counts_B, shown)
+        state.proposed_S[slots_B] += tree.exists_BM.sum(1) - 1
+        state.accepted_S[slots_B] += (counts_B - 1).clamp(min=0)
+        if self.budget is not None:
+            self.budget.learn(slots_B, drafts.num_B, walk.counts_B - 1)
+        return walk
 
     def _candidates(self, group: Group, roots: Nodes) -> Candidates:
         slots_B, width = group.index_B, roots.tokens_NW.shape[1]
         blocks_BW = self.canvas.blocks(slots_B, width)
-        open_BW = masked_BW = roots.tokens_NW == HOLE
-        if self.cache != "none":
-            open_BW = next_up(masked_BW, blocks_BW)
-        # The last mask needs no draft: whoever comes to it takes it anyway.
-        most_B = (open_BW.sum(1) - 1).clamp(max=self.draft_length)
+        open_BW = self._open(roots.tokens_NW == HOLE, blocks_BW)
         drafts_BW, sure_BW = self.canvas.drafts_SW[slots_B, :width], self.canvas.draft_sure_SW[slots_B, :width]
-        return choose_candidates(drafts_BW, sure_BW.masked_fill(~open_BW, -torch.inf), blocks_BW, most_B)
+        sure_BW = sure_BW.masked_fill(~open_BW, -torch.inf)
+        # The last mask needs no draft: whoever comes to it takes it anyway.
+        most_B = (open_BW.sum(1) - 1).clamp(max=self._most_drafts(len(slots_B), width))
+        left_B = None if self.relaxed or self.cache == "none" else self.windows.until_refresh(slots_B)
+        if left_B is not None:
+            most_B = torch.minimum(most_B, left_B - 1)
+        if self.budget is not None:
+            self.budget.size(roots.fed_NW.sum(1), self._node_sizes(slots_B, roots, blocks_BW))
+            most_B = self._allot(group, torch.minimum(most_B, (sure_BW != -torch.inf).sum(1)))
+        return choose_candidates(drafts_BW, sure_BW, blocks_BW, most_B)
+
+    def _open(self, masked_BW: Tensor, blocks_BW: Tensor) -> Tensor:
+        """Mark the masks for which there may be drafts: all, or as far as the cache serves, bool [B, W]."""
+        if self.cache == "none":
+            return masked_BW
+        first_BW = next_up(masked_BW, blocks_BW)
+        return first_BW | next_up(masked_BW & ~first_BW, blocks_BW) if self.relaxed else first_BW
+
+    def _node_sizes(self, slots_B: Tensor, roots: Nodes, blocks_BW: Tensor) -> Tensor:
+        """How many rows a node takes that is not a root, [B]."""
+        if self.cache == "none":
+            return roots.fed_NW.sum(1)
+        block_B = first_block(roots.tokens_NW == HOLE, blocks_BW)
+        return (roots.visible_NC & self.windows.window(slots_B, block_B, block_B, blocks_BW)).sum(1)
 
     def _nodes(self, group: Group, roots: Nodes, tree: Tree) -> Nodes:
         """Where the nodes stand: in slots of their own, or around the cache that they share."""
         if self.cache == "none":
             return separate(tree.tokens_NW, self._lengths(group)[tree.row_N])
-        slots_B, width = group.index_B, roots.tokens_NW.shape[1]
-        blocks_BW = self.canvas.blocks(slots_B, width)
-        window_BW = self._window(slots_B, blocks_BW, self._refreshed_S[slots_B] - 1) & roots.visible_NC
-        first_N = window_BW.to(torch.int8).argmax(1)[tree.row_N]
-        is_root_N, base = tree.place_N == 0, self.state.tokens_SW.shape[1]
-        stride = self._stride(base)
-        start_N1 = (base + (tree.place_N - 1) * stride - first_N).unsqueeze(1)
-        positions_W = torch.arange(width, device=slots_B.device)
-        columns_NW = torch.where(is_root_N.unsqueeze(1), positions_W, start_N1 + positions_W)
-        window_NW = window_BW[tree.row_N]
-        fed_NW = torch.where(is_root_N.unsqueeze(1), roots.fed_NW[tree.row_N], window_NW)
-        num_columns = base + (tree.exists_BM.shape[1] - 1) * stride
-        visible_NC = torch.zeros(len(is_root_N), num_columns, dtype=torch.bool, device=slots_B.device)
-        shared_NW = roots.visible_NC[tree.row_N] & (is_root_N.unsqueeze(1) | ~window_NW)
-        visible_NC[:, :width] = shared_NW
-        node_R, position_R = fed_NW.nonzero(as_tuple=True)
-        visible_NC[node_R, columns_NW[node_R, position_R]] = True
-        return Nodes(slots_B, tree.row_N, tree.tokens_NW, fed_NW, columns_NW, visible_NC)
+        slots_N = group.index_B[tree.row_N]
+        blocks_NW = self.canvas.blocks(slots_N, tree.tokens_NW.shape[1])
+        here_N = first_block(roots.tokens_NW[tree.row_N] == HOLE, blocks_NW)
+        window_NW = self.windows.window(slots_N, here_N, here_N, blocks_NW)
+        if self.relaxed:
+            # Beyond a block's end both blocks are run: what was drafted in the first is not in the cache.
+            there_N = first_block(tree.tokens_NW == HOLE, blocks_NW)
+            window_NW |= self.windows.window(slots_N, there_N, there_N, blocks_NW)
+        window_NW &= roots.visible_NC[tree.row_N]
+        return beside(roots, tree.tokens_NW, tree.row_N, tree.place_N, window_NW, self.state.tokens_SW.shape[1])
 
-    def _walk(self, drafts: Candidates, positions_BM: Tensor, tokens_BM: Tensor) -> Walk:
-        """Follow the chain as long as a node's own choice is the next draft; take the last one's own choice too."""
-        num_drafts = drafts.tokens_BK.shape[1]
-        offsets_K = torch.arange(num_drafts, device=positions_BM.device)
-        same_BK = self._same(drafts, positions_BM, tokens_BM, slice(0, num_drafts))
-        accepted_B = leading(same_BK & (offsets_K < drafts.num_B.unsqueeze(1)))
-        last_B, counts_B = accepted_B, accepted_B + 1
-        nodes_BT = torch.arange(num_drafts + 2, device=positions_BM.device).repeat(len(last_B), 1)
-        if self.mixed and num_drafts > 1:
-            swapped_BK = drafts.shifted()
-            jump_BK = self._same(swapped_BK, positions_BM, tokens_BM, slice(0, num_drafts - 1))
-            can_B = accepted_B <= drafts.num_B - 2
-            jumps_B = can_B & jump_BK.gather(1, accepted_B.clamp(max=num_drafts - 2).unsqueeze(1)).squeeze(1)
-            last_B = torch.where(jumps_B, num_drafts + 1 + accepted_B, last_B)
-            counts_B = counts_B + jumps_B
-            nodes_BT.scatter_(1, counts_B.unsqueeze(1) - 1, last_B.unsqueeze(1))
-        nodes_BT.clamp_(max=positions_BM.shape[1] - 1)
-        return Walk(positions_BM.gather(1, nodes_BT), nodes_BT, counts_B, last_B)
-
-    @staticmethod
-    def _same(drafts: Candidates, positions_BM: Tensor, tokens_BM: Tensor, which: slice) -> Tensor:
-        """Whether the choices of these nodes are these drafts, position and token."""
-        return (positions_BM[:, which] == drafts.positions_BK) & (tokens_BM[:, which] == drafts.tokens_BK)
+    def _asked(self, slots_N: Tensor, nodes: Nodes) -> Tensor:
+        """Mark the masks that each node is asked for: its own choice, and what may be drafts after it, bool [N, W]."""
+        masked_NW = nodes.tokens_NW == HOLE
+        count = 1 + self.draft_length + (0 if self.cache == "none" else self.canvas.block_length or 0)
+        if self.budget is not None and not self.budget.open(fresh=False):
+            count = 1  # Nobody drafts: only the block itself.
+        asked_NW = near_masks(masked_NW, self.canvas.blocks(slots_N, masked_NW.shape[1]), count)
+        source_W = (torch.arange(masked_NW.shape[1], device=masked_NW.device) - self.info.shift).clamp(min=0)
+        return asked_NW & nodes.fed_NW[:, source_W]
 
     def _keep_drafts(self, slots_B: Tensor, nodes_B: Tensor, reading: Reading, asked_NW: Tensor) -> None:
         """What the last right nodes said of the masks that are left are the next drafts."""

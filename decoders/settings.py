@@ -152,12 +152,23 @@ class MaskedDiffusion(Settings):
     """What the decoders of masked-diffusion models share.
 
     Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
-    one. `confidence` says which position of a block comes next.
+    one. `confidence` says which position of a block comes next. With a `cache`, whatever lies outside of a forward's window is
+    read as it was when the cache was made: for each block, or every `refresh` revealed tokens. Only `ssd` has anything to relax:
+    its drafts go on where the cache would be made anew (`dual_relaxed`), which is lossy.
     """
 
     block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
     confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
-    cache: Literal["none", "prefix", "dual_strict"] = "none"
+    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
+    refresh: Annotated[int, Field(ge=1, le=2**20)] | None = None
+
+    @model_validator(mode="after")
+    def _something_to_refresh(self) -> MaskedDiffusion:
+        if self.refresh is not None and self.cache == "none":
+            raise ValueError(
+                f"decoder.refresh: {self.refresh}, but with cache 'none' nothing is kept; allowed with it: null"
+            )
+        return self
 
 
 class Stepwise(MaskedDiffusion):
@@ -185,7 +196,7 @@ class SelfSpeculative(MaskedDiffusion):
     """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
 
     kind: Literal["ssd"]
-    draft_length: int = Field(default=4, ge=1, le=64)
+    draft_length: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 4
     tree: Literal["chain", "mixed"] = "chain"
 
 
@@ -194,7 +205,7 @@ class Threshold(MaskedDiffusion):
 
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = "top1"
-    threshold: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
+    tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
 
 
 class Factor(MaskedDiffusion):

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from decoders.masked_diffusion import RootDecoder
+from decoders.masked_diffusion import RootDecoder, shared_settings
 from decoders.settings import Factor as FactorSettings
 from decoders.settings import Stepwise as StepwiseSettings
 from decoders.settings import Threshold as ThresholdSettings
@@ -37,13 +37,7 @@ class Stepwise(RootDecoder):
     """
 
     def __init__(self, *args: Any, settings: StepwiseSettings, **kwargs: Any) -> None:
-        super().__init__(
-            *args,
-            block_length=settings.block_length,
-            confidence=settings.confidence,
-            cache=settings.cache,
-            **kwargs,
-        )
+        super().__init__(*args, **shared_settings(settings), **kwargs)
         self.settings = settings
         # Of the block that is being revealed: its number plus one, its masks at first, and the steps it has had.
         self._block_S, self._masks_S, self._steps_S = (self.state.column() for _ in range(3))
@@ -83,25 +77,21 @@ class Threshold(RootDecoder):
     """Reveals all that the model is sure enough of."""
 
     def __init__(self, *args: Any, settings: ThresholdSettings, **kwargs: Any) -> None:
-        super().__init__(
-            *args, block_length=settings.block_length, confidence=settings.confidence, cache=settings.cache, **kwargs
-        )
-        self.threshold = settings.threshold
+        super().__init__(*args, **shared_settings(settings), **kwargs)
+        self.tau = settings.tau
 
     def _knows_logprob(self) -> bool:
         return False
 
     def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
-        return torch.minimum((sure_BW >= self.threshold).sum(1).clamp(min=1), most_B)
+        return torch.minimum((sure_BW >= self.tau).sum(1).clamp(min=1), most_B)
 
 
 class Factor(RootDecoder):
     """Reveals the more, the surer the model is of all of it."""
 
     def __init__(self, *args: Any, settings: FactorSettings, **kwargs: Any) -> None:
-        super().__init__(
-            *args, block_length=settings.block_length, confidence=settings.confidence, cache=settings.cache, **kwargs
-        )
+        super().__init__(*args, **shared_settings(settings), **kwargs)
         self.factor = settings.factor
 
     def _knows_logprob(self) -> bool:

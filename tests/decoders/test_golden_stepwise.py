@@ -99,7 +99,7 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
         settings = ThresholdSettings(
             kind="threshold",
             block_length=options["block_length"],
-            threshold=options["threshold"],
+            tau=options["threshold"],
             cache=CACHES[kind],
         )
         canvas = canvas_of(case, 90)
@@ -222,18 +222,21 @@ def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
         assert outcome.nfe == expected.nfe
 
 
-def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache):
+def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache, refresh=None):
     """One canvas, one forward a token, as one would write it down: positions in the order in which they are revealed."""
     tokens, origin = np.where(canvas < 0, mask_id, canvas), int(np.flatnonzero(canvas < 0)[0])
-    masked, order, cached = canvas < 0, [], None
+    masked, order, before, made_at = canvas < 0, [], None, 0
     backbone.forget()
     backbone.allocate(1, 64)
     while masked.any():
         start = origin + (np.flatnonzero(masked)[0] - origin) // block_length * block_length
         end = len(canvas) if cache == "prefix" else min(start + block_length, len(canvas))
-        whole = cache == "none" or cached != start
-        run = range(len(canvas)) if whole else range(max(start - shift, 0), end)
-        cached = start
+        due = before != start if refresh is None else before is None or len(order) - made_at >= refresh
+        made_at = len(order) if due else made_at
+        whole = cache == "none" or due
+        # A block that ended unrefreshed is run with the next one.
+        run = range(len(canvas)) if whole else range(max(min(start, before) - shift, 0), end)
+        before = start
         hidden = look(backbone, {0: tokens.tolist()}, run={0: run})[0]
         choices = [p for p in np.flatnonzero(masked) if p < start + block_length]
         logits = backbone.logits(torch.stack([hidden[run.index(max(p - shift, 0))] for p in choices]))
@@ -245,9 +248,15 @@ def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache):
     return order
 
 
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
+LIFETIMES: list[tuple[Any, int | None]] = [
+    *(("none", None), ("prefix", None), ("prefix", 3), ("prefix", 6)),
+    *(("dual_strict", None), ("dual_strict", 1), ("dual_strict", 3), ("dual_strict", 6), ("dual_relaxed", 6)),
+]
+
+
+@pytest.mark.parametrize(("cache", "refresh"), LIFETIMES)
 @pytest.mark.parametrize(("family", "mask_id", "shift"), [("llada", 90, 0), ("dream", 91, 1)])
-def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, mask_id, shift, cache):
+def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, mask_id, shift, cache, refresh):
     """Differs on purpose from Fast-dLLM on Dream: the row in front of a block is run with it, so that its first position is
     read like any other; the public code reveals it unasked, and ranks the rest by entropy whatever it was told."""
     folder, backbone = golden / family, load(golden / family)
@@ -259,9 +268,24 @@ def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, ma
         if index % 2:
             canvas[0] = -1
         requests.append(Request(index, index, canvas))
-    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache)
+    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
     outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(mask_id,)), requests)
+    named = {"mask_id": mask_id, "shift": shift, "block_length": 4, "cache": cache, "refresh": refresh}
     for request in requests:
         steps = outcomes[request.index].trace
         order = [pair for step in steps for pair in zip(step.positions, step.committed, strict=True)]
-        assert order == plain_loop(backbone, request.canvas, mask_id=mask_id, shift=shift, block_length=4, cache=cache)
+        assert order == plain_loop(backbone, request.canvas, **named)
+
+
+def test_texts_depend_on_how_long_a_cache_lives(golden):
+    """So none of the intervals above is another one in disguise."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    prompts = np.random.default_rng(0).integers(0, 80, (3, 6))
+    requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
+    orders = {}
+    for cache, refresh in LIFETIMES[:-1]:
+        settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
+        outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(90,)), requests)
+        orders[cache, refresh] = [(step.positions, step.committed) for at in range(3) for step in outcomes[at].trace]
+    assert orders["dual_strict", 1] == orders["none", None]
+    assert len({str(order) for order in orders.values()}) == len(orders) - 1

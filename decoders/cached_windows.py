@@ -1,0 +1,62 @@
+"""What a forward with a cache runs of a canvas: all of it where the cache is made anew, else a window around its masks.
+
+    block_length 4           position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
+    the cache is made                    x x x   x x x x   x x x x    x
+    then, in the first block             . . .   x x x x   . . . .    .      `prefix` runs all behind it too
+    the first in the second block,
+    where the cache is not made anew     . . .   x x x x   x x x x    .
+
+What is not run is read as it was left. The cache is made anew when a block is begun; or, with `refresh`, once so many tokens were
+revealed since it was made, wherever blocks begin. A block that ended since the last forward is then run once more, so that its
+last token is not read as the mask that it was. A model with a shift reads a position from the row before it, which therefore
+is run with the window.
+
+Sources: Wu et al., "Fast-dLLM" (2025), section 3.2, whose caches live as long as a block; the interval in tokens is that of the
+SSD paper, section 4.1, which leaves open what becomes of a finished block. Knows nothing of models.
+
+Legend: B slots of this step, W positions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoders.canvases import CanvasState
+from decoders.state import SlotState
+
+
+class CachedWindows:
+    """When each slot's cache was made, and the windows that follow from it."""
+
+    def __init__(self, state: SlotState, canvas: CanvasState, *, kind: str, refresh: int | None, shift: int) -> None:
+        self._state, self._canvas = state, canvas
+        self.to_end, self.refresh, self.shift = kind == "prefix", refresh, shift
+        self._block_S, self._made_at_S = state.column(), state.column()
+        """The block of the last forward plus one, 0 before the first; what was decided when the cache was made."""
+
+    def next_run(self, slots_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
+        """Mark what this step's forward runs of canvases whose next masks are in `block_B`, and take note of it, bool [B, W]."""
+        last_B, decided_B = self._block_S[slots_B] - 1, self._state.decided_S[slots_B]
+        if self.refresh is None:
+            anew_B = last_B != block_B
+        else:
+            anew_B = (last_B < 0) | (decided_B - self._made_at_S[slots_B] >= self.refresh)
+        self._made_at_S[slots_B] = torch.where(anew_B, decided_B, self._made_at_S[slots_B])
+        self._block_S[slots_B] = block_B + 1
+        first_B = torch.minimum(last_B.clamp(min=0), block_B)
+        return anew_B.unsqueeze(1) | self.window(slots_B, first_B, block_B, blocks_BW)
+
+    def window(self, slots_B: Tensor, first_B: Tensor, last_B: Tensor, blocks_BW: Tensor) -> Tensor:
+        """Mark what a forward runs for the blocks from `first_B` to `last_B`, bool [B, W]."""
+        size = self._canvas.block_length or blocks_BW.shape[1]
+        positions_W = torch.arange(blocks_BW.shape[1], device=blocks_BW.device)
+        origin_B = self._canvas.origin_S[slots_B]
+        window_BW = positions_W >= (origin_B + first_B * size - self.shift).unsqueeze(1)
+        return window_BW if self.to_end else window_BW & (positions_W < (origin_B + (last_B + 1) * size).unsqueeze(1))
+
+    def until_refresh(self, slots_B: Tensor) -> Tensor | None:
+        """How many tokens may be revealed, this step's first included, before the cache is made anew, [B]; None: any number."""
+        if self.refresh is None:
+            return None
+        return self.refresh - (self._state.decided_S[slots_B] - self._made_at_S[slots_B])

@@ -1,0 +1,30 @@
+"""`ssd` beside `stepwise`: decode with traces, and compare everything that does not say how the text was arrived at."""
+
+import pytest
+
+from tests.decoders.support import run_all
+
+
+def decode(kind, backbone, info, settings, sampling, requests, *, rows, **more):
+    size = {"max_rows": rows, "max_tokens": 1 << 20, "trace": True} | more
+    return run_all(kind(backbone, info, sampling, settings=settings, **size), requests)
+
+
+def reveals(outcome):
+    """Positions in the order in which they were revealed, each with its token."""
+    return [pair for step in outcome.trace or () for pair in zip(step.positions, step.committed, strict=True)]
+
+
+def same(outcomes, expected):
+    """Everything that does not say how the text was arrived at is that of stepwise, and nothing took longer."""
+    assert outcomes.keys() == expected.keys()
+    for index, outcome in outcomes.items():
+        baseline = expected[index]
+        assert outcome.error_kind is None
+        assert outcome.tokens.tolist() == baseline.tokens.tolist()
+        assert reveals(outcome) == reveals(baseline)
+        assert outcome.finish == baseline.finish
+        assert outcome.logprob == pytest.approx(baseline.logprob, abs=1e-4)
+        assert outcome.nfe <= baseline.nfe
+        assert outcome.iterations == outcome.nfe == sum(outcome.accept_hist)
+        assert sum(size * count for size, count in enumerate(outcome.accept_hist)) == len(reveals(outcome))
