@@ -180,7 +180,7 @@ class DraftBudget:
             return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
         if self._resting:
             return self._probe(most, offers)
-        if number % _PAUSE_EVERY == 0:
+        if number % _PAUSE_EVERY == 0 and number - self._next_probe >= _PAUSE_EVERY:
             self._wait = _PROBE_AFTER
             return np.zeros_like(most)
         counts, self._rate = offers.fastest(_MARGIN)
