@@ -1,0 +1,215 @@
+"""What a frozen pair of models says of the masks behind a text: the drafter of each mask, the target of each token.
+
+A window of the packed files is a text whose last tokens are masked, as `specdiff` shows it to its drafter. Both models run as
+they do there, through the decoders' own backbones. What is kept of a mask is a *row*: both hidden states and the true tokens
+before it. A draft head is trained on rows alone, so each costs its forwards once.
+
+Legend: N rows, B windows, L tokens of a window, T tokens of the stream, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decoders.absorbing import noise_of_share
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import ModelInfo
+from decoders.heads import MarkovHead, distance_index
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model, what is known of it, and its output layer in float32: logits are hidden_ND @ output_DV + bias_V."""
+
+    model: TokenBackbone
+    info: ModelInfo
+    output_DV: Tensor
+    bias_V: Tensor
+
+    def log_law(self, hidden_ND: Tensor, never: Sequence[int]) -> Tensor:
+        """Log-probabilities [N, V] at temperature 1, some ids impossible; gradients pass, which they don't in `model.logits`."""
+        logits_NV = hidden_ND.float() @ self.output_DV + self.bias_V
+        return logits_NV.index_fill(-1, torch.tensor(never, device=logits_NV.device), -torch.inf).log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A causal target and the masked-diffusion model that drafts for it."""
+
+    target: Frozen
+    drafter: Frozen
+
+    @property
+    def mask_id(self) -> int:
+        """What stands for a token that the drafter is to fill in."""
+        assert self.drafter.info.mask_id is not None, "a drafter without a mask token"
+        return self.drafter.info.mask_id
+
+    def never(self) -> list[int]:
+        """The ids that are impossible under both laws: what one of the models never says, the mask included."""
+        return sorted({*self.target.info.suppressed, *self.drafter.info.suppressed, self.mask_id})
+
+
+def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
+    """Load both models; ValueError where they are not what they should be, or have vocabularies of different sizes."""
+    infos = inspect_model(target), inspect_model(drafter)
+    if infos[1].mask_id is None or "autoregressive" not in infos[0].decoders:
+        raise ValueError(
+            f"a causal model and a masked-diffusion model are needed, not {infos[0].family}, {infos[1].family}"
+        )
+    if infos[0].vocab_size != infos[1].vocab_size:
+        raise ValueError(f"{target} has {infos[0].vocab_size} ids, {drafter} {infos[1].vocab_size}")
+    return Pair(_load(target, infos[0], dtype), _load(drafter, infos[1], dtype))
+
+
+def _load(folder: Path, info: ModelInfo, dtype: str) -> Frozen:
+    model = cast(TokenBackbone, load_backbone(folder, dtype=dtype))
+    # The output layer by what it does: where its weights lie is the backbone's own business.
+    bias_1V = model.logits(torch.zeros(1, model.width, dtype=model.dtype, device=model.device)).float()
+    output_DV = model.logits(torch.eye(model.width, dtype=model.dtype, device=model.device)).float() - bias_1V
+    return Frozen(model, info, output_DV, bias_1V[0])
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Masks in windows: the drafter's and the target's hidden states [N, D], the two tokens before each, its place [N].
+
+    `place` counts the masks before it in its window, which are the tokens that the drafter has not seen.
+    """
+
+    drafter: Tensor
+    target: Tensor
+    prev: Tensor
+    before: Tensor
+    place: Tensor
+
+    def __len__(self) -> int:
+        return len(self.place)
+
+    def take(self, index_N: Tensor) -> PairRows:
+        """Some of the rows."""
+        return PairRows(*(getattr(self, field.name)[index_N] for field in fields(self)))
+
+    def half(self) -> PairRows:
+        """The same in float16, for keeping many."""
+        return PairRows(self.drafter.half(), self.target.half(), self.prev, self.before, self.place)
+
+
+def join(parts: Sequence[PairRows]) -> PairRows:
+    """All rows of several batches."""
+    return PairRows(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(PairRows)))
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int64]) -> PairRows:
+    """Run both models over the windows, whose last `num_masks_B` tokens (fewer than L) the drafter sees as masks."""
+    device = pair.drafter.model.device
+    ids, num_masks = torch.from_numpy(ids_BL).to(device), torch.from_numpy(num_masks_B).to(device)
+    length = ids.shape[1]
+    place_BL = torch.arange(length, device=device) - (length - num_masks.unsqueeze(1))
+    masked_BL = place_BL >= 0
+    window, position = masked_BL.nonzero(as_tuple=True)
+    shown_BL = ids.masked_fill(masked_BL, pair.mask_id)
+    sigma_BL = noise_of_share(masked_BL.double().mean(1, keepdim=True)).expand_as(ids)
+    theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_BL=sigma_BL)
+    truth = _forward(pair.target.model, ids, causal=True)
+    return PairRows(
+        drafter=theirs[window, position - pair.drafter.info.shift],
+        target=truth[window, position - 1],
+        prev=ids[window, position - 1],
+        before=ids[window, (position - 2).clamp(min=0)],
+        place=place_BL[masked_BL],
+    )
+
+
+def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_BL: Tensor | None = None) -> Tensor:
+    count, length = ids_BL.shape
+    model.allocate(count, length)
+    columns_BL = torch.arange(length, device=ids_BL.device).expand(count, -1)
+    visible_LL = torch.ones(length, length, dtype=torch.bool, device=ids_BL.device)
+    return model.forward(
+        TokenRows(
+            slots_B=torch.arange(count, device=ids_BL.device),
+            tokens_BT=ids_BL,
+            positions_BT=columns_BL,
+            columns_BT=columns_BL,
+            valid_BT=torch.ones_like(ids_BL, dtype=torch.bool),
+            visible_BTW=(visible_LL.tril() if causal else visible_LL).expand(count, -1, -1),
+            sigma_BT=sigma_BL,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which windows to read: so many tokens a batch, of these lengths in these shares, with up to `most_masks` masks each.
+
+    A forward costs what its window's length says, whatever of it is masked: so windows are short and most masks many.
+    """
+
+    batch_tokens: int = 2048
+    lengths: tuple[int, ...] = (40, 80, 160)
+    length_shares: tuple[float, ...] = (0.4, 0.4, 0.2)
+    most_masks: int = 16
+
+    def draw(self, ids_T: NDArray[np.int64], *, seed: int, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The windows of a batch [B, L], from anywhere in `ids_T`, and how many masks each has [B]."""
+        rng = np.random.default_rng([seed, step, 3])
+        length = int(rng.choice(self.lengths, p=self.length_shares))
+        starts = rng.integers(0, len(ids_T) - length + 1, size=max(1, self.batch_tokens // length))
+        # The larger of two even draws: from one on, but rather many.
+        num_masks = rng.integers(1, min(self.most_masks, length - 1) + 1, size=(2, len(starts))).max(0)
+        return ids_T[starts[:, None] + np.arange(length)], num_masks
+
+
+def collect_rows(
+    pair: Pair,
+    ids_T: NDArray[np.int64],
+    windows: Windows,
+    *,
+    count: int,
+    seed: int,
+    report: Callable[[int], None] = lambda done: None,
+) -> PairRows:
+    """At least `count` rows of windows drawn from `ids_T`, in float16; `report(rows so far)` after every batch."""
+    parts, done = list[PairRows](), 0
+    while done < count:
+        parts.append(read_rows(pair, *windows.draw(ids_T, seed=seed, step=len(parts))).half())
+        done += len(parts[-1])
+        report(done)
+    return join(parts)
+
+
+# ---- laws --------------------------------------------------------------------------------------------------------
+
+
+def target_law(pair: Pair, rows: PairRows) -> Tensor:
+    """Log-probabilities [N, V] of the target in float32 at temperature 1, without what the drafter can't say."""
+    return pair.target.log_law(rows.target, pair.never())
+
+
+def draft_law(pair: Pair, rows: PairRows, head: MarkovHead | None) -> Tensor:
+    """Log-probabilities [N, V] of the drafter in float32 at temperature 1, corrected by the head; gradients reach the head."""
+    hidden, embed = rows.drafter.float(), pair.drafter.model.embed
+    if head is not None:
+        here = torch.zeros_like(rows.place)
+        hidden = head(
+            hidden,
+            prev_RD=embed(rows.prev).float(),
+            prev_distance_R=distance_index(here, here - 1),
+            before_RD=embed(rows.before).float(),
+            before_distance_R=distance_index(here, here - 2),
+            num_unseen_R=rows.place,
+        )
+    return pair.drafter.log_law(hidden, pair.never())

@@ -1,0 +1,190 @@
+"""The recipe of the diffusion drafter's draft head: rows of both models, the laws that decoders draft from, the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from decoders.causal_reference import PlainCausal, PlainMasked
+from decoders.heads import DraftHeads, load_heads
+from decoders.registry import find_heads
+from decoders.settings import DrafterPlace, Sampling, SpecDiff
+from recipes import (
+    absorbing,
+    absorbing_folder,
+    ar,
+    causal,
+    causal_folder,
+    corpus,
+    draft_report,
+    frozen_pair,
+    specdiff_head,
+)
+from recipes.frozen_pair import Pair, Windows
+from recipes.head_training import acceptance
+
+SHAPE = ar.SIZES["micro-test"].shape
+PLAN = specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=32, warmup=5)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a drafter of random weights, large enough to have opinions."""
+    place = tmp_path_factory.mktemp("pair")
+    causal_model, masked_model = causal.new_model(SHAPE, 3), absorbing.empty_model(SHAPE)
+    torch.manual_seed(4)
+    for model in (causal_model, masked_model):
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.6)
+    causal_folder.save_model(place / "target", causal_model, SHAPE, ar.TOKENIZER)
+    absorbing_folder.save_model(place / "masked", masked_model, SHAPE, ar.TOKENIZER)
+    return place / "target", place / "masked"
+
+
+@pytest.fixture(scope="module")
+def pair(folders: tuple[Path, Path]) -> Pair:
+    return frozen_pair.load_pair(*folders)
+
+
+def tokens(count: int) -> np.ndarray:
+    """Tokens of which each is mostly followed by the next one."""
+    rng = np.random.default_rng(0)
+    return np.cumsum(rng.random(count) < 0.9) % 200 + 50
+
+
+def random_heads(width: int) -> DraftHeads:
+    torch.manual_seed(1)
+    heads = DraftHeads(width=width, markov_hidden=16).requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads
+
+
+# ---- rows and laws -----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_what_the_decoders_see_of_a_text_and_its_masks(pair: Pair) -> None:
+    """Every law is that of the references, the head's included: a text of so many tokens, and masks behind it."""
+    text, num_masks, heads = tokens(24).reshape(2, 12), np.array([5, 1]), random_heads(SHAPE.hidden_size)
+    rows = frozen_pair.read_rows(pair, text, num_masks)
+    assert rows.place.tolist() == [0, 1, 2, 3, 4, 0]
+    never = pair.never()
+    assert never == [corpus.MASK_ID]
+    bare, headed = (frozen_pair.draft_law(pair, rows, head) for head in (None, heads.markov))
+    truth = frozen_pair.target_law(pair, rows)
+    sampling, row = Sampling(), 0
+    masked = PlainMasked(pair.drafter.model, mask_id=corpus.MASK_ID, sampling=sampling)
+    target = PlainCausal(pair.target.model, length=12, sampling=sampling, suppressed=never)
+    for ids, count in zip(text.tolist(), num_masks.tolist(), strict=True):
+        known = len(ids) - count
+        hidden_LD = masked.hidden([*ids[:known], *[corpus.MASK_ID] * count])
+        for place in range(count):
+            assert (rows.prev[row], rows.before[row]) == (ids[known + place - 1], ids[known + place - 2])
+            plain_1D = hidden_LD[known + place : known + place + 1]
+            told_1D = masked.corrected(heads.markov, plain_1D, ids[: known + place], place)
+            for found, expected in (
+                (bare[row], masked.laws_of(plain_1D)[0]),
+                (headed[row], masked.laws_of(told_1D)[0]),
+                (truth[row], target.law(ids[: known + place])),
+            ):
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+            row += 1
+    assert acceptance(bare, headed).max() < 0.99, "the head says nothing"
+
+
+def test_windows_depend_on_seed_and_step_only_and_keep_a_token_of_the_text() -> None:
+    windows, ids = Windows(batch_tokens=64, lengths=(8, 20), length_shares=(0.5, 0.5)), tokens(100)
+    drawn = [windows.draw(ids, seed=0, step=step) for step in range(60)]
+    again, counts = windows.draw(ids, seed=0, step=7)
+    assert np.array_equal(again, drawn[7][0]) and np.array_equal(counts, drawn[7][1])
+    assert {pieces.shape for pieces, _ in drawn} == {(8, 8), (3, 20)}
+    short = {int(count) for pieces, counts in drawn for count in counts if pieces.shape[1] == 8}
+    long = {int(count) for pieces, counts in drawn for count in counts if pieces.shape[1] == 20}
+    assert short == set(range(1, 8)) and long <= set(range(1, 17)) and 16 in long
+
+
+def test_models_that_are_no_pair_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, masked = folders
+    with pytest.raises(ValueError, match="a causal model and a masked-diffusion model are needed, not llada, qwen2"):
+        frozen_pair.load_pair(masked, target)
+    other = type(SHAPE)(32, 1, 2, 1, 64, vocab_size=2049)
+    absorbing_folder.save_model(tmp_path / "other", absorbing.empty_model(other), other, ar.TOKENIZER)
+    with pytest.raises(ValueError, match=r"target has 2048 ids, .*other 2049"):
+        frozen_pair.load_pair(target, tmp_path / "other")
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_each_row_once_before_any_twice() -> None:
+    drawn = torch.cat([PLAN.batch(150, step) for step in range(7)]).tolist()
+    assert sorted(drawn[:150]) == sorted(drawn[150:300]) == list(range(150))
+    assert drawn[:150] != drawn[150:300]
+
+
+def test_training_is_deterministic_and_more_is_accepted_on_other_text(pair: Pair) -> None:
+    rows = frozen_pair.collect_rows(pair, tokens(600), Windows(batch_tokens=256), count=PLAN.rows, seed=0)
+    assert len(rows) >= PLAN.rows and rows.drafter.dtype == torch.float16
+    trained, runs = [], []
+    for _ in range(2):
+        losses: dict[int, float] = {}
+        trained.append(specdiff_head.train_head(pair, rows, PLAN, losses.__setitem__))
+        runs.append(losses)
+    assert runs[0] == runs[1] and len(runs[0]) == PLAN.steps
+    assert all(torch.equal(a, b) for a, b in zip(trained[0].parameters(), trained[1].parameters(), strict=True))
+    other = frozen_pair.read_rows(pair, (tokens(400) + 3).reshape(10, 40), np.full(10, 8))
+    bare, headed = (np.mean(draft_report.acceptance_by_place(pair, other, heads)) for heads in (None, trained[0]))
+    assert headed > bare + 0.05
+
+
+# ---- the folder --------------------------------------------------------------------------------------------------
+
+
+def test_the_section_goes_before_the_training_and_replaces_an_older_one(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# name\n\nText.\n\n## Training\n\n- steps: 3\n\n## Held-out files\n\n- `a.py`\n")
+    draft_report.put_section(readme, [draft_report.HEADING, "", "old"])
+    first = readme.read_text()
+    draft_report.put_section(readme, [draft_report.HEADING, "", "new"])
+    assert readme.read_text() == first.replace("old", "new")
+    assert first == (
+        "# name\n\nText.\n\n## Draft head\n\nold\n\n## Training\n\n- steps: 3\n\n## Held-out files\n\n- `a.py`\n"
+    )
+    bare = tmp_path / "bare" / "README.md"
+    bare.parent.mkdir()
+    for _ in range(2):
+        draft_report.put_section(bare, [draft_report.HEADING, "", "new"])
+        assert bare.read_text() == "# bare\n\n## Draft head\n\nnew\n"
+
+
+def test_the_recipe_writes_a_head_that_specdiff_finds(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, held_out = corpus.split(corpus.standard_library())
+    few = train[:4] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:1]
+    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+    monkeypatch.setattr(draft_report, "LENGTH", 24)
+    monkeypatch.setattr(draft_report, "NUM_PROMPT", 12)
+    target, masked = folders
+    out = tmp_path / "masked"
+    out.mkdir()
+    for file in masked.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    flags = ["--target", str(target), "--rows", "300", "--steps", "3", "--threads", "1", "--samples", "2"]
+    assert specdiff_head.main(["--drafter", str(out), *flags]) == 0
+    stored = load_heads(out, "specdiff")
+    assert stored is not None and stored.sizes() == {"width": SHAPE.hidden_size, "markov_hidden": 384}
+    settings = SpecDiff(kind="specdiff", drafter=DrafterPlace(path=str(out)))
+    assert find_heads(settings, out, frozen_pair.load_pair(target, out).drafter.model) is not None
+    text = (out / "README.md").read_text()
+    assert "in front of `target`" in text and "| 1 | rejection | 2 |" in text
+    assert PreTrainedTokenizerFast.from_pretrained(out).mask_token == "<mask>"
