@@ -99,7 +99,7 @@ class CausalDecoder(SlotDecoder):
 
     def _until_stop_id(self, tokens_BT: Tensor, counts_B: Tensor, finish_B: Tensor) -> tuple[Tensor, Tensor]:
         offsets_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        hit_BT = torch.isin(tokens_BT, self._stop_ids) & (offsets_T < counts_B.unsqueeze(1))
+        hit_BT = (tokens_BT.unsqueeze(2) == self._stop_ids).any(2) & (offsets_T < counts_B.unsqueeze(1))
         hit_B = hit_BT.any(1)
         first_B = hit_BT.to(torch.int8).argmax(1)
         return torch.where(hit_B, first_B + 1, counts_B), torch.where(hit_B, _EOS, finish_B)

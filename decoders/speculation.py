@@ -9,6 +9,7 @@ Legend: S slots, B slots of this step, D drafts, R flat rows, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,15 +18,21 @@ from decoders import noise
 from decoders.sampling import inverse_cdf_draw, nucleus_draw, residual
 from decoders.state import SlotState
 
+_AHEAD: Final = 1 << 16
+"""Noise that is computed at once, in numbers: making a few is all overhead."""
+
 
 class NoiseWindow:
     """Target noise of the next few ranks of every slot, each rank computed once however often it is read.
 
-    A ring over ranks: `size` must cover the ranks that are alive at one time. Float32 [S, size, V].
+    A ring over ranks: `size` must cover the ranks that are alive at one time. Float32 [S, size + ahead, V]: where few ranks
+    are asked for and the vocabulary is small, up to `ahead` more of each slot are computed along with them.
     """
 
     def __init__(self, state: SlotState, size: int, vocab_size: int) -> None:
-        self._state, self._size, self._vocab_size = state, size, vocab_size
+        self._ahead = min(15, _AHEAD // vocab_size)
+        self._state, self._size, self._vocab_size = state, size + self._ahead, vocab_size
+        size = self._size
         self._ring_SRV = state.column(size, vocab_size, dtype=torch.float32)
         # Which rank each cell of the ring holds, plus one; a new sample starts with none.
         self._held_SR = state.column(size)
@@ -34,11 +41,21 @@ class NoiseWindow:
         """Return the noise at each (slot, rank), in any order, [R, V]. Ranks of one slot must lie within `size` of each other."""
         new_R = self._held_SR[slots_R, ranks_R % self._size] != ranks_R + 1
         if bool(new_R.any()):
-            # Several rows may ask for one rank: compute it once.
-            width = self._state.order_SW.shape[1]
-            cells = torch.unique(slots_R[new_R] * width + ranks_R[new_R])
-            self._fill(cells // width, cells % width)
+            self._fill(*self._with_next(slots_R[new_R], ranks_R[new_R]))
         return self._ring_SRV[slots_R, ranks_R % self._size]
+
+    def _with_next(self, slots_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The places asked for, each once, and where these are few the places after them."""
+        width = self._state.order_SW.shape[1]
+        more = min(self._ahead, _AHEAD // (len(slots_R) * self._vocab_size) - 1)
+        if more > 0:
+            last_R1 = torch.maximum(self._state.length_S[slots_R] - 1, ranks_R).unsqueeze(1)
+            slots_R = slots_R.repeat_interleave(1 + more)
+            next_R = torch.arange(1 + more, device=ranks_R.device)
+            ranks_R = torch.minimum(ranks_R.unsqueeze(1) + next_R, last_R1).flatten()
+        # Several rows may ask for one rank: compute it once.
+        cells = torch.unique(slots_R * width + ranks_R)
+        return cells // width, cells % width
 
     def _fill(self, slots_R: Tensor, ranks_R: Tensor) -> None:
         state = self._state

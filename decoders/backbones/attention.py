@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -44,7 +45,8 @@ class Sight:
 class Layout:
     """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
-    `rectangle_N` is None where the valid rows fill the rectangle in order. `sights` are keyed by window and `windows` gives
+    `rectangle_N` is None where the valid rows fill the rectangle in order. Fewer query rows of a key head than `min_queries`
+    are filled up with what is thrown away. `sights` are keyed by window and `windows` gives
     the window of each layer, None for one that sees everything.
     """
 
@@ -52,6 +54,7 @@ class Layout:
     slots: Tensor | slice
     num_slots: int
     num_rows: int
+    min_queries: int
     places: Tensor
     rectangle_N: Tensor | None
     windows: tuple[int | None, ...]
@@ -93,6 +96,7 @@ def slot_attention(
 def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: float) -> Tensor:
     """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
     key, value = layout.cache.read(layer, layout.slots, sight.bias_BTW.shape[2])
+    attend = partial(attend_grouped, scaling=scaling, min_queries=layout.min_queries)
     spread = query_NHd
     if layout.rectangle_N is not None:
         spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
@@ -100,12 +104,11 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
     query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
     parts = _parts(query_BTHd, sight.bias_BTW.shape[2])
     if len(parts) == 1:
-        mixed = attend_grouped(query_BTHd, key, value, sight.bias_BTW, scaling=scaling)
+        mixed = attend(query_BTHd, key, value, sight.bias_BTW)
     else:
         mixed = torch.empty_like(query_BTHd)
         for some, lines in parts:
-            bias = sight.bias_BTW[some, lines]
-            mixed[some, lines] = attend_grouped(query_BTHd[some, lines], key[some], value[some], bias, scaling=scaling)
+            mixed[some, lines] = attend(query_BTHd[some, lines], key[some], value[some], sight.bias_BTW[some, lines])
     mixed = mixed.flatten(0, 1)
     return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
 
@@ -124,24 +127,35 @@ def _parts(query_BTHd: Tensor, num_columns: int) -> list[tuple[slice, slice]]:
 
 
 def attend_grouped(
-    query_BTHd: Tensor, key_BKWd: Tensor, value_BKWd: Tensor, bias_BTW: Tensor, *, scaling: float
+    query_BTHd: Tensor,
+    key_BKWd: Tensor,
+    value_BKWd: Tensor,
+    bias_BTW: Tensor,
+    *,
+    scaling: float,
+    min_queries: int = 1,
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
 
-    In float32 and float64 on a CPU the products are batched ones, whose bits depend on little (invariance.py); elsewhere
-    they are left to torch's fused attention, which keeps scores in float32 or better.
+    In float32 and float64 on a CPU the products are batched ones of at least `min_queries` query rows a key head, whose bits
+    depend on little (invariance.py); elsewhere they are left to torch's fused attention, which keeps scores in float32 or
+    better.
     """
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
-    split, group = (num_slots, num_rows, key_heads, -1, width), num_heads // key_heads
-    query_BKRd = query_BTHd.view(split).transpose(1, 2).reshape(num_slots, key_heads, -1, width)
+    group = num_heads // key_heads
+    query_BTKGd = query_BTHd.view(num_slots, num_rows, key_heads, group, width)
+    query_BKRd = query_BTKGd.transpose(1, 2).reshape(num_slots, key_heads, num_rows * group, width)
     if query_BTHd.device.type == "cpu" and query_BTHd.dtype in _EXACT_DTYPES:
+        missing = max(0, min_queries - num_rows * group)
+        query_CRd = functional.pad(query_BKRd.flatten(0, 1) * scaling, (0, 0, 0, missing))
         key_CWd, value_CWd = key_BKWd.flatten(0, 1), value_BKWd.flatten(0, 1)
-        scores = torch.bmm(query_BKRd.flatten(0, 1) * scaling, key_CWd.transpose(1, 2))
-        scores.view(num_slots, key_heads, num_rows, group, num_columns).add_(bias_BTW[:, None, :, None])
-        mixed = torch.bmm(scores.softmax(-1), value_CWd)
+        scores = torch.bmm(query_CRd, key_CWd.transpose(1, 2))
+        asked = scores[:, : num_rows * group].unflatten(0, (num_slots, key_heads)).unflatten(2, (num_rows, group))
+        asked.add_(bias_BTW[:, None, :, None])
+        mixed = torch.bmm(scores.softmax(-1), value_CWd)[:, : num_rows * group]
     else:
         bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, num_rows * group, num_columns)
         mixed = functional.scaled_dot_product_attention(query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scaling)
-    mixed_BTKGd = mixed.view(num_slots, key_heads, num_rows, group, width).transpose(1, 2)
+    mixed_BTKGd = mixed.reshape(num_slots, key_heads, num_rows, group, width).transpose(1, 2)
     return mixed_BTKGd.reshape(num_slots, num_rows, num_heads, width)

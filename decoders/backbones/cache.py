@@ -24,6 +24,11 @@ class SlotCache:
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of keys and values, which is that of the model's large products."""
+        return self.layers_2SKWd[0].dtype
+
+    @property
     def num_slots(self) -> int:
         """How many slots there is room for."""
         return self.positions_SW.shape[0]

@@ -66,7 +66,7 @@ class _Block(nn.Module):
     def forward(
         self, states_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], parts: tuple[Tensor, ...], layout: Layout
     ) -> Tensor:
-        dtype = self.attn_qkv.weight.dtype
+        dtype = layout.cache.dtype
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
         inner_ND = _modulate(self.norm1(states_ND), shift_1, scale_1).to(dtype)
         states_ND = states_ND + gate_1 * self._attend(inner_ND, turn_2Nd, layout)

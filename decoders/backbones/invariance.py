@@ -35,7 +35,7 @@ class ShapeRules:
 
 NO_RULES = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, exact=False)
 """What a GPU gets: its kernels change with the shape whatever is rounded, so nothing is padded in vain."""
-_CANDIDATES = ((16, 4, 32), (16, 4, 64), (32, 8, 128), (32, 8, 512))
+_CANDIDATES = ((1, 4, 32), (4, 4, 32), (16, 4, 32), (16, 4, 64), (32, 8, 128), (32, 8, 512))
 
 
 def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
@@ -110,7 +110,8 @@ def first_exact(is_exact: Callable[[ShapeRules], bool]) -> ShapeRules:
 def rows_exact(function: Callable[[Tensor], Tensor], rows_NK: Tensor, min_rows: int) -> bool:
     """Whether a row-wise function gives the first rows the same bits, however many (>= min_rows) come along."""
     whole = function(rows_NK)
-    counts = (min_rows, min_rows + 1, min_rows + 5, 47, 64, 129, 300)
+    few = (*range(min_rows, min_rows + 8), min_rows + 15)
+    counts = (*few, 47, 64, 129, 300)
     return all(torch.equal(function(rows_NK[:count]), whole[:count]) for count in counts if count <= rows_NK.shape[0])
 
 

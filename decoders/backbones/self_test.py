@@ -10,37 +10,40 @@ Legend: B slots, T rows of a slot, W columns, K key heads, G queries of a key he
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from decoders.backbones.attention import attend_grouped
 from decoders.backbones.base import TokenRows
 from decoders.backbones.invariance import NO_RULES, ShapeRules, first_exact, rows_exact, shapes_to_compare
+from decoders.backbones.packed import PackedLinear
 from decoders.masks import visible
 
 if TYPE_CHECKING:
     from decoders.backbones.transformer import ModuleBackbone
 
-_MAX_OUTPUTS: Final = 8192  # of a layer, such as the vocabulary: more of the same columns tell nothing new
 _NUM_ROWS: Final = 300
+Product = tuple[nn.Module, int, int, torch.dtype]
 
 
-def find_rules(model: Any, heads: tuple[int, int, int], dtype: torch.dtype) -> ShapeRules:
-    """Return the cheapest shape rules under which this model's rows agree bit by bit; `heads` is (K, G, d)."""
-    if model.device.type != "cpu":
+def find_rules(
+    found: Sequence[Product], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> ShapeRules:
+    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d)."""
+    if device.type != "cpu":
         return NO_RULES
-    products = list(_products(model))
+    each = {(type(one[0]), *one[1:]): one for one in found}
 
     @torch.no_grad()
     def is_exact(rules: ShapeRules) -> bool:
         return _attention_exact(heads, dtype, rules) and all(
-            rows_exact(product, _random(0, _NUM_ROWS, width).to(number), rules.min_rows)
-            for product, width, number in products
+            rows_exact(module, _random(0, _NUM_ROWS, width).to(number), rules.min_rows)
+            for module, width, _, number in each.values()
         )
 
     return first_exact(is_exact)
@@ -50,31 +53,26 @@ def _random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _products(model: Any) -> Iterator[tuple[Callable[[Tensor], Tensor], int, torch.dtype]]:
-    """Yield one module of every shape that multiplies rows by a matrix, with the width and the dtype of its input."""
-    head = model.get_output_embeddings().weight
-    yield partial(functional.linear, weight=head[:_MAX_OUTPUTS]), head.shape[1], head.dtype
-    seen = set()
-    for module in model.base_model.modules():
-        weight = getattr(module, "weight", None)
-        if weight is None or weight.ndim != 2 or not hasattr(module, "bias"):
-            continue  # embeddings and norms are no products
-        kind = type(module), weight.shape, module.bias is None
-        if kind not in seen:
-            seen.add(kind)
-            # torch's layers keep [out, in], GPT-2's [in, out].
-            yield module, weight.shape[1] if isinstance(module, torch.nn.Linear) else weight.shape[0], weight.dtype
+def products(module: nn.Module) -> Iterator[Product]:
+    """Yield the modules at or below `module` that multiply rows by a matrix: the widths of input and output, the dtype."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            yield part, part.in_features, part.out_features, torch.float32
+        elif isinstance(part, nn.Linear):
+            yield part, part.in_features, part.out_features, part.weight.dtype
+        elif isinstance(part, Conv1D):
+            yield part, part.nx, part.nf, part.weight.dtype
 
 
 def _attention_exact(heads: tuple[int, int, int], dtype: torch.dtype, rules: ShapeRules) -> bool:
     key_heads, group, width = heads
-    least = dataclasses.replace(rules, min_queries=-(-rules.min_queries // group))
-    num_slots, num_rows, num_visible, longest = 5, least.min_queries + 9, min(100, 3 * rules.column_multiple), 512
+    least = dataclasses.replace(rules, min_queries=1)
+    num_slots, num_rows, num_visible, longest = 5, rules.min_queries + 9, min(100, 3 * rules.column_multiple), 512
     query = _random(1, num_slots, num_rows, key_heads * group, width).to(dtype)
     key, value = _random(2, 2, num_slots, key_heads, longest, width).to(dtype)
     bias = torch.zeros(num_slots, num_rows, longest, dtype=dtype)
     bias[..., num_visible:] = -torch.inf
-    attend = partial(attend_grouped, scaling=width**-0.5)
+    attend = partial(attend_grouped, scaling=width**-0.5, min_queries=rules.min_queries)
     whole = attend(query, key, value, bias)
     for slots, rows, columns in shapes_to_compare(num_slots, num_visible, least):
         near = (slice(0, slots), slice(None), slice(0, columns))

@@ -20,8 +20,9 @@ from decoders.backbones.attention import Layout, Sight, see, slot_attention
 from decoders.backbones.base import TokenRows
 from decoders.backbones.cache import SlotCache, as_slice
 from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
-from decoders.backbones.invariance import linear_rows
-from decoders.backbones.self_test import find_rules
+from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from decoders.backbones.self_test import find_rules, products
 
 _ATTENTION: Final = "draftmill_slots"
 # Elementwise kernels take the last few numbers of a tensor another way; whole blocks of rows leave no such rest.
@@ -47,12 +48,16 @@ class ModuleBackbone:
         self.device, self.dtype = torch.device(device), dtype
         self.model, self.windows = model, windows
         self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
+        inner = [num_out for _, _, num_out, _ in products(self.base)]
+        self._packed = can_pack(dtype, self.device)
+        if self._packed:
+            pack_products(self.base)
+            self.head = PackedLinear(self.head.weight, self.head.bias)
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
-        self.group = parsed.num_attention_heads // key_value_heads(parsed)
-        self.rules = find_rules(self.model, (key_value_heads(parsed), self.group, head_width(parsed)), dtype)
+        heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
+        self.rules = find_rules([*products(self.base), *products(self.head)], heads, dtype, self.device)
         self.min_rows = self.rules.min_rows
-        inner = [module.weight.shape[0] for module in self.base.modules() if _is_linear(module)]
         self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
         self._tainted: set[int] = set()
@@ -90,8 +95,8 @@ class ModuleBackbone:
         batch_N, line_N = rows.valid_BT.nonzero(as_tuple=True)
         if self._tainted:
             self._wipe_restarted(rows, batch_N, line_N)
-        count, multiple = batch_N.shape[0], self._row_multiple
-        self.num_rows_computed = -(-max(count, self.min_rows) // multiple) * multiple
+        count = batch_N.shape[0]
+        self.num_rows_computed = self._padded(count)
         hidden_1ND = self.base(
             input_ids=self._flat(rows.tokens_BT[batch_N, line_N]),
             position_ids=self._flat(rows.positions_BT[batch_N, line_N]),
@@ -113,6 +118,11 @@ class ModuleBackbone:
         """What the module takes besides tokens and positions; the rows are flat already."""
         return {}
 
+    def _padded(self, count: int) -> int:
+        """How many rows the products run over where `count` are wanted."""
+        least, multiple = max(count, self.min_rows), self._row_multiple
+        return -(-(block_of_rows(least) if self._packed else least) // multiple) * multiple
+
     def _flat(self, values_N: Tensor) -> Tensor:
         padded = values_N.new_zeros(1, self.num_rows_computed)
         padded[0, : values_N.shape[0]] = values_N
@@ -120,20 +130,20 @@ class ModuleBackbone:
 
     def _layout(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> Layout:
         num_slots, num_lines, seen_columns = rows.visible_BTW.shape
-        num_rows = max(num_lines, -(-self.rules.min_queries // self.group))
         num_columns = self.rules.columns(seen_columns, self.cache.num_columns)
         assert seen_columns <= self.cache.num_columns, "rows see columns beyond the cache"
         slots_N, columns_N = rows.slots_B[batch_N], rows.columns_BT[batch_N, line_N]
         self.cache.positions_SW[slots_N, columns_N] = rows.positions_BT[batch_N, line_N]
-        visible_BTW = torch.zeros(num_slots, num_rows, num_columns, dtype=torch.bool, device=self.device)
-        visible_BTW[:, :num_lines, :seen_columns] = rows.visible_BTW
-        fills = batch_N.shape[0] == num_slots * num_rows
-        rectangle_N = None if fills else batch_N * num_rows + line_N
+        visible_BTW = torch.zeros(num_slots, num_lines, num_columns, dtype=torch.bool, device=self.device)
+        visible_BTW[..., :seen_columns] = rows.visible_BTW
+        fills = batch_N.shape[0] == num_slots * num_lines
+        rectangle_N = None if fills else batch_N * num_lines + line_N
         return Layout(
             cache=self.cache,
             slots=as_slice(rows.slots_B),
             num_slots=num_slots,
-            num_rows=num_rows,
+            num_rows=num_lines,
+            min_queries=self.rules.min_queries,
             places=self.cache.places(slots_N, columns_N),
             rectangle_N=rectangle_N,
             windows=self.windows,
@@ -149,7 +159,7 @@ class ModuleBackbone:
             assert near_BW is not None, "a window without the columns' positions"
             within_BTW = near_BW.unsqueeze(1) > rows.positions_BT.unsqueeze(2) - window
             windowed_BTW = visible_BTW.clone()
-            windowed_BTW[:, : within_BTW.shape[1]] &= within_BTW
+            windowed_BTW &= within_BTW
             sights[window] = see(windowed_BTW, rectangle_N, self.dtype)
         return sights
 
@@ -169,7 +179,7 @@ class ModuleBackbone:
     @torch.no_grad()
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] of final hidden states, float32 or better."""
-        raw = linear_rows(hidden_RD, self.head.weight, self.head.bias, self.min_rows)
+        raw = at_least_rows(self._padded(len(hidden_RD)), self.head, hidden_RD)
         return raw if raw.dtype == torch.float64 else raw.float()
 
     @torch.no_grad()
@@ -194,10 +204,6 @@ class TransformerBackbone(ModuleBackbone):
         ready = {name: tensor.to(device=where, dtype=dtype) for name, tensor in weights.items()}
         model = load_module(family, parsed, ready, where)
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
-
-
-def _is_linear(module: Any) -> bool:
-    return getattr(getattr(module, "weight", None), "ndim", 0) == 2 and hasattr(module, "bias")
 
 
 def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:

@@ -131,7 +131,8 @@ def test_all_tensors_of_the_checkpoints_are_used(golden):
         weights = load_file(golden / family / "model.safetensors")
         held = sum(tensor.numel() for name, tensor in weights.items() if "inv_freq" not in name)
         assert inspect_model(golden / family).num_parameters == held
-        assert sum(parameter.numel() for parameter in load(golden / family).model.parameters()) == held
+        plain = load(golden / family, "float64")  # in float32 products are packed, which is no parameter
+        assert sum(parameter.numel() for parameter in plain.model.parameters()) == held
 
 
 def test_mdlm_is_read_as_the_hub_and_as_its_own_training_name_it(golden, tmp_path):
@@ -159,9 +160,9 @@ def test_a_tied_llada_takes_its_embeddings_as_output_layer(golden, tmp_path):
     head = "model.transformer.ff_out.weight"
     tied = copy_changed(golden / "llada", tmp_path / "tied", config={"weight_tying": True}, weights=without(head))
     backbone = load(tied)
-    torch.testing.assert_close(
-        backbone.head.weight, load_file(tied / "model.safetensors")["model.transformer.wte.weight"]
-    )
+    embeddings = load_file(tied / "model.safetensors")["model.transformer.wte.weight"]
+    rows = torch.eye(embeddings.shape[1])
+    torch.testing.assert_close(backbone.logits(rows), rows @ embeddings.T, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=f"lacks the tensors {head}"):
         load(copy_changed(golden / "llada", tmp_path / "untied", weights=without(head)))
 

@@ -1,0 +1,54 @@
+"""Matrix products with weights packed once for the processor, whose results don't depend on how many rows come along.
+
+oneDNN sums every output in one order whatever the number of rows, from a single row on and for any number of threads, where
+the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
+large products are somewhat faster as well. Whether all that holds on this machine is not believed but tested (self_test.py).
+
+Knows nothing of models. Legend: R rows, K in, M out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+_BLOCK: Final = 8
+
+
+class PackedLinear(nn.Module):
+    """A linear layer [R, K] -> [R, M] whose weight is kept in oneDNN's layout only, unless someone else keeps it too."""
+
+    def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight_MK.shape
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.detach().contiguous(), None)
+        self._bias_M = bias_M
+
+    def forward(self, rows_RK: Tensor) -> Tensor:
+        """Return the products, any number of leading dimensions."""
+        return torch.ops.mkldnn._linear_pointwise(rows_RK, self._packed, self._bias_M, "none", [], "")
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of torch packs weights of this kind."""
+    ops: Any = torch.ops.mkldnn
+    known = hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")
+    return known and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack_products(module: nn.Module) -> None:
+    """Replace every linear layer below `module` by a packed one, in place."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            elif type(child) is Conv1D:  # GPT-2 keeps [in, out]
+                setattr(parent, name, PackedLinear(child.weight.t(), child.bias))
+
+
+def block_of_rows(count: int) -> int:
+    """Round a number of rows up: each new shape makes oneDNN write a kernel, so there must not be too many of them."""
+    return count if count <= _BLOCK else -(-count // _BLOCK) * _BLOCK

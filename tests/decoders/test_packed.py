@@ -1,0 +1,61 @@
+"""Packed products: the numbers of `functional.linear`, the same bits in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from decoders.backbones.invariance import rows_exact
+from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+
+needs_packing = pytest.mark.skipif(
+    not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch does not pack weights"
+)
+
+
+def random_layer(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator), torch.randn(shape[0], generator=generator)
+
+
+@needs_packing
+@pytest.mark.parametrize("biased", [True, False])
+def test_a_packed_layer_gives_the_products_of_a_plain_one(biased: bool) -> None:
+    weight, bias = random_layer(24, 40)
+    rows = torch.randn(3, 5, 40, generator=torch.Generator().manual_seed(1))
+    expected = functional.linear(rows, weight, bias if biased else None)
+    torch.testing.assert_close(PackedLinear(weight, bias if biased else None)(rows), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_packing
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    weight, _ = random_layer(70, 129)
+    rows = torch.randn(300, 129, generator=torch.Generator().manual_seed(1))
+    assert rows_exact(PackedLinear(weight, None), rows, 1)
+
+
+@needs_packing
+def test_both_kinds_of_layers_are_replaced_and_nothing_else() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.ModuleDict({"c": Conv1D(3, 6)}), "d": nn.Embedding(5, 6)})
+    rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        before = module["a"](rows), module["b"]["c"](rows)
+        pack_products(module)
+        after = module["a"](rows), module["b"]["c"](rows)
+    assert isinstance(module["a"], PackedLinear)
+    assert isinstance(module["b"]["c"], PackedLinear)
+    assert isinstance(module["d"], nn.Embedding)
+    torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+
+
+def test_only_float32_on_a_cpu_is_packed() -> None:
+    assert not can_pack(torch.float64, torch.device("cpu"))
+    assert not can_pack(torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(("count", "rounded"), [(1, 1), (8, 8), (9, 16), (64, 64), (65, 72)])
+def test_many_rows_come_in_blocks(count: int, rounded: int) -> None:
+    assert block_of_rows(count) == rounded
