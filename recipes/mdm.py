@@ -27,7 +27,7 @@ START = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 def plan_from(flags: argparse.Namespace) -> loop.Schedule:
     return loop.Schedule(
-        steps=flags.steps or 5000,
+        steps=flags.steps or 4000,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 2048,
         lengths=(128, 256, 512),
@@ -41,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.mdm", description="Train a masked-diffusion language model.")
     loop.add_flags(parser)
     parser.add_argument("--start", type=Path, default=START, help="the causal model to start from")
-    parser.set_defaults(decay_share=0.4)
+    parser.set_defaults(decay_share=0.5)
     return parser.parse_args(arguments)
 
 
