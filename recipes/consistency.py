@@ -142,6 +142,8 @@ def run_round(
     decoder = {"kind": "jacobi", "block_size": n, "window": "fixed"}
     run = decode(source, prompts, decoder, work / "trajectories", new_tokens=new_tokens, trace=True)
     found = trajectories.read(run, prompts.ids)
+    # A later command may go on with other flags: the README tells what each round was trained with.
+    loop.write_json(work / "plan.json", describe_round(flags, one))
     trainer = distil(flags, source, found, prepared, work, one)
     if trainer is None:
         return None
@@ -225,18 +227,24 @@ def measure(
     return found
 
 
+def describe_round(flags: argparse.Namespace, one: Round) -> str:
+    """A round's settings in words."""
+    plan = plan_from(flags, one)
+    return (
+        f"blocks of {one.block_size} tokens, {one.ratios} noise ratios; "
+        f"{flags.prompts} prompts of {flags.prompt_tokens} tokens, {flags.new_tokens} new ones; "
+        f"{flags.samples} trajectories in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a step; "
+        f"loss weights: consistency 1, its fixed points {plan.clean_weight}, corpus {plan.text_weight}; {plan.describe()}"
+    )
+
+
 def describe(flags: argparse.Namespace, prepared: corpus.Prepared) -> dict[str, str]:
     """The README's list of training settings."""
     plans = {
-        f"round {number + 1}": f"blocks of {one.block_size} tokens, {one.ratios} noise ratios; "
-        f"{flags.prompts} prompts of {flags.prompt_tokens} tokens, {flags.new_tokens} new ones; "
-        f"{flags.samples} trajectories in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a "
-        f"step; {plan.describe()}"
-        for number, one in enumerate(flags.rounds)
-        for plan in [plan_from(flags, one)]
+        f"round {number + 1}": json.loads((flags.work / f"round-{number}" / "plan.json").read_text())
+        for number in range(len(flags.rounds))
     }
-    weights = f"consistency 1, its fixed points {flags.clean_weight}, corpus {flags.text_weight}"
-    return {**prepared.describe(), **plans, "loss weights": weights, **loop.describe_machine(flags.threads)}
+    return {**prepared.describe(), **plans, **loop.describe_machine(flags.threads)}
 
 
 if __name__ == "__main__":
