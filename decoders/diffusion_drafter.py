@@ -38,6 +38,7 @@ from decoders import noise
 from decoders.absorbing import noise_of_share
 from decoders.backbones.base import CountingBackbone, TokenBackbone, TokenRows
 from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.packed import block_of_rows
 from decoders.base import ModelInfo
 from decoders.causal_drafters import Allot, DrawAt
 from decoders.cost import CostTable
@@ -203,7 +204,7 @@ class DiffusionDrafter:
         prev_RD, before_RD = (self._embedded(self._state.tokens_SW[masks.slots_R, ranks_R]) for ranks_R in earlier)
         return self.counting.part_of_forward(
             at_least_rows,
-            self._backbone.min_rows,
+            block_of_rows(max(len(hidden_RD), self._backbone.min_rows)),
             head,
             hidden_RD,
             prev_RD=prev_RD,

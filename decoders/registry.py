@@ -13,6 +13,7 @@ from decoders.any_subset import Parallel, Sequential
 from decoders.assd import AssdDecoder
 from decoders.autoregressive import Autoregressive
 from decoders.backbones.base import Model, TokenBackbone
+from decoders.backbones.packed import can_pack, pack_products
 from decoders.base import ModelInfo
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
@@ -81,7 +82,11 @@ def find_heads(settings: Settings, folder: Path, backbone: Model) -> DraftHeads 
     width = heads.sizes()["width"]
     if width != backbone.width:
         raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
-    return heads.to(device=backbone.device, dtype=backbone.dtype)
+    heads = heads.to(device=backbone.device, dtype=backbone.dtype)
+    if backbone.min_rows == 1 and can_pack(backbone.dtype, backbone.device):
+        # The model's rows need no company to keep their bits, since its products are packed: nor may those of its head.
+        pack_products(heads)
+    return heads
 
 
 def build_decoder(

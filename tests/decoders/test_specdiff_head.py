@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from decoders import causal_reference
+from decoders.backbones.invariance import rows_exact
 from decoders.backbones.token_table import TokenTable
 from decoders.base import Request
 from decoders.budget import DraftBudget
@@ -30,6 +31,7 @@ from tests.decoders.diffusion_tables import (
     specdiff,
     target,
 )
+from tests.decoders.masked_models import load
 from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
 
 AR = Autoregressive(kind="autoregressive")
@@ -258,6 +260,27 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
         found(wide)
     with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
         find_heads(Assd(kind="assd"), own, drafter())
+
+
+def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp_path):
+    backbone = load(golden / "llada")
+    heads = DraftHeads(width=backbone.width, markov_hidden=32).requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    settings = SpecDiff(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
+    found, stored = find_heads(settings, tmp_path, backbone), load_heads(tmp_path, "specdiff")
+    assert found is not None and stored is not None
+
+    def corrected(head, rows_RD):
+        one_R = torch.ones(len(rows_RD), dtype=torch.int64)
+        places = {"prev_distance_R": one_R, "before_distance_R": one_R, "num_unseen_R": 2 * one_R}
+        with torch.no_grad():
+            return head(rows_RD, prev_RD=rows_RD.flip(1), before_RD=-rows_RD, **places)
+
+    rows_RD = torch.randn(300, backbone.width, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(corrected(found.markov, rows_RD), corrected(stored.markov, rows_RD))
+    if backbone.rules.exact:
+        assert rows_exact(lambda rows: corrected(found.markov, rows), rows_RD, backbone.min_rows)
 
 
 def test_the_native_order_has_no_head():
