@@ -27,7 +27,7 @@ START = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 def plan_from(flags: argparse.Namespace) -> loop.Schedule:
     return loop.Schedule(
-        steps=flags.steps or 4000,
+        steps=flags.steps or 4100,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 2048,
         lengths=(128, 256, 512),
