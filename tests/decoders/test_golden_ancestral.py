@@ -11,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
+from decoders.absorbing import chance_by_scores, chance_by_time, log_scores, masked_share, total_noise
 from decoders.ancestral import LAST_TIME
 from tests.decoders.masked_models import copy_changed, load, look_alone
 
 MASK = 64
+MDLM_RUNS = (
+    *("run.ddpm.notc.s10", "run.ddpm.tc.s10", "run.ddpm_cache.notc.s10", "run.ddpm_cache.tc.s10"),
+    *("run.ddpm_cache.notc.s50", "run.ddpm_cache.tc.s30"),
+)
+SEDD_RUNS = ("run.analytic.uncond", "run.analytic.cond", "run.euler.uncond", "run.euler.cond")
 
 
 def cases_of(folder):
@@ -75,7 +80,7 @@ def race(probabilities, uniforms):
     return (probabilities / (1e-10 - (uniforms.double() + 1e-10).log())).argmax(-1)
 
 
-@pytest.mark.parametrize("name", ["run.ddpm.notc.s10", "run.ddpm.tc.s10", "run.ddpm_cache.notc.s50"])
+@pytest.mark.parametrize("name", MDLM_RUNS)
 def test_public_runs_of_mdlm_are_those_of_our_steps_and_their_numbers(golden, tmp_path, name):
     cases, arrays = cases_of(golden / "mdlm")
     run = next(run for run in cases["sample_runs"] if run["id"] == name)
@@ -130,7 +135,7 @@ def test_reverse_steps_of_sedd_are_the_public_ones(golden, kind):
     assert num_rows > 50
 
 
-@pytest.mark.parametrize("name", ["run.analytic.uncond", "run.analytic.cond", "run.euler.cond"])
+@pytest.mark.parametrize("name", SEDD_RUNS)
 def test_public_runs_of_sedd_are_those_of_our_steps_and_their_numbers(golden, name):
     cases, arrays = cases_of(golden / "sedd")
     run = next(run for run in cases["sample_runs"] if run["id"] == name)
@@ -156,3 +161,20 @@ def test_public_runs_of_sedd_are_those_of_our_steps_and_their_numbers(golden, na
             changed += int((found != canvas).sum())
             canvas = states[step, row]
     assert changed >= 5, "most masks of this model stay for the last step"
+
+
+def test_in_the_public_graph_only_masks_become_something_else(golden):
+    """What the chances above rest on: backwards in time a mask may have been any token with the share masked meanwhile, and by
+    the rate with weight 1; any other token only itself."""
+    cases, arrays = cases_of(golden / "sedd")
+    graph, num_masks = cases["graph"], 0
+    for row, sigma in enumerate(graph["sigma"]):
+        share = masked_share(torch.tensor(sigma))
+        tokens, moves, rates = (arrays[graph[name]["array"]][row] for name in ("x", "transp_transition", "transp_rate"))
+        for token, move, rate in zip(tokens.tolist(), moves, rates, strict=True):
+            own = torch.nn.functional.one_hot(torch.tensor(token), MASK + 1)
+            num_masks += token == MASK
+            expected = torch.where(own > 0, 1.0, share) if token == MASK else own * (1.0 - share)
+            torch.testing.assert_close(move, expected, atol=1e-6, rtol=0.0)
+            assert rate.tolist() == (1 - own if token == MASK else -own).tolist()
+    assert 0 < num_masks < 12

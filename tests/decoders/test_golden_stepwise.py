@@ -5,65 +5,22 @@ confidence there, so these tests do not suppress it either, but for one that sho
 """
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.load import inspect_model
 from decoders.base import Request
 from decoders.settings import Factor as FactorSettings
-from decoders.settings import Sampling
 from decoders.settings import Stepwise as StepwiseSettings
 from decoders.settings import Threshold as ThresholdSettings
 from decoders.stepwise import Factor, Stepwise, Threshold, dream_quota
+from tests.decoders.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.masked_models import load, look
 from tests.decoders.support import run_all
 
-GREEDY = Sampling(temperature=0.0)
-CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
 CONFIDENCES: dict[str, Any] = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
-
-
-def cases_of(folder, *groups):
-    """One case a row: what the public code decoded in a batch is given row by row."""
-    cases = json.loads((folder / "cases.json").read_text())
-    return [row for group in groups for case in cases[group] for row in rows_of(case)]
-
-
-def rows_of(case):
-    if not isinstance(case["prompt"][0], list):
-        return [case]
-    fields = [name for name in case if isinstance(case[name], list) and name != "calls"]
-    return [
-        case | {name: case[name][row] for name in fields if name != "revealed_per_call"}
-        for row in range(len(case["prompt"]))
-    ]
-
-
-def canvas_of(case, mask_id):
-    tokens = np.array(case["prompt"] + [mask_id] * case["settings"]["gen_length"], dtype=np.int32)
-    tokens[tokens == mask_id] = -1
-    return tokens
-
-
-def built(backbone, folder, kind, settings, *, suppressed=(), rows=3):
-    info = replace(inspect_model(folder), suppressed=suppressed)
-    return kind(backbone, info, GREEDY, settings=settings, max_rows=rows, max_tokens=1 << 20, trace=True)
-
-
-def reveal_calls(outcome, canvas):
-    """The forward after which each hole was revealed, counted from 1, in the order of positions."""
-    call_of = {position: step.nfe for step in outcome.trace for position in step.positions}
-    return [call_of[position] for position in np.flatnonzero(canvas < 0)]
-
-
-def check(outcome, case, canvas):
-    holes = np.flatnonzero(canvas < 0)
-    assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
-    assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -149,7 +106,7 @@ def test_factor_reveals_the_largest_number_of_which_each_is_sure_enough(golden):
 
 def test_stepwise_is_the_public_dream_by_its_schedule(golden):
     """Differs on purpose: rows that the public code decodes in one batch share the mean of their masks, ours have their own (here
-    the same). Its `origin`, which draws how many to reveal as well, is not built: `random` reveals as many as the others."""
+    the same). Its `origin` is in test_public_differences.py."""
     folder, backbone = golden / "dream", load(golden / "dream")
     cases = [case for case in cases_of(folder, "diffusion_generate") if case["settings"]["alg"] in CONFIDENCES]
     assert len(cases) >= 14
@@ -225,7 +182,8 @@ def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
 def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache, refresh=None):
     """One canvas, one forward a token, as one would write it down: positions in the order in which they are revealed."""
     tokens, origin = np.where(canvas < 0, mask_id, canvas), int(np.flatnonzero(canvas < 0)[0])
-    masked, order, before, made_at = canvas < 0, [], None, 0
+    masked, before, made_at = canvas < 0, None, 0
+    order: list[tuple[int, int]] = []
     backbone.forget()
     backbone.allocate(1, 64)
     while masked.any():

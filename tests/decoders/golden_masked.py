@@ -1,0 +1,55 @@
+"""Golden cases of the masked-diffusion samplers (LLaDA, Fast-dLLM, Dream): read, decoded by ours, compared.
+
+The public code doesn't suppress the mask: its probability is part of every confidence there, so neither is it suppressed here.
+"""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from decoders.backbones.load import inspect_model
+from decoders.settings import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
+
+
+def cases_of(folder, *groups):
+    """One case a row: what the public code decoded in a batch is given row by row."""
+    cases = json.loads((folder / "cases.json").read_text())
+    return [row for group in groups for case in cases[group] for row in rows_of(case)]
+
+
+def rows_of(case):
+    if not isinstance(case["prompt"][0], list):
+        return [case]
+    fields = [name for name in case if isinstance(case[name], list) and name != "calls"]
+    return [
+        case | {name: case[name][row] for name in fields if name != "revealed_per_call"}
+        for row in range(len(case["prompt"]))
+    ]
+
+
+def canvas_of(case, mask_id):
+    tokens = np.array(case["prompt"] + [mask_id] * case["settings"]["gen_length"], dtype=np.int32)
+    tokens[tokens == mask_id] = -1
+    return tokens
+
+
+def built(backbone, folder, kind, settings, *, suppressed=(), rows=3):
+    info = replace(inspect_model(folder), suppressed=suppressed)
+    return kind(backbone, info, GREEDY, settings=settings, max_rows=rows, max_tokens=1 << 20, trace=True)
+
+
+def reveal_calls(outcome, canvas):
+    """The forward after which each hole was revealed, counted from 1, in the order of positions."""
+    call_of = {position: step.nfe for step in outcome.trace for position in step.positions}
+    return [call_of[position] for position in np.flatnonzero(canvas < 0)]
+
+
+def check(outcome, case, canvas):
+    holes = np.flatnonzero(canvas < 0)
+    assert outcome.tokens.tolist() == [case["output"][hole] for hole in holes]
+    assert reveal_calls(outcome, canvas)[-len(case["reveal_call"]) :] == case["reveal_call"]
