@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ from decoders.stops import Stops
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 STEPWISE = "stepwise"
+_SHOWN = 8
 
 
 def _ssd(**settings: Any) -> SelfSpeculative:
@@ -67,7 +69,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Totals of one run; `nodes` are sequence-forwards: what a large batch pays for."""
+    """Totals of one run; `nodes` are sequence-forwards, what a large batch pays for; `commits[j]` iterations decided j tokens."""
 
     texts: dict[int, list[int]]
     seconds: float
@@ -77,6 +79,13 @@ class Measured:
     accepted: int
     proposed: int
     iterations: int
+    commits: list[int]
+
+    @property
+    def prefixes(self) -> list[float]:
+        """The share of iterations whose first j = 1, 2, ... drafts were accepted; an iteration commits one token more."""
+        total = sum(self.commits)
+        return [sum(self.commits[j + 1 :]) / total for j in range(1, len(self.commits) - 1)] if total else []
 
     @property
     def count(self) -> int:
@@ -115,6 +124,9 @@ def measure(
         accepted=sum(outcome.accepted for outcome in outcomes),
         proposed=proposed,
         iterations=sum(outcome.iterations for outcome in outcomes),
+        commits=[
+            sum(counts) for counts in itertools.zip_longest(*(outcome.accept_hist for outcome in outcomes), fillvalue=0)
+        ],
     )
 
 
@@ -172,6 +184,7 @@ def specdiff(target: Loaded, drafter: Loaded, requests: list[Request], flags: ar
     columns = [*(f"B={rows}" for rows in flags.batches), *(f"over autoregressive, B={rows}" for rows in flags.batches)]
     print(header("gamma, steps, head", *columns, "NFE/token", "drafter's/token", "accepted/draft", "text"))
     print(row("autoregressive", *(f"{run.rate:.0f}" for run in plain)), flush=True)
+    accepted = []
     for gamma, steps, head in [(g, t, h) for g in flags.gamma for t in flags.steps for h in ("none", "auto")]:
         if gamma != "auto" and steps > int(gamma):
             continue
@@ -201,6 +214,12 @@ def specdiff(target: Loaded, drafter: Loaded, requests: list[Request], flags: ar
         cells += [f"{last.nfe / last.count:.3f}", f"{last.nfe_draft / last.count:.3f}"]
         cells += [f"{last.accepted / max(last.iterations, 1):.2f}", f"{same:.0%} equal"]
         print(row(f"{gamma}, {steps}, {head}", *cells), flush=True)
+        accepted.append((f"{gamma}, {steps}, {head}", last.prefixes))
+    print("\nhow many iterations accept the first j drafts; in brackets, of those that accept the first j - 1\n")
+    print(header("gamma, steps, head", *(f"j={j}" for j in range(1, _SHOWN + 1))))
+    for name, prefixes in accepted:
+        shares = zip(prefixes[:_SHOWN], [1.0, *prefixes], strict=False)
+        print(row(name, *(f"{share:.2f} ({share / before if before else 0:.2f})" for share, before in shares)))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
