@@ -39,15 +39,19 @@ def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
 
 @needs_packing
 def test_both_kinds_of_layers_are_replaced_and_nothing_else() -> None:
-    module = nn.ModuleDict({"a": nn.Linear(6, 4), "b": nn.ModuleDict({"c": Conv1D(3, 6)}), "d": nn.Embedding(5, 6)})
+    module = nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.GELU(), Conv1D(3, 4)))
+    apart = nn.ModuleList([nn.Embedding(5, 6), module])
     rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        before = module["a"](rows), module["b"]["c"](rows)
-        pack_products(module)
-        after = module["a"](rows), module["b"]["c"](rows)
-    assert isinstance(module["a"], PackedLinear)
-    assert isinstance(module["b"]["c"], PackedLinear)
-    assert isinstance(module["d"], nn.Embedding)
+        before = module(rows)
+        pack_products(apart)
+        after = module(rows)
+    assert [type(part) for part in apart.modules() if not list(part.children())] == [
+        nn.Embedding,
+        PackedLinear,
+        nn.GELU,
+        PackedLinear,
+    ]
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
 
 
