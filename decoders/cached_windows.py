@@ -43,17 +43,25 @@ class CachedWindows:
         else:
             anew_B = (last_B < 0) | (decided_B - self._made_at_S[slots_B] >= self.refresh)
         self._made_at_S[slots_B] = torch.where(anew_B, decided_B, self._made_at_S[slots_B])
-        self._block_S[slots_B] = block_B + 1
-        first_B = torch.minimum(last_B.clamp(min=0), block_B)
-        return anew_B.unsqueeze(1) | self.window(slots_B, first_B, block_B, blocks_BW)
+        self.enter(slots_B, block_B)
+        return anew_B.unsqueeze(1) | self.between(slots_B, last_B, block_B, blocks_BW)
 
-    def window(self, slots_B: Tensor, first_B: Tensor, last_B: Tensor, blocks_BW: Tensor) -> Tensor:
-        """Mark what a forward runs for the blocks from `first_B` to `last_B`, bool [B, W]."""
+    def between(self, slots_B: Tensor, last_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
+        """Mark what a forward in `block_B` runs after one in `last_B` where nothing is made anew, bool [B, W]."""
+        return self.window(slots_B, last_B, blocks_BW) | self.window(slots_B, block_B, blocks_BW)
+
+    def enter(self, slots_B: Tensor, block_B: Tensor) -> None:
+        """Take note that the last forward was in this block."""
+        self._block_S[slots_B] = block_B + 1
+
+    def window(self, slots_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
+        """Mark a block, with `prefix` all behind it too, and the row that its first position is read from, bool [B, W]."""
         size = self._canvas.block_length or blocks_BW.shape[1]
         positions_W = torch.arange(blocks_BW.shape[1], device=blocks_BW.device)
         origin_B = self._canvas.origin_S[slots_B]
-        window_BW = positions_W >= (origin_B + first_B * size - self.shift).unsqueeze(1)
-        return window_BW if self.to_end else window_BW & (positions_W < (origin_B + (last_B + 1) * size).unsqueeze(1))
+        start_B1 = (origin_B + block_B * size).unsqueeze(1)
+        window_BW = positions_W >= start_B1 - self.shift
+        return window_BW if self.to_end else window_BW & (positions_W < start_B1 + size)
 
     def until_refresh(self, slots_B: Tensor) -> Tensor | None:
         """How many tokens may be revealed, this step's first included, before the cache is made anew, [B]; None: any number."""

@@ -50,12 +50,21 @@ def near_masks(masked_NW: Tensor, blocks_NW: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nodes of a round. Node n is number `place_N` of row `row_N`; `exists_BM` says which numbers a row has."""
+    """The nodes of a round. Node n is number `place_N` of row `row_N`; `exists_BM` says which numbers a row has.
+
+    The first `num_chain` numbers are the chain, the root first; the others are the further children of the chain's nodes.
+    """
 
     tokens_NW: Tensor
     row_N: Tensor
     place_N: Tensor
     exists_BM: Tensor
+    num_chain: int
+
+    def before(self) -> Tensor:
+        """The node that each node goes on from, itself for roots, [N]."""
+        parent_N = torch.where(self.place_N < self.num_chain, self.place_N - 1, self.place_N - self.num_chain)
+        return self._numbers()[self.row_N, parent_N.clamp(min=0)]
 
     def spread(self, values_N: Tensor) -> Tensor:
         """One value a node as [B, M], 0 where there is no node."""
@@ -65,8 +74,10 @@ class Tree:
 
     def number(self, place_B: Tensor) -> Tensor:
         """Which of all nodes is number `place_B` of each row, [B]."""
-        number_BM = self.exists_BM.flatten().cumsum(0).view_as(self.exists_BM) - 1
-        return number_BM.gather(1, place_B.unsqueeze(1)).squeeze(1)
+        return self._numbers().gather(1, place_B.unsqueeze(1)).squeeze(1)
+
+    def _numbers(self) -> Tensor:
+        return self.exists_BM.flatten().cumsum(0).view_as(self.exists_BM) - 1
 
 
 def plant(tokens_BW: Tensor, drafts: Candidates, *, mixed: bool) -> Tree:
@@ -84,7 +95,7 @@ def plant(tokens_BW: Tensor, drafts: Candidates, *, mixed: bool) -> Tree:
     tokens_NW = tokens_BW[row_N]
     node_R, step_R = placed_MK[place_N].nonzero(as_tuple=True)
     tokens_NW[node_R, drafts.positions_BK[row_N[node_R], step_R]] = drafts.tokens_BK[row_N[node_R], step_R]
-    return Tree(tokens_NW, row_N, place_N, exists_BM)
+    return Tree(tokens_NW, row_N, place_N, exists_BM, num + 1)
 
 
 @dataclass(frozen=True, slots=True)

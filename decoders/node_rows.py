@@ -8,7 +8,7 @@ directions. Nodes that share a slot of the cache stand at columns of their own a
 
         columns     0 .. canvas .. main-1 | window of node 1 | window of node 2 | ..
         the root    sees the canvas
-        node i      sees the canvas without its own window, and its window's own columns
+        node i      sees its own columns; what it does not feed, where the last node before it did; else where the canvas stands
 
 Knows nothing of how nodes come about. Legend: N nodes, W positions, B rows of the batch, T token rows, C cache columns, R flat
 rows, D width.
@@ -49,23 +49,39 @@ def separate(tokens_NW: Tensor, lengths_N: Tensor) -> Nodes:
     return Nodes(each_N, each_N, tokens_NW, inside_NW, positions_W.expand_as(tokens_NW), inside_NW)
 
 
-def beside(root: Nodes, tokens_NW: Tensor, row_N: Tensor, place_N: Tensor, window_NW: Tensor, base: int) -> Nodes:
-    """Each slot's nodes around the cache that they share: number 0 is the root, the others run windows behind column `base`.
+def beside(
+    root: Nodes, tokens_NW: Tensor, row_N: Tensor, before_N: Tensor, fed_NW: Tensor, base: int
+) -> tuple[Nodes, Tensor]:
+    """Each slot's nodes around the cache that they share: the root in its columns, the others in their own behind column `base`.
 
-    Node n is number `place_N` of row `row_N`. The windows of one row stand one behind the other, as wide as the widest of all.
+    Node n of row `row_N` goes on from node `before_N` (a root from itself): what it does not feed it reads as that one does. A
+    chain of nodes follows its root without gaps, each going on from the last; others may come behind it. Returns the nodes, and
+    the column at which each sees a position, [N, W].
     """
-    is_root_N1 = (place_N == 0).unsqueeze(1)
-    positions_W = torch.arange(tokens_NW.shape[1], device=tokens_NW.device)
-    stride = int(window_NW.sum(1).max())
-    start_N1 = (base + (place_N - 1) * stride).unsqueeze(1)
-    columns_NW = torch.where(is_root_N1, positions_W, start_N1 + window_NW.cumsum(1) - 1)
-    fed_NW = torch.where(is_root_N1, root.fed_NW[row_N], window_NW)
-    num_columns = base + int(place_N.max()) * stride
-    visible_NC = torch.zeros(len(row_N), num_columns, dtype=torch.bool, device=tokens_NW.device)
-    visible_NC[:, : len(positions_W)] = root.visible_NC[row_N] & (is_root_N1 | ~window_NW)
-    node_R, position_R = fed_NW.nonzero(as_tuple=True)
-    visible_NC[node_R, columns_NW[node_R, position_R]] = True
-    return Nodes(root.slots_B, row_N, tokens_NW, fed_NW, columns_NW, visible_NC)
+    each_N = torch.arange(len(row_N), device=row_N.device)
+    is_root_N = before_N == each_N
+    positions_W = torch.arange(tokens_NW.shape[1], device=row_N.device)
+    counts_N = fed_NW.sum(1).masked_fill(is_root_N, 0)
+    ends_N = counts_N.cumsum(0)
+    offset_N = ends_N - counts_N - ends_N[is_root_N][row_N]
+    columns_NW = torch.where(is_root_N.unsqueeze(1), positions_W, (base + offset_N).unsqueeze(1) + fed_NW.cumsum(1) - 1)
+    seen_NW = columns_NW.gather(0, _last_feeder(before_N, fed_NW))
+    inside_NW = root.visible_NC[row_N]
+    num_columns = base + int((offset_N + counts_N).max())
+    visible_NC = torch.zeros(len(row_N), num_columns, dtype=torch.bool, device=row_N.device)
+    node_R, position_R = inside_NW.nonzero(as_tuple=True)
+    visible_NC[node_R, seen_NW[node_R, position_R]] = True
+    return Nodes(root.slots_B, row_N, tokens_NW, fed_NW, columns_NW, visible_NC), seen_NW
+
+
+def _last_feeder(before_N: Tensor, fed_NW: Tensor) -> Tensor:
+    """Which node each position of a node is read from: itself, or the last before it that fed it; the root holds the rest."""
+    each_N1 = torch.arange(len(before_N), device=before_N.device).unsqueeze(1)
+    before_N1 = before_N.unsqueeze(1)
+    is_root_N1, in_chain_N1 = before_N1 == each_N1, before_N1 == each_N1 - 1
+    # A root holds every position, so no maximum reaches back over it to the slot before.
+    chain_NW = torch.where(is_root_N1 | (fed_NW & in_chain_N1), each_N1, -1).cummax(0).values
+    return torch.where(fed_NW, each_N1, chain_NW[before_N])
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,8 @@ class SelfSpeculative(MaskedDecoder):
         super().__init__(*args, **shared_settings(settings), **kwargs)
         self.draft_length = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
         self.mixed, self.relaxed = settings.tree == "mixed", self.cache == "dual_relaxed"
+        self.crosses = self.relaxed or self.windows.refresh is not None
+        """Whether drafts go on into the next block, and from there are read from the cache that there is."""
         self.most_nodes = 1 + num_nodes(self.draft_length, mixed=self.mixed)
         if settings.draft_length == "auto":
             self.budget = NodeBudget(self.state, self.draft_length, mixed=self.mixed)
@@ -73,26 +75,31 @@ class SelfSpeculative(MaskedDecoder):
         if self.cache == "none":
             self.backbone.allocate(num_all, columns)
         else:
-            self.backbone.allocate(self.max_rows, columns + (num_of_slot - 1) * self._stride(columns))
+            self.backbone.allocate(self.max_rows, self._columns_of(columns, num_of_slot))
 
     def _columns(self, length: int) -> int:
-        if self.budget is not None:
-            return length  # Nodes get what is left.
-        return length + (self.most_nodes - 1) * self._stride(length)
+        # A budget's nodes get what is left.
+        return length if self.budget is not None else self._columns_of(length, self.most_nodes)
+
+    def _columns_of(self, length: int, num_of_slot: int) -> int:
+        """How many columns a canvas and so many nodes take, the root included."""
+        # The one that enters the next block runs two.
+        num_windows = num_of_slot - 1 + (self.crosses and num_of_slot > 1)
+        return length + num_windows * self._stride(length)
 
     def _stride(self, columns: int) -> int:
-        """How many columns a node takes."""
+        """How many columns a node's window takes."""
         block = self.canvas.block_length
         if block is None or self.cache in {"none", "prefix"}:
             return columns
-        return min(columns, (2 if self.relaxed else 1) * (block + self.info.shift))
+        return min(columns, block + self.info.shift)
 
     def _most_drafts(self, num_slots: int, width: int) -> int:
         """How many drafts each slot may take within `max_tokens`."""
         if self.budget is None:
             return self.draft_length
         lines = num_slots if self.cache == "none" else self.max_rows
-        spare = (self.max_tokens // lines - width) // self._stride(width)
+        spare = (self.max_tokens // lines - width) // self._stride(width) - self.crosses
         return min(max((spare + 1) // 2 if self.mixed else spare, 0), self.draft_length)
 
     # ---- one round -----------------------------------------------------------------------------------------------
@@ -109,12 +116,15 @@ class SelfSpeculative(MaskedDecoder):
         tree = plant(roots.tokens_NW, drafts, mixed=self.mixed)
         if self.budget is not None:
             self._allocate(len(tree.row_N), tree.exists_BM.shape[1])
-        nodes, slots_N = self._nodes(group, roots, tree), slots_B[tree.row_N]
+        nodes, seen_NW = self._nodes(group, roots, tree)
+        slots_N = slots_B[tree.row_N]
         asked_NW = self._asked(slots_N, nodes)
         reading = self._look(group, nodes, slots_N, asked_NW)
         walk = self._walk(group, drafts, tree, nodes, reading)
         for place_B in (torch.zeros_like(walk.last_B), walk.last_B):
             self._keep_drafts(slots_B, tree.number(place_B), reading, asked_NW)
+        if self.windows.refresh is not None:
+            self._carry(slots_B, tree, tree.number(walk.last_B), seen_NW)
 
     def _walk(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes, reading: Reading) -> Walk:
         """Reveal what the right nodes say, and count the round."""
@@ -140,7 +150,7 @@ class SelfSpeculative(MaskedDecoder):
         sure_BW = sure_BW.masked_fill(~open_BW, -torch.inf)
         # The last mask needs no draft: whoever comes to it takes it anyway.
         most_B = (open_BW.sum(1) - 1).clamp(max=self._most_drafts(len(slots_B), width))
-        left_B = None if self.relaxed or self.cache == "none" else self.windows.until_refresh(slots_B)
+        left_B = None if self.relaxed else self.windows.until_refresh(slots_B)
         if left_B is not None:
             most_B = torch.minimum(most_B, left_B - 1)
         if self.budget is not None:
@@ -153,29 +163,46 @@ class SelfSpeculative(MaskedDecoder):
         if self.cache == "none":
             return masked_BW
         first_BW = next_up(masked_BW, blocks_BW)
-        return first_BW | next_up(masked_BW & ~first_BW, blocks_BW) if self.relaxed else first_BW
+        return first_BW | next_up(masked_BW & ~first_BW, blocks_BW) if self.crosses else first_BW
 
     def _node_sizes(self, slots_B: Tensor, roots: Nodes, blocks_BW: Tensor) -> Tensor:
         """How many rows a node takes that is not a root, [B]."""
         if self.cache == "none":
             return roots.fed_NW.sum(1)
         block_B = first_block(roots.tokens_NW == HOLE, blocks_BW)
-        return (roots.visible_NC & self.windows.window(slots_B, block_B, block_B, blocks_BW)).sum(1)
+        return (roots.visible_NC & self.windows.window(slots_B, block_B, blocks_BW)).sum(1)
 
-    def _nodes(self, group: Group, roots: Nodes, tree: Tree) -> Nodes:
-        """Where the nodes stand: in slots of their own, or around the cache that they share."""
+    def _nodes(self, group: Group, roots: Nodes, tree: Tree) -> tuple[Nodes, Tensor]:
+        """The nodes in slots of their own, or around the cache that they share; and where each sees a position, [N, W]."""
         if self.cache == "none":
-            return separate(tree.tokens_NW, self._lengths(group)[tree.row_N])
-        slots_N = group.index_B[tree.row_N]
+            nodes = separate(tree.tokens_NW, self._lengths(group)[tree.row_N])
+            return nodes, nodes.columns_NW
+        slots_N, before_N = group.index_B[tree.row_N], tree.before()
+        block_N, blocks_NW = self._blocks_of(tree, slots_N)
+        window_NW = self.windows.between(slots_N, block_N[before_N], block_N, blocks_NW)
+        is_root_N1 = (tree.place_N == 0).unsqueeze(1)
+        fed_NW = torch.where(is_root_N1, roots.fed_NW[tree.row_N], window_NW & roots.visible_NC[tree.row_N])
+        return beside(roots, tree.tokens_NW, tree.row_N, before_N, fed_NW, self.state.tokens_SW.shape[1])
+
+    def _blocks_of(self, tree: Tree, slots_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The block of each node's next masks [N], and that of each position [N, W]."""
         blocks_NW = self.canvas.blocks(slots_N, tree.tokens_NW.shape[1])
-        here_N = first_block(roots.tokens_NW[tree.row_N] == HOLE, blocks_NW)
-        window_NW = self.windows.window(slots_N, here_N, here_N, blocks_NW)
-        if self.relaxed:
-            # Beyond a block's end both blocks are run: what was drafted in the first is not in the cache.
-            there_N = first_block(tree.tokens_NW == HOLE, blocks_NW)
-            window_NW |= self.windows.window(slots_N, there_N, there_N, blocks_NW)
-        window_NW &= roots.visible_NC[tree.row_N]
-        return beside(roots, tree.tokens_NW, tree.row_N, tree.place_N, window_NW, self.state.tokens_SW.shape[1])
+        return first_block(tree.tokens_NW == HOLE, blocks_NW), blocks_NW
+
+    def _carry(self, slots_B: Tensor, tree: Tree, last_B: Tensor, seen_NW: Tensor) -> None:
+        """Where the last right nodes are in the next block, put what they see of the one before into the cache."""
+        block_N, blocks_NW = self._blocks_of(tree, slots_B[tree.row_N])
+        row_R = (block_N[last_B] != block_N[tree.number(torch.zeros_like(last_B))]).nonzero().squeeze(1)
+        if not len(row_R):
+            return
+        slots_R, last_R = slots_B[row_R], last_B[row_R]
+        block_R, blocks_RW = block_N[last_R], blocks_NW[last_R]
+        # What stands elsewhere and won't be run by the next forward.
+        seen_RW, positions_W = seen_NW[last_R], torch.arange(seen_NW.shape[1], device=slots_B.device)
+        moved_RW = (seen_RW != positions_W) & ~self.windows.window(slots_R, block_R, blocks_RW)
+        which, position = moved_RW.nonzero(as_tuple=True)
+        self.backbone.copy_columns(slots_R[which], seen_RW[moved_RW], position)
+        self.windows.enter(slots_R, block_R)
 
     def _asked(self, slots_N: Tensor, nodes: Nodes) -> Tensor:
         """Mark the masks that each node is asked for: its own choice, and what may be drafts after it, bool [N, W]."""

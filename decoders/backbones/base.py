@@ -121,6 +121,10 @@ class Backbone(Model, Protocol):
 class TokenBackbone(Model, Protocol):
     """A model over a slot cache whose rows are all tokens: causal, masked and block diffusion models."""
 
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy what a column of a slot holds onto another of its columns, for R of them; none is both read and written."""
+        ...
+
     def forward(self, rows: TokenRows) -> Tensor:
         """Write every valid row into the cache and return the hidden states of all rows, [B, T, D]; padding rows hold junk."""
         ...

@@ -59,6 +59,12 @@ class SlotCache:
             layer[:, target] = layer[:, source]
         self.positions_SW[target] = self.positions_SW[source]
 
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy columns of slots onto others of the same slots; none is both read and written."""
+        for layer in self.layers_2SKWd:
+            layer[:, slots_R, :, to_R] = layer[:, slots_R, :, from_R]
+        self.positions_SW[slots_R, to_R] = self.positions_SW[slots_R, from_R]
+
     def clear_slot(self, slot: int) -> None:
         """Put zeros into a slot."""
         for layer in self.layers_2SKWd:

@@ -55,6 +55,11 @@ class TokenTable:
         """Copy a slot."""
         self.tokens_SW[target], self.positions_SW[target] = self.tokens_SW[source], self.positions_SW[source]
 
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy columns."""
+        for held_SW in (self.tokens_SW, self.positions_SW):
+            held_SW[slots_R, to_R] = held_SW[slots_R, from_R]
+
     def forward(self, rows: TokenRows) -> Tensor:
         """Look up the logits of every row, [B, T, V]; padding rows hold NaN, so that whoever reads one is found out."""
         batch, row = rows.valid_BT.nonzero(as_tuple=True)

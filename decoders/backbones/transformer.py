@@ -83,6 +83,10 @@ class ModuleBackbone:
         self.cache.move_slot(source, target)
         (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
 
+    def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
+        """Copy columns of slots onto others of the same slots."""
+        self.cache.copy_columns(slots_R, from_R, to_R)
+
     # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -188,12 +188,15 @@ def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache, refresh
     backbone.allocate(1, 64)
     while masked.any():
         start = origin + (np.flatnonzero(masked)[0] - origin) // block_length * block_length
-        end = len(canvas) if cache == "prefix" else min(start + block_length, len(canvas))
         due = before != start if refresh is None else before is None or len(order) - made_at >= refresh
         made_at = len(order) if due else made_at
         whole = cache == "none" or due
         # A block that ended unrefreshed is run with the next one.
-        run = range(len(canvas)) if whole else range(max(min(start, before) - shift, 0), end)
+        size, beyond = block_length, len(canvas) if cache == "prefix" else 0
+        windows = [
+            p for s in {before, start} if not whole for p in range(s - shift, max(min(s + size, len(canvas)), beyond))
+        ]
+        run = range(len(canvas)) if whole else sorted({p for p in windows if p >= 0})
         before = start
         hidden = look(backbone, {0: tokens.tolist()}, run={0: run})[0]
         choices = [p for p in np.flatnonzero(masked) if p < start + block_length]

@@ -97,6 +97,9 @@ class Moody:
     def move_slot(self, source, target):
         """Nothing is kept."""
 
+    def copy_columns(self, slots_R, from_R, to_R):
+        """Nothing is kept."""
+
     def forward(self, rows):
         place_BT = rows.positions_BT * rows.valid_BT
         moods_B = (rows.tokens_BT * self.weights_P[place_BT] * rows.valid_BT).sum(1) % 61

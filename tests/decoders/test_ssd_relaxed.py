@@ -95,23 +95,24 @@ class Reference:
         due = self.before != here if self.refresh is None else len(self.revealed) - self.made_at >= self.refresh
         due = due or self.before is None
         self.made_at = len(self.revealed) if due else self.made_at
-        since = here if self.before is None else min(self.before, here)
-        run = range(len(self.canvas)) if due else self.window(*range(since, here + 1))
+        run = range(len(self.canvas)) if due else self.window(self.before, here)
         self.before = here
         self.held[run] = self.canvas[run]
         chain, count = self.chain(), 1 + self.most + self.size * (self.size < len(self.canvas))
         root = self.read(self.held, self.canvas, run, count)
-        canvas, reading, told = self.canvas.copy(), root, []
+        canvas, view, reading, told, last = self.canvas.copy(), self.held.copy(), root, [], here
         for place in [*chain, None]:
             pick = self.choice(reading, canvas)
             told.append((pick, reading[pick][1]))
             if place != pick or self.drafts[place][1] != reading[pick][1] or len(self.masks(canvas)) == 1:
                 break
             canvas[pick] = reading[pick][1]
-            there = self.window(here, self.block(self.masks(canvas)[0]))
-            view = self.held.copy()
-            view[there] = canvas[there]
+            block = self.block(self.masks(canvas)[0])
+            there = self.window(last, block)
+            view[there], last = canvas[there], block
             reading = self.read(view, canvas, there, count)
+        if self.refresh is not None:
+            self.held, self.before = view, last
         self.drafts |= root | reading
         for position, token in told:
             self.canvas[position] = token
