@@ -32,8 +32,8 @@ class CachedWindows:
     def __init__(self, state: SlotState, canvas: CanvasState, *, kind: str, refresh: int | None, shift: int) -> None:
         self._state, self._canvas = state, canvas
         self.to_end, self.refresh, self.shift = kind == "prefix", refresh, shift
-        self._block_S, self._made_at_S = state.column(), state.column()
-        """The block of the last forward plus one, 0 before the first; what was decided when the cache was made."""
+        self._block_S, self.made_at_S = state.column(), state.column()
+        """The block of the last forward plus one, 0 before the first; how many tokens were decided when the cache was made."""
 
     def next_run(self, slots_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
         """Mark what this step's forward runs of canvases whose next masks are in `block_B`, and take note of it, bool [B, W]."""
@@ -41,18 +41,28 @@ class CachedWindows:
         if self.refresh is None:
             anew_B = last_B != block_B
         else:
-            anew_B = (last_B < 0) | (decided_B - self._made_at_S[slots_B] >= self.refresh)
-        self._made_at_S[slots_B] = torch.where(anew_B, decided_B, self._made_at_S[slots_B])
-        self.enter(slots_B, block_B)
+            anew_B = (last_B < 0) | (decided_B - self.made_at_S[slots_B] >= self.refresh)
+        self.enter(slots_B, block_B, torch.where(anew_B, decided_B, self.made_at_S[slots_B]))
         return anew_B.unsqueeze(1) | self.between(slots_B, last_B, block_B, blocks_BW)
 
     def between(self, slots_B: Tensor, last_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
         """Mark what a forward in `block_B` runs after one in `last_B` where nothing is made anew, bool [B, W]."""
         return self.window(slots_B, last_B, blocks_BW) | self.window(slots_B, block_B, blocks_BW)
 
-    def enter(self, slots_B: Tensor, block_B: Tensor) -> None:
-        """Take note that the last forward was in this block."""
-        self._block_S[slots_B] = block_B + 1
+    def anew_after(self, slots_N: Tensor, count_N: Tensor, last_N: Tensor, block_N: Tensor) -> Tensor:
+        """Whether the cache is made anew, for the first time, when `count_N` more tokens are revealed, bool [N].
+
+        The forward is one in `block_N` after one in `last_N`.
+        """
+        return last_N != block_N if self.refresh is None else count_N == self._left(slots_N, self.refresh)
+
+    def enter(self, slots_B: Tensor, block_B: Tensor, made_at_B: Tensor) -> None:
+        """Take note that the last forward was in this block, and what was decided when its cache was made."""
+        self._block_S[slots_B], self.made_at_S[slots_B] = block_B + 1, made_at_B
+
+    def decided(self, slots_N: Tensor) -> Tensor:
+        """How many tokens are decided."""
+        return self._state.decided_S[slots_N]
 
     def window(self, slots_B: Tensor, block_B: Tensor, blocks_BW: Tensor) -> Tensor:
         """Mark a block, with `prefix` all behind it too, and the row that its first position is read from, bool [B, W]."""
@@ -65,6 +75,7 @@ class CachedWindows:
 
     def until_refresh(self, slots_B: Tensor) -> Tensor | None:
         """How many tokens may be revealed, this step's first included, before the cache is made anew, [B]; None: any number."""
-        if self.refresh is None:
-            return None
-        return self.refresh - (self._state.decided_S[slots_B] - self._made_at_S[slots_B])
+        return None if self.refresh is None else self._left(slots_B, self.refresh)
+
+    def _left(self, slots_B: Tensor, refresh: int) -> Tensor:
+        return refresh - (self._state.decided_S[slots_B] - self.made_at_S[slots_B])

@@ -72,6 +72,10 @@ class Tree:
         spread_BM[self.exists_BM] = values_N
         return spread_BM
 
+    def gather(self, values_BM: Tensor) -> Tensor:
+        """The reverse of `spread`, [N]."""
+        return values_BM[self.exists_BM]
+
     def number(self, place_B: Tensor) -> Tensor:
         """Which of all nodes is number `place_B` of each row, [B]."""
         return self._numbers().gather(1, place_B.unsqueeze(1)).squeeze(1)

@@ -26,14 +26,22 @@ class NodeBudget(DraftBudget):
     def __init__(self, state: SlotState, most: int, *, mixed: bool) -> None:
         super().__init__(state, most)
         self._nodes_E = np.array([num_nodes(count, mixed=mixed) for count in range(most + 1)], dtype=np.float64)
-        self._root_B, self._node_B = np.zeros(0), np.zeros(0)
+        self._rows_BE: Numbers = np.zeros((0, most + 1))
 
-    def size(self, root_B: Tensor, node_B: Tensor) -> None:
-        """Say how many rows each slot's root and each of its other nodes take in this step."""
-        self._root_B, self._node_B = (rows_B.to("cpu").double().numpy() for rows_B in (root_B, node_B))
-        self._priced_rows = float(self._node_B.mean())
+    def size(self, root_B: Tensor, node_B: Tensor, whole_B: Tensor, refresh_at_B: Tensor | None) -> None:
+        """Say how many rows each slot's root and each of its other nodes take in this step.
+
+        The node with `refresh_at_B` drafts, if there is one, refreshes the cache and takes `whole_B` rows.
+        """
+        root_B1, node_B1, whole_B1 = (
+            rows_B.to("cpu").double().numpy()[:, None] for rows_B in (root_B, node_B, whole_B)
+        )
+        self._rows_BE = root_B1 + node_B1 * self._nodes_E
+        if refresh_at_B is not None:
+            reaches_BE = np.arange(len(self._nodes_E)) >= refresh_at_B.cpu().numpy()[:, None]
+            self._rows_BE += reaches_BE * (whole_B1 - node_B1)
+        self._priced_rows = float(node_B1.mean())
 
     def _slot_rows(self, num_slots: int) -> Numbers:
-        assert len(self._root_B) == num_slots, "the slots have not been sized for this step"
-        rows_BE: Numbers = self._root_B[:, None] + self._node_B[:, None] * self._nodes_E
-        return rows_BE
+        assert len(self._rows_BE) == num_slots, "the slots have not been sized for this step"
+        return self._rows_BE

@@ -39,12 +39,13 @@ from torch import Tensor
 
 from decoders.base import HOLE, Request
 from decoders.budget import MOST_AUTO
+from decoders.cached_nodes import go_on, stand
 from decoders.canvases import first_block, next_up
 from decoders.confidence import Reading
 from decoders.drafted_canvases import Candidates, Tree, Walk, choose_candidates, follow, near_masks, plant
 from decoders.masked_diffusion import MaskedDecoder, shared_settings
 from decoders.node_budget import NodeBudget, num_nodes
-from decoders.node_rows import Nodes, beside, separate
+from decoders.node_rows import Nodes, separate
 from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
 from decoders.state import Group
 
@@ -66,16 +67,13 @@ class SelfSpeculative(MaskedDecoder):
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
-        if self.budget is None:
-            self._allocate(self.max_rows * self.most_nodes, self.most_nodes)
-
-    def _allocate(self, num_all: int, num_of_slot: int) -> None:
-        """Make room for so many nodes in all, and so many of one slot."""
         columns = self.state.tokens_SW.shape[1]
+        if self.budget is not None:
+            return  # Room is made for the nodes that there are.
         if self.cache == "none":
-            self.backbone.allocate(num_all, columns)
+            self.backbone.allocate(self.max_rows * self.most_nodes, columns)
         else:
-            self.backbone.allocate(self.max_rows, self._columns_of(columns, num_of_slot))
+            self.backbone.allocate(self.max_rows, self._columns_of(columns, self.most_nodes))
 
     def _columns(self, length: int) -> int:
         # A budget's nodes get what is left.
@@ -94,13 +92,21 @@ class SelfSpeculative(MaskedDecoder):
             return columns
         return min(columns, block + self.info.shift)
 
-    def _most_drafts(self, num_slots: int, width: int) -> int:
+    def _most_drafts(self, num_slots: int, width: int, *, fused: bool) -> int:
         """How many drafts each slot may take within `max_tokens`."""
         if self.budget is None:
             return self.draft_length
-        lines = num_slots if self.cache == "none" else self.max_rows
-        spare = (self.max_tokens // lines - width) // self._stride(width) - self.crosses
+        spare = (self._spare(num_slots, width) - fused * width) // self._stride(width) - self.crosses
         return min(max((spare + 1) // 2 if self.mixed else spare, 0), self.draft_length)
+
+    def _spare(self, num_slots: int, width: int) -> int:
+        """How many columns each slot has beyond its canvas."""
+        return self.max_tokens // (num_slots if self.cache == "none" else self.max_rows) - width
+
+    def _fuses(self, num_slots: int, width: int) -> bool:
+        """Whether drafts may go on over a refresh, in a node that runs its whole canvas: where a budget sees that it pays."""
+        strict = self.cache in {"prefix", "dual_strict"} and self.budget is not None and not self.mixed
+        return strict and self._spare(num_slots, width) >= width + self._stride(width)
 
     # ---- one round -----------------------------------------------------------------------------------------------
 
@@ -112,19 +118,30 @@ class SelfSpeculative(MaskedDecoder):
 
     def _round(self, group: Group) -> None:
         roots, slots_B = self._roots(group), group.index_B
-        drafts = self._candidates(group, roots)
+        fused = self._fuses(len(slots_B), roots.tokens_NW.shape[1])
+        drafts = self._candidates(group, roots, fused=fused)
         tree = plant(roots.tokens_NW, drafts, mixed=self.mixed)
+        if self.cache == "none":
+            self._look_and_take(group, drafts, tree, separate(tree.tokens_NW, self._lengths(group)[tree.row_N]))
+            return
+        base = self.state.tokens_SW.shape[1]
+        standing = stand(self.windows, self.canvas, slots_B, roots, tree, base=base, fused=fused)
+        last_B = self._look_and_take(group, drafts, tree, standing.nodes)
+        if fused or self.windows.refresh is not None:
+            self.backbone.copy_columns(*go_on(self.windows, slots_B, standing, last_B))
+
+    def _look_and_take(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes) -> Tensor:
+        """Run the nodes, reveal what the right ones say, and keep the next drafts; returns the last right nodes, [B]."""
+        slots_B, slots_N = group.index_B, group.index_B[tree.row_N]
         if self.budget is not None:
-            self._allocate(len(tree.row_N), tree.exists_BM.shape[1])
-        nodes, seen_NW = self._nodes(group, roots, tree)
-        slots_N = slots_B[tree.row_N]
+            self.backbone.allocate(max(self.max_rows, len(nodes.slots_B)), nodes.visible_NC.shape[1])
         asked_NW = self._asked(slots_N, nodes)
         reading = self._look(group, nodes, slots_N, asked_NW)
         walk = self._walk(group, drafts, tree, nodes, reading)
-        for place_B in (torch.zeros_like(walk.last_B), walk.last_B):
-            self._keep_drafts(slots_B, tree.number(place_B), reading, asked_NW)
-        if self.windows.refresh is not None:
-            self._carry(slots_B, tree, tree.number(walk.last_B), seen_NW)
+        last_B = tree.number(walk.last_B)
+        for nodes_B in (tree.number(torch.zeros_like(last_B)), last_B):
+            self._keep_drafts(slots_B, nodes_B, reading, asked_NW)
+        return last_B
 
     def _walk(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes, reading: Reading) -> Walk:
         """Reveal what the right nodes say, and count the round."""
@@ -142,28 +159,30 @@ class SelfSpeculative(MaskedDecoder):
             self.budget.learn(slots_B, drafts.num_B, walk.counts_B - 1)
         return walk
 
-    def _candidates(self, group: Group, roots: Nodes) -> Candidates:
+    def _candidates(self, group: Group, roots: Nodes, *, fused: bool) -> Candidates:
         slots_B, width = group.index_B, roots.tokens_NW.shape[1]
-        blocks_BW = self.canvas.blocks(slots_B, width)
-        open_BW = self._open(roots.tokens_NW == HOLE, blocks_BW)
+        masked_BW, blocks_BW = roots.tokens_NW == HOLE, self.canvas.blocks(slots_B, width)
+        open_BW = self._open(masked_BW, blocks_BW, fused=fused)
         drafts_BW, sure_BW = self.canvas.drafts_SW[slots_B, :width], self.canvas.draft_sure_SW[slots_B, :width]
         sure_BW = sure_BW.masked_fill(~open_BW, -torch.inf)
         # The last mask needs no draft: whoever comes to it takes it anyway.
-        most_B = (open_BW.sum(1) - 1).clamp(max=self._most_drafts(len(slots_B), width))
+        most_B = (open_BW.sum(1) - 1).clamp(max=self._most_drafts(len(slots_B), width, fused=fused))
         left_B = None if self.relaxed else self.windows.until_refresh(slots_B)
         if left_B is not None:
-            most_B = torch.minimum(most_B, left_B - 1)
+            most_B = torch.minimum(most_B, left_B - 1 + fused * (self.windows.refresh or 0))
         if self.budget is not None:
-            self.budget.size(roots.fed_NW.sum(1), self._node_sizes(slots_B, roots, blocks_BW))
+            refresh_at_B = next_up(masked_BW, blocks_BW).sum(1) if left_B is None else left_B
+            sizes = roots.fed_NW.sum(1), self._node_sizes(slots_B, roots, blocks_BW), roots.visible_NC.sum(1)
+            self.budget.size(*sizes, refresh_at_B if fused else None)
             most_B = self._allot(group, torch.minimum(most_B, (sure_BW != -torch.inf).sum(1)))
         return choose_candidates(drafts_BW, sure_BW, blocks_BW, most_B)
 
-    def _open(self, masked_BW: Tensor, blocks_BW: Tensor) -> Tensor:
+    def _open(self, masked_BW: Tensor, blocks_BW: Tensor, *, fused: bool) -> Tensor:
         """Mark the masks for which there may be drafts: all, or as far as the cache serves, bool [B, W]."""
         if self.cache == "none":
             return masked_BW
         first_BW = next_up(masked_BW, blocks_BW)
-        return first_BW | next_up(masked_BW & ~first_BW, blocks_BW) if self.crosses else first_BW
+        return first_BW | next_up(masked_BW & ~first_BW, blocks_BW) if self.crosses or fused else first_BW
 
     def _node_sizes(self, slots_B: Tensor, roots: Nodes, blocks_BW: Tensor) -> Tensor:
         """How many rows a node takes that is not a root, [B]."""
@@ -171,38 +190,6 @@ class SelfSpeculative(MaskedDecoder):
             return roots.fed_NW.sum(1)
         block_B = first_block(roots.tokens_NW == HOLE, blocks_BW)
         return (roots.visible_NC & self.windows.window(slots_B, block_B, blocks_BW)).sum(1)
-
-    def _nodes(self, group: Group, roots: Nodes, tree: Tree) -> tuple[Nodes, Tensor]:
-        """The nodes in slots of their own, or around the cache that they share; and where each sees a position, [N, W]."""
-        if self.cache == "none":
-            nodes = separate(tree.tokens_NW, self._lengths(group)[tree.row_N])
-            return nodes, nodes.columns_NW
-        slots_N, before_N = group.index_B[tree.row_N], tree.before()
-        block_N, blocks_NW = self._blocks_of(tree, slots_N)
-        window_NW = self.windows.between(slots_N, block_N[before_N], block_N, blocks_NW)
-        is_root_N1 = (tree.place_N == 0).unsqueeze(1)
-        fed_NW = torch.where(is_root_N1, roots.fed_NW[tree.row_N], window_NW & roots.visible_NC[tree.row_N])
-        return beside(roots, tree.tokens_NW, tree.row_N, before_N, fed_NW, self.state.tokens_SW.shape[1])
-
-    def _blocks_of(self, tree: Tree, slots_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The block of each node's next masks [N], and that of each position [N, W]."""
-        blocks_NW = self.canvas.blocks(slots_N, tree.tokens_NW.shape[1])
-        return first_block(tree.tokens_NW == HOLE, blocks_NW), blocks_NW
-
-    def _carry(self, slots_B: Tensor, tree: Tree, last_B: Tensor, seen_NW: Tensor) -> None:
-        """Where the last right nodes are in the next block, put what they see of the one before into the cache."""
-        block_N, blocks_NW = self._blocks_of(tree, slots_B[tree.row_N])
-        row_R = (block_N[last_B] != block_N[tree.number(torch.zeros_like(last_B))]).nonzero().squeeze(1)
-        if not len(row_R):
-            return
-        slots_R, last_R = slots_B[row_R], last_B[row_R]
-        block_R, blocks_RW = block_N[last_R], blocks_NW[last_R]
-        # What stands elsewhere and won't be run by the next forward.
-        seen_RW, positions_W = seen_NW[last_R], torch.arange(seen_NW.shape[1], device=slots_B.device)
-        moved_RW = (seen_RW != positions_W) & ~self.windows.window(slots_R, block_R, blocks_RW)
-        which, position = moved_RW.nonzero(as_tuple=True)
-        self.backbone.copy_columns(slots_R[which], seen_RW[moved_RW], position)
-        self.windows.enter(slots_R, block_R)
 
     def _asked(self, slots_N: Tensor, nodes: Nodes) -> Tensor:
         """Mark the masks that each node is asked for: its own choice, and what may be drafts after it, bool [N, W]."""

@@ -12,11 +12,13 @@ from decoders.backbones.load import inspect_model
 from decoders.backbones.token_table import TokenTable
 from decoders.base import ModelInfo, Request
 from decoders.budget import DraftBudget
+from decoders.node_budget import NodeBudget
 from decoders.noise import sample_key
 from decoders.self_speculative import SelfSpeculative
 from decoders.settings import Sampling
 from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
 from decoders.settings import Stepwise as StepwiseSettings
+from decoders.state import SlotState
 from decoders.stepwise import Stepwise
 from tests.decoders.masked_models import load
 from tests.decoders.ssd_support import decode, same
@@ -29,27 +31,52 @@ def auto(**more: Any):
     return SelfSpeculativeSettings(kind="ssd", draft_length="auto", **more)
 
 
+# With a budget and a chain, drafts go on over a refresh: at a block's end, or every so many tokens.
+LIVES: list[tuple[Any, int | None]] = [
+    *(("none", None), ("dual_strict", None), ("dual_strict", 2), ("dual_strict", 5), ("dual_strict", 12)),
+    *(("prefix", None), ("prefix", 4)),
+]
+
+
 @pytest.mark.parametrize("tree", ["chain", "mixed"])
-@pytest.mark.parametrize("cache", ["none", "dual_strict"])
-def test_any_choice_gives_the_text_of_stepwise(golden, monkeypatch, cache, tree):
+@pytest.mark.parametrize(("cache", "refresh"), LIVES)
+def test_any_choice_gives_the_text_of_stepwise(golden, monkeypatch, cache, refresh, tree):
     monkeypatch.setattr(DraftBudget, "plan", random_lengths)
     torch.manual_seed(0)
-    rng, shared = np.random.default_rng(3), {"block_length": 6, "cache": cache}
-    backbone, info = load(golden / "llada", dtype="float64"), inspect_model(golden / "llada")
-    requests = [
-        Request(
-            at, sample_key(0, str(at)), np.where(rng.random(18) < 0.8, -1, rng.integers(0, 80, 18)).astype(np.int32)
-        )
-        for at in range(6)
-    ]
-    base = StepwiseSettings(kind="stepwise", **shared)
-    expected = decode(Stepwise, backbone, info, base, Sampling(temperature=0.8), requests, rows=4)
+    rng = np.random.default_rng(3)
+    shared: dict[str, Any] = {"block_length": 4, "cache": cache, "refresh": refresh}
+    family = "dream" if refresh is None else "llada"
+    backbone, info = load(golden / family, dtype="float64"), inspect_model(golden / family)
+    canvases = [np.where(rng.random(18) < 0.8, -1, rng.integers(0, 80, 18)).astype(np.int32) for _ in range(6)]
+    requests = [Request(at, sample_key(0, str(at)), canvas) for at, canvas in enumerate(canvases)]
+    base, sampled = StepwiseSettings(kind="stepwise", **shared), Sampling(temperature=0.8)
+    expected = decode(Stepwise, backbone, info, base, sampled, requests, rows=4)
     for rows in (1, 4):
-        outcomes = decode(
-            SelfSpeculative, backbone, info, auto(tree=tree, **shared), Sampling(temperature=0.8), requests, rows=rows
-        )
+        outcomes = decode(SelfSpeculative, backbone, info, auto(tree=tree, **shared), sampled, requests, rows=rows)
         same(outcomes, expected)
         assert sum(outcome.accepted for outcome in outcomes.values()) > 0
+
+
+@pytest.mark.parametrize(("cache", "refresh"), LIVES[1:])
+def test_a_model_that_keeps_its_mind_pays_nothing_for_a_refresh_in_a_chain(monkeypatch, cache, refresh):
+    monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: most_B.clamp(max=2))
+    model = TokenTable(vocab_size=4, num_positions=7)
+    model.table_PXV[:] = model.table_PXV[:, :1]
+    info = ModelInfo("table", 4, 3, None, (), 0, (3,))
+    nothing = [Request(0, 0, np.full(7, -1, dtype=np.int32))]
+    settings = auto(block_length=3, cache=cache, refresh=refresh)
+    (outcome,) = decode(SelfSpeculative, model, info, settings, GREEDY, nothing, rows=1).values()
+    assert outcome.nfe == 1 + -(-6 // 3), "two drafts a forward, after one that drafts"
+
+
+def test_a_draft_over_a_refresh_is_charged_with_a_whole_canvas():
+    budget = NodeBudget(SlotState(2, torch.device("cpu"), max_commit=1), 4, mixed=False)
+    root, node, whole = (torch.tensor(rows) for rows in ([40, 8], [8, 8], [40, 30]))
+    budget.size(root, node, whole, torch.tensor([3, 9]))
+    assert budget._slot_rows(2).tolist() == [[40, 48, 56, 96, 104], [8, 16, 24, 32, 40]]
+    mixed = NodeBudget(SlotState(1, torch.device("cpu"), max_commit=1), 3, mixed=True)
+    mixed.size(root[:1], node[:1], whole[:1], None)
+    assert mixed._slot_rows(1).tolist() == [[40, 48, 64, 80]]
 
 
 def test_a_slot_is_admitted_as_for_stepwise_and_nodes_take_what_is_left():
