@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from decoders.budget import DraftBudget, Numbers
+from decoders.budget import Counts, DraftBudget, Numbers
 from decoders.state import SlotState
 
 
@@ -41,6 +41,10 @@ class NodeBudget(DraftBudget):
             reaches_BE = np.arange(len(self._nodes_E)) >= refresh_at_B.cpu().numpy()[:, None]
             self._rows_BE += reaches_BE * (whole_B1 - node_B1)
         self._priced_rows = float(node_B1.mean())
+
+    def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
+        # A try is a whole canvas, not a row: half as many tell enough.
+        return super()._some(most, (drafts + 1) // 2, one_in)
 
     def _slot_rows(self, num_slots: int) -> Numbers:
         assert len(self._rows_BE) == num_slots, "the slots have not been sized for this step"

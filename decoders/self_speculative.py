@@ -15,11 +15,11 @@ draft after the next first: when only the order of two drafts was wrong, the wal
 
 With a cache, where it is made anew (cached_windows.py) node 0 runs whole and the others' windows in the same forward: a window
 reads node 0's fresh keys and values in every layer, as `stepwise` would in its next forward, so nothing is lost by refreshing.
-But no draft goes past a block's end or up to the next refresh, since the forwards from there on read another cache. With
-`dual_relaxed` drafts do go on, into the next block too, and the refresh waits for the round's end: fewer forwards, and a text
-that is no longer that of `stepwise`.
+Drafts end where the cache would be made anew next: at the block's end, or with `refresh` after so many tokens, and then they
+go on into the next block (cached_nodes.py). With `dual_relaxed` they go on over that too, and the cache is made anew after the
+round: fewer forwards, and a text that is no longer that of `stepwise`.
 
-With `draft_length: auto` the nodes of all slots share a budget (node_budget.py).
+With `draft_length: auto` the nodes of all slots share a budget (node_budget.py), which may also let a node make the cache anew.
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
 first forward's own token counts; blocks after the next one give drafts too; sampled texts are decoded as well, since drafts
@@ -118,6 +118,9 @@ class SelfSpeculative(MaskedDecoder):
 
     def _round(self, group: Group) -> None:
         roots, slots_B = self._roots(group), group.index_B
+        if self.budget is not None and not self.budget.open(fresh=False):
+            self._go_without(group, roots, self.budget)
+            return
         fused = self._fuses(len(slots_B), roots.tokens_NW.shape[1])
         drafts = self._candidates(group, roots, fused=fused)
         tree = plant(roots.tokens_NW, drafts, mixed=self.mixed)
@@ -129,6 +132,16 @@ class SelfSpeculative(MaskedDecoder):
         last_B = self._look_and_take(group, drafts, tree, standing.nodes)
         if fused or self.windows.refresh is not None:
             self.backbone.copy_columns(*go_on(self.windows, slots_B, standing, last_B))
+
+    def _go_without(self, group: Group, roots: Nodes, budget: NodeBudget) -> None:
+        """While nobody may draft: what `stepwise` does. What is said on the way are drafts, should the next round have any."""
+        slots_B = group.index_B
+        none_B = budget.plan(slots_B, torch.zeros_like(slots_B), kv_tokens=0, fresh=False)
+        asked_BW = next_up(roots.tokens_NW == HOLE, self.canvas.blocks(slots_B, roots.tokens_NW.shape[1]))
+        reading = self._look(group, roots, slots_B, asked_BW)
+        picks_B1 = reading.best(asked_BW).unsqueeze(1)
+        self._reveal(group, picks_B1, reading.at(picks_B1), none_B + 1)
+        self._keep_drafts(slots_B, torch.arange(len(slots_B), device=slots_B.device), reading, asked_BW)
 
     def _look_and_take(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes) -> Tensor:
         """Run the nodes, reveal what the right ones say, and keep the next drafts; returns the last right nodes, [B]."""
@@ -195,8 +208,6 @@ class SelfSpeculative(MaskedDecoder):
         """Mark the masks that each node is asked for: its own choice, and what may be drafts after it, bool [N, W]."""
         masked_NW = nodes.tokens_NW == HOLE
         count = 1 + self.draft_length + (0 if self.cache == "none" else self.canvas.block_length or 0)
-        if self.budget is not None and not self.budget.open(fresh=False):
-            count = 1  # Nobody drafts: only the block itself.
         asked_NW = near_masks(masked_NW, self.canvas.blocks(slots_N, masked_NW.shape[1]), count)
         source_W = (torch.arange(masked_NW.shape[1], device=masked_NW.device) - self.info.shift).clamp(min=0)
         return asked_NW & nodes.fed_NW[:, source_W]

@@ -154,7 +154,7 @@ class MaskedDiffusion(Settings):
     Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
     one. `confidence` says which position of a block comes next. With a `cache`, whatever lies outside of a forward's window is
     read as it was when the cache was made: for each block, or every `refresh` revealed tokens. Only `ssd` has anything to relax:
-    its drafts go on where the cache would be made anew (`dual_relaxed`), which is lossy.
+    with `dual_relaxed` its drafts go on where the cache would be made anew, which is lossy.
     """
 
     block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32

@@ -122,6 +122,20 @@ def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cach
     assert outcome.nfe == 1 + -(-2 // (draft_length + 1)) + -(-3 // (draft_length + 1))
 
 
+@pytest.mark.parametrize("draft_length", [1, 2, 3])
+@pytest.mark.parametrize(("block_length", "refresh"), [(None, 3), (2, 3), (3, 4), (7, 2), (2, 7)])
+def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refresh, draft_length):
+    """Between two refreshes every forward gives all drafts and one token more; only the very first has none."""
+    settings = SelfSpeculativeSettings(
+        kind="ssd", block_length=block_length, draft_length=draft_length, cache="dual_strict", refresh=refresh
+    )
+    (outcome,) = decode(
+        SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(POSITIONS)], rows=1
+    ).values()
+    spans = [min(refresh, POSITIONS - first) for first in range(0, POSITIONS, refresh)]
+    assert outcome.nfe == 1 + sum(-(-(span - (at == 0)) // (draft_length + 1)) for at, span in enumerate(spans))
+
+
 def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
     totals = {}
     for tree in ("chain", "mixed"):
