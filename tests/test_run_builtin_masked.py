@@ -89,3 +89,20 @@ def test_it_drafts_for_the_builtin_causal_model(tmp_path: Path, sampling: dict[s
         assert same_text(ours, plain)
         assert total(ours, "accepted") > 0.05 * total(ours, "proposed")
         assert total(ours, "nfe") < 0.9 * total(plain, "nfe")
+
+
+def test_its_draft_head_makes_more_drafts_come_true_and_changes_no_text(tmp_path: Path) -> None:
+    rows = [{"id": str(n), "prompt": text} for n, text in enumerate(pieces(12, 60))]
+    sections: dict[str, Any] = {"model": {"path": "builtin:ar-tiny", "device": "cpu"}}
+    sections |= {"sampling": {"temperature": 0.0}, "task": {"kind": "complete", "max_new_tokens": 32}}
+    bare, headed = (
+        decoded(
+            tmp_path,
+            {"kind": "specdiff", "drafter": {"path": MODEL}, "gamma": 6, "steps": 1, "head": head},
+            rows,
+            **sections,
+        )
+        for head in ("none", "auto")
+    )
+    assert same_text(headed, bare)
+    assert total(headed, "nfe") < total(bare, "nfe")
