@@ -175,3 +175,23 @@ def test_the_small_model_saves_forwards_of_the_large_one(run, requests):
     outcomes = run(Speculative(kind="speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()
     tokens, nfe = sum(len(outcome.tokens) for outcome in outcomes), sum(outcome.nfe for outcome in outcomes)
     assert nfe < 0.75 * tokens
+
+
+@pytest.mark.parametrize(("warp", "share"), [(0, 0.75), (2, 0.95)])
+def test_the_distilled_model_gives_its_own_text_in_fewer_forwards(requests, warp, share):
+    """It was distilled on greedy texts, and longer ones; sampling gains less."""
+    folder, counts = BUILTIN / "ar-tiny-jacobi", {}
+    backbones = {name: load_backbone(path, device="cpu") for name, path in (("before", TARGET), ("after", folder))}
+    whole = [
+        Request(request.index, request.key, np.append(request.canvas[request.canvas >= 0], [-1] * 48).astype(np.int32))
+        for request in requests[5:21]
+    ]
+    for name, backbone in backbones.items():
+        for settings in (AR, jacobi(16, "fixed")):
+            outcomes = decode(backbone, inspect_model(folder), settings, Sampling(**WARPS[warp]), whole, rows=16)
+            counts[name, settings.kind] = sum(outcome.nfe for outcome in outcomes.values())
+            if settings is AR:
+                expected = texts(outcomes)
+            assert texts(outcomes) == expected
+    assert counts["after", "jacobi"] < share * counts["before", "jacobi"]
+    assert counts["after", "jacobi"] < 0.85 * counts["after", "autoregressive"]
