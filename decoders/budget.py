@@ -150,6 +150,10 @@ class DraftBudget:
         """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
         return not self._resting or (not fresh and self._num_planned >= self._next_probe)
 
+    def pass_by(self) -> None:
+        """A step went by in which nobody looked for drafts."""
+        self._num_planned += self._resting
+
     def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool) -> Tensor:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
 

@@ -77,6 +77,22 @@ class CausalDecoder(SlotDecoder):
         index_BQ = (columns_BQ - start_B.unsqueeze(1)).clamp(0, hidden_BTD.shape[1] - 1)
         return hidden_BTD.gather(1, index_BQ.unsqueeze(2).expand(-1, -1, hidden_BTD.shape[2]))
 
+    def _advance_by_one(self, group: Group) -> None:
+        """One token for each slot, drawn from the target alone; the first forward runs the prompt."""
+        state, slots_B = self.state, group.index_B
+        decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
+        hidden_BTD = self._forward(group, decided_B)
+        state.cached_S[slots_B] = decided_B
+        logits_BV = self._logits(self._rows_at(hidden_BTD, start_B, decided_B.unsqueeze(1) - 1)[:, 0])
+        law_BV = self._law(logits_BV)
+        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
+        log_p_B = self._log_p(logits_BV, law_BV, tokens_B)
+        one_B, none_B = torch.ones_like(decided_B), torch.zeros_like(decided_B)
+        counts_B = self._commit_until_stop(group, tokens_B.unsqueeze(1), one_B, log_p_B.unsqueeze(1))
+        self.stats.verified += len(group.slots)
+        self._close_iteration(group, counts_B, none_B, none_B, one_B == 1)
+        self._trace(group, tokens_B.unsqueeze(1), none_B, decided_B, one_B == 1)
+
     # ---- commits -------------------------------------------------------------------------------------------------
 
     def _commit_until_stop(self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> Tensor:

@@ -141,6 +141,9 @@ class Jacobi(JacobiDecoder):
         sizes.observe(num_slots, num_rows, num_kv, tokens=num_tokens, seconds=seconds)
 
     def _refine(self, group: Group) -> None:
+        if not self.block_size:
+            self._advance_by_one(group)
+            return
         state, slots_B = self.state, group.index_B
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
         end_B = self._end(slots_B)

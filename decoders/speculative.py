@@ -50,6 +50,12 @@ class DraftAndVerify(CausalDecoder):
     # ---- one step ------------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
+        if self.budget is not None and not self.budget.open(fresh=group.fresh):
+            # Drafts don't pay: a step is then exactly that of the baseline.
+            self.budget.pass_by()
+            with self._timed(group):
+                self._advance_by_one(group)
+            return
         state, slots_B = self.state, group.index_B
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
         counts_B, q_BKV = self._draft(group, decided_B)
@@ -61,8 +67,6 @@ class DraftAndVerify(CausalDecoder):
 
     def _draft(self, group: Group, decided_B: Tensor) -> tuple[Tensor, Tensor | None]:
         most_B = (self.state.length_S[group.index_B] - decided_B - 1).clamp(max=self.k)
-        if self.budget is not None and not self.budget.open(fresh=group.fresh):
-            most_B = torch.zeros_like(most_B)
         return self.drafter.draft(group, most_B, lambda most_B: self._allot(group, most_B))
 
     def _window(self, slots_B: Tensor, decided_B: Tensor, counts_B: Tensor) -> Window:
