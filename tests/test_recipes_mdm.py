@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from decoders.backbones.load import inspect_model, load_backbone
 from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
 from tests.causal_jobs import job_spec, run_here
+from tests.decoders.masked_models import look_alone
 
 SHAPE = ar.SIZES["micro-test"].shape
 CPU = torch.device("cpu")
@@ -243,9 +244,13 @@ def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(
     assert (info.family, info.mask_id, info.max_length, info.shift) == ("llada", corpus.MASK_ID, causal.MAX_LENGTH, 0)
     model = absorbing_folder.load_model(folder, CPU)
     assert isinstance(model, LlamaForCausalLM)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, backbone.model.state_dict()[name]), name  # type: ignore[union-attr]
-        assert torch.equal(tensor, tensor.half().float()), name
+    assert all(torch.equal(tensor, tensor.half().float()) for tensor in model.state_dict().values())
+    ids = torch.arange(20, 60)
+    masked = ids % 3 == 0
+    with torch.no_grad():
+        expected = absorbing.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0))
+    hidden = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
+    torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)
 
 
 INFILL = [{"id": str(n), "text": f"def f{n}(x):\n    return <mask:{n + 2}> + x<mask:2>\n"} for n in range(4)]
