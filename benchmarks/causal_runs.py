@@ -59,13 +59,12 @@ class Models:
     drafter_info: ModelInfo
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Totals of one run; `texts` are new tokens by request index, `forward_s` the seconds of all forwards."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What every run is measured by; `texts` are new tokens by request index."""
 
     texts: dict[int, list[int]]
     seconds: float
-    forward_s: float
     nfe: int
     nfe_draft: int
     accepted: int
@@ -80,6 +79,13 @@ class Measured:
     def rate(self) -> float:
         """New tokens per second."""
         return self.count / self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Totals):
+    """Totals of a causal decoder; `forward_s` are the seconds of all forwards."""
+
+    forward_s: float
 
     @property
     def limit(self) -> float:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 import decoders.builtin
 from benchmarks.any_subset import drain
 from benchmarks.causal import equal_share, header, row
-from benchmarks.causal_runs import Plan, held_out_prompts
+from benchmarks.causal_runs import Plan, Totals, held_out_prompts
 from benchmarks.public_masked import PublicMasked
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
@@ -67,17 +67,11 @@ class Loaded:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Totals):
     """Totals of one run; `nodes` are sequence-forwards, what a large batch pays for; `commits[j]` iterations decided j tokens."""
 
-    texts: dict[int, list[int]]
-    seconds: float
-    nfe: int
-    nfe_draft: int
     nodes: int
-    accepted: int
-    proposed: int
     iterations: int
     commits: list[int]
 
@@ -86,16 +80,6 @@ class Measured:
         """The share of iterations whose first j = 1, 2, ... drafts were accepted; an iteration commits one token more."""
         total = sum(self.commits)
         return [sum(self.commits[j + 1 :]) / total for j in range(1, len(self.commits) - 1)] if total else []
-
-    @property
-    def count(self) -> int:
-        """New tokens."""
-        return sum(len(tokens) for tokens in self.texts.values())
-
-    @property
-    def rate(self) -> float:
-        """New tokens per second."""
-        return self.count / self.seconds
 
 
 def load(folder: Path, device: str) -> Loaded:

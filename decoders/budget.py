@@ -88,10 +88,8 @@ class Survival:
         for place in range(len(rates_K)):
             guess = (self._passed_K[place] + _POSITION_PRIOR * guess) / (self._reached_K[place] + _POSITION_PRIOR)
             rates_K[place] = guess
-        tried_B1, gained_B1 = (
-            self._tried_S[slots_B].cpu().numpy()[:, None],
-            self._gained_S[slots_B].cpu().numpy()[:, None],
-        )
+        columns = (self._tried_S, self._gained_S)
+        tried_B1, gained_B1 = (column_S[slots_B].cpu().numpy()[:, None] for column_S in columns)
         survival_BK: Numbers = ((gained_B1 + _SLOT_PRIOR * rates_K) / (tried_B1 + _SLOT_PRIOR)).cumprod(1)
         return survival_BK
 
@@ -171,7 +169,7 @@ class DraftBudget:
     def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
         if not most.any():
             # Nothing to decide, and nothing to learn for those who wait.
-            self._num_planned += self._resting
+            self.pass_by()
             return np.zeros_like(most)
         number = self._num_planned
         self._num_planned += 1

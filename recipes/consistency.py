@@ -98,7 +98,7 @@ def distil(
     plan = plan_from(flags, one)
     model = causal.load_model(source, device).train()
     text, anchor = causal.packed(prepared.train, plan.seed), causal.load_model(flags.model, device)
-    trainer = distillation.Trainer(model, plan, found, text, anchor, device)
+    trainer = distillation.Trainer(model, plan, found, text, anchor, device=device)
     return trainer if loop.run_visibly(trainer, work / "state", pace) else None
 
 

@@ -78,6 +78,7 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
         trajectories: Sequence[Trajectory],
         text: NDArray[np.int64],
         source: Qwen2ForCausalLM,
+        *,
         device: torch.device,
     ) -> None:
         super().__init__(model, plan, device)

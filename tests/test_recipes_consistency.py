@@ -160,7 +160,9 @@ def trainer_of(trajectories: list[Trajectory], steps: int, seed: int = 0) -> dis
     )
     text = np.random.default_rng(5).integers(9, 24, 400)
     source = causal.new_model(SMALL, 7)
-    return distillation.Trainer(causal.new_model(SMALL, seed), plan, trajectories, text, source, torch.device("cpu"))
+    return distillation.Trainer(
+        causal.new_model(SMALL, seed), plan, trajectories, text, source, device=torch.device("cpu")
+    )
 
 
 def test_distillation_is_deterministic_and_brings_noisy_rows_to_the_fixed_point() -> None:
