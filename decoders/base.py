@@ -137,6 +137,8 @@ class ModelInfo:
 
     A row at position i predicts the token at position i + `shift`: 1 in causal models and those made from them (Dream), 0 where
     a mask is asked for its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
+
+    `block_size` is how many positions the blocks had that a block-diffusion model was trained with, None in all others.
     """
 
     family: str
@@ -147,3 +149,4 @@ class ModelInfo:
     num_parameters: int
     suppressed: tuple[int, ...] = field(default=())
     shift: int = 0
+    block_size: int | None = None

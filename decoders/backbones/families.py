@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decoders.backbones import causal_families, masked_families
+from decoders.backbones import block_families, causal_families, masked_families
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
 from decoders.backbones.masked_families import DDiTShape
 from decoders.base import ModelInfo
@@ -25,8 +25,9 @@ class Family:
     """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
 
     `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
-    there is one, `fixed_mask` that it can be no other; `max_length` is what config.json tells of the longest text. `shift` and
-    `ends`, the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    there is one, `fixed_mask` that it can be no other, and `mask_token` is what a tokenizer calls it, which counts where
+    config.json doesn't say; `max_length` is what config.json tells of the longest text. `shift` and `block_size`, and `ends`,
+    the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` for those that run on ddit.py.
     """
 
@@ -40,8 +41,10 @@ class Family:
     full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
     has_mask: bool = True
     fixed_mask: bool = False
+    mask_token: str = ""
     max_length: Callable[[Config], int | None] = lambda config: None
     shift: int = 0
+    block_size: Callable[[Config], int | None] = lambda config: None
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
     ddit: Callable[[Config], DDiTShape] | None = None
@@ -126,6 +129,26 @@ def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Famil
     )
 
 
+def _block(
+    family: CausalFamily,
+    *,
+    mask_id: Callable[[Config], int],
+    block_size: Callable[[Config], int],
+    shift: int = 0,
+    mask_token: str = block_families.MASK_TOKEN,
+) -> Family:
+    return dataclasses.replace(
+        _causal(family),
+        decoders=block_families.DECODERS,
+        mask_id=mask_id,
+        has_mask=True,
+        mask_token=mask_token,
+        shift=shift,
+        block_size=block_size,
+        ends=("<|im_end|>",),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "xlnet": Family(
         name="xlnet",
@@ -158,14 +181,21 @@ FAMILIES: dict[str, Family] = {
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
+    "sdar": _block(block_families.SDAR, mask_id=block_families.sdar_mask, block_size=block_families.sdar_block),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
-    """The families that fill masks, each row of which carries a token; the two-stream ones do it otherwise."""
-    return tuple(sorted(name for name, one in FAMILIES.items() if one.has_mask and (one.causal or one.ddit)))
+    """The families that fill the masks of whole texts, each row of which carries a token; the two-stream ones do it otherwise."""
+    return tuple(
+        sorted(
+            name
+            for name, one in FAMILIES.items()
+            if one.has_mask and (one.causal or one.ddit) and one.decoders != block_families.DECODERS
+        )
+    )
 
 
 def find_family(config: Config, requested: str) -> Family:
@@ -211,6 +241,7 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         num_parameters=sum(_product(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,
+        block_size=family.block_size(config),
     )
 
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoders.backbones.base import Backbone, TokenBackbone
+from decoders.backbones.block_families import MASK_KEYS
 from decoders.backbones.families import Family, describe, find_family, turn_ends
 from decoders.backbones.xlnet import XLNetBackbone
 from decoders.base import ModelInfo
@@ -70,12 +71,21 @@ def inspect_model(
     """
     config = read_config(folder)
     found = find_family(config, family)
+    if mask_id is None:
+        mask_id = _mask_by_name(found, config, folder)
     info = describe(found, config, mask_id=mask_id, max_length=max_length)
     _check_names(found, config, _header_shapes(folder), folder)
     if found.causal is not None or found.ddit is not None:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
+
+
+def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> int | None:
+    """Return the id that the tokenizer gives the family's mask; None where config.json says it, or nobody does."""
+    if not family.mask_token or any(config.get(key) is not None for key in MASK_KEYS):
+        return None
+    return _added_tokens(folder).get(family.mask_token)
 
 
 def _header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -28,7 +28,7 @@ _DREAM_MASK: Final = 151666
 _DREAM_LENGTH: Final = 2048
 
 
-def _numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) -> dict[str, int]:
+def numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) -> dict[str, int]:
     """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first that is missing or none."""
     found = {}
     for ours, theirs in names.items():
@@ -41,7 +41,7 @@ def _numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) -
     return found
 
 
-def _demand(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
+def demand(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ValueError where config.json asks for what is not built; a missing key stands for the first allowed value."""
     for key, allowed in wanted.items():
         value = config.get(key, allowed[0])
@@ -87,7 +87,7 @@ _LLADA_BUILT: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def _llada_as_llama(config: Config) -> Config:
-    _demand(config, _LLADA_BUILT)
+    demand(config, _LLADA_BUILT)
     heads = config["n_heads"]
     return {
         "vocab_size": config.get("embedding_size") or config["vocab_size"],
@@ -147,7 +147,7 @@ def llada_mask(config: Config) -> int:
 
 
 def _dream_as_qwen2(config: Config) -> Config:
-    _demand(config, {"use_sliding_window": (False,), "use_mrope": (False,)})
+    demand(config, {"use_sliding_window": (False,), "use_mrope": (False,)})
     return {key: value for key, value in config.items() if key not in {"model_type", "architectures", "auto_map"}}
 
 
@@ -211,8 +211,8 @@ def mdlm_shape(config: Config) -> DDiTShape:
     )
     return _divided(
         DDiTShape(
-            **_numbers(sizes, names, "mdlm"),
-            **_numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
+            **numbers(sizes, names, "mdlm"),
+            **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
             takes_sigma=bool(config.get("time_conditioning", False)),
         )
     )
@@ -228,13 +228,13 @@ def sedd_shape(config: Config) -> DDiTShape:
     kinds = {"graph.type": graph.get("type"), "noise.type": noise.get("type")}
     _demand_ddit(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)}, "sedd")
     _demand_ddit(model, {"type": ("ddit",), "scale_by_sigma": (True,)}, "sedd")
-    tokens = _numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
-    return _divided(DDiTShape(**_numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True))
+    tokens = numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
+    return _divided(DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True))
 
 
 def _demand_ddit(config: Config, wanted: Mapping[str, tuple[Any, ...]], family: str) -> None:
     try:
-        _demand(config, wanted)
+        demand(config, wanted)
     except ValueError as error:
         raise ValueError(f"model.path: config.json does not fit family {family!r}: {error}") from None
 
