@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Settings(BaseModel):
-    """Base of every settings model: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from decoders.settings_base import Settings as Settings  # noqa: PLC0414 -- others import it from here
 
 
 class Sampling(Settings):
