@@ -6,8 +6,8 @@
       estimator: {kind: entropy, beta: 1.0}
       cost: {kind: dynamic, c: 1.0}
 
-Pure pydantic, without torch. Source: "S2D2" (self-speculative decoding of block-diffusion models), section 3.3 and its public
-code's defaults; the thresholds compare as the public code does, not as the paper writes (decoders/routers.py).
+Pure pydantic, without torch. Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2,
+2026); the thresholds compare as in its public code (decoders/routers.py).
 """
 
 from __future__ import annotations
