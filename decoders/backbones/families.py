@@ -133,9 +133,9 @@ def _block(
     family: CausalFamily,
     *,
     mask_id: Callable[[Config], int],
+    mask_token: str,
     block_size: Callable[[Config], int],
     shift: int = 0,
-    mask_token: str = block_families.MASK_TOKEN,
 ) -> Family:
     return dataclasses.replace(
         _causal(family),
@@ -181,10 +181,26 @@ FAMILIES: dict[str, Family] = {
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
-    "sdar": _block(block_families.SDAR, mask_id=block_families.sdar_mask, block_size=block_families.sdar_block),
+    "sdar": _block(
+        block_families.SDAR,
+        mask_id=block_families.sdar_mask,
+        mask_token=block_families.SDAR_MASK_TOKEN,
+        block_size=block_families.sdar_block,
+    ),
+    "fast_dllm_v2": _block(
+        block_families.FAST_DLLM_V2,
+        mask_id=block_families.fast_dllm_mask,
+        mask_token=block_families.FAST_DLLM_MASK_TOKEN,
+        block_size=block_families.fast_dllm_block,
+        shift=1,
+    ),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
+
+
+# How config.json writes the families whose `model_type` is not their name here.
+_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2"}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
@@ -211,13 +227,13 @@ def find_family(config: Config, requested: str) -> Family:
 
 
 def _recognise(config: Config) -> str:
-    """Return `model_type`; SEDD's checkpoints and the training runs of MDLM have none, and Dream writes it with a capital."""
+    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none."""
     name = str(config.get("model_type"))
     if "model_type" not in config and "graph" in config:
         return "sedd"
     if "model_type" not in config and "parameterization" in config:
         return "mdlm"
-    return name.lower() if name == "Dream" else name
+    return _MODEL_TYPES.get(name, name)
 
 
 def turn_ends(config: Config) -> tuple[str, ...]:
