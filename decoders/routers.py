@@ -91,7 +91,7 @@ def expected_accepted(alpha_BT: Tensor, span_BT: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What the routers look at, one row a slot that has masks left.
+    """What the routers look at, one row a slot that drafted.
 
     `span_B` is the length of the first run of masks, `expected_B` its K, `num_sure_B` how many masks of the block the confidence
     rule would reveal, `progress_B` the share of the block that is decided already, `entropy_B` a mean of H / log V. `size` is the
@@ -112,8 +112,8 @@ class Signals:
 class Routing:
     """One router for all slots, its memory in columns of `state`, where it moves and is cleared with the samples.
 
-    Call `signals` and `decide` once for each slot that drafted and has masks left, then `learn` when that step's tokens are
-    revealed.
+    Call `signals` and `decide` once for each slot that drafted, then `learn` when that step's tokens are revealed. A block without
+    masks, which is drafted once more where tokens are edited, is never verified and ends a hysteresis, as in the public code.
     """
 
     def __init__(self, state: SlotState, router: Router, estimator: Estimator, cost: Cost) -> None:
@@ -143,9 +143,10 @@ class Routing:
         return Signals(span_BT.sum(1), expected_B, num_sure_B, progress_B, entropy_B, masks_BT.shape[1])
 
     def score(self, signals: Signals) -> Tensor:
-        """K less the cost of a verification, float64 [B]."""
+        """K less the cost of a verification, float64 [B]; -inf where there is nothing to verify."""
         expected_B, c = signals.expected_B.to(torch.float64), self.cost.c
-        return expected_B - c * (signals.num_sure_B if self.cost.kind == "dynamic" else 1.0)
+        score_B = expected_B - c * (signals.num_sure_B if self.cost.kind == "dynamic" else 1.0)
+        return torch.where(signals.span_B > 0, score_B, -torch.inf)
 
     def decide(self, slots_B: Tensor, signals: Signals) -> Tensor:
         """Whether each slot's span is verified, bool [B]; moves the memory of these slots on."""
@@ -181,19 +182,20 @@ class UpperConfidence:
         self._settings = settings
         num_contexts = settings.span_bins * settings.progress_bins * settings.entropy_bins
         self._decisions_S, self._context_S = state.column(), state.column()
+        self._asked_S = state.column(dtype=torch.bool)
         self._counts_SCA = state.column(num_contexts, 2, dtype=torch.float64)
         self._rewards_SCA = state.column(num_contexts, 2, dtype=torch.float64)
 
     def decide(self, slots_B: Tensor, signals: Signals) -> Tensor:
         """Verify where the upper bound of verifying is at least that of revealing, bool [B]."""
-        context_B = self._contexts(signals)
-        self._context_S[slots_B] = context_B
-        self._decisions_S[slots_B] += 1
+        asked_B, context_B = signals.span_B > 0, self._contexts(signals)
+        self._asked_S[slots_B], self._context_S[slots_B] = asked_B, context_B
+        self._decisions_S[slots_B] += asked_B
         counts_BA, rewards_BA = self._counts_SCA[slots_B, context_B], self._rewards_SCA[slots_B, context_B]
-        log_t_B1 = self._decisions_S[slots_B].to(torch.float64).log().unsqueeze(1)
+        log_t_B1 = self._decisions_S[slots_B].clamp(min=1).to(torch.float64).log().unsqueeze(1)
         bound_BA = rewards_BA / counts_BA + self._settings.beta * (log_t_B1 / counts_BA).sqrt()
         bound_BA = torch.where(counts_BA > 0, bound_BA, torch.inf)
-        return bound_BA[:, 1] >= bound_BA[:, 0]
+        return asked_B & (bound_BA[:, 1] >= bound_BA[:, 0])
 
     def _contexts(self, signals: Signals) -> Tensor:
         """Number of the cell in which a draft lies, [B]."""
@@ -207,8 +209,9 @@ class UpperConfidence:
     def learn(self, slots_B: Tensor, decoded_B: Tensor, verified_B: Tensor) -> None:
         """Add tokens per forward (a verification is a second one) to what was chosen."""
         place = (slots_B, self._context_S[slots_B], verified_B.to(torch.int64))
-        self._counts_SCA[place] += 1.0
-        self._rewards_SCA[place] += decoded_B / torch.where(verified_B, 2.0, 1.0).to(torch.float64)
+        asked_B = self._asked_S[slots_B].to(torch.float64)
+        self._counts_SCA[place] += asked_B
+        self._rewards_SCA[place] += asked_B * decoded_B / (1 + verified_B.to(torch.int64))
 
 
 def _bin(share_B: Tensor, num_bins: int) -> Tensor:
