@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_models):
+    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_models):
         add(commands, common)
     return top
 
@@ -63,12 +63,21 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _spec_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("spec", metavar="SPEC.yaml")
+    _set_argument(command)
+
+
+def _set_argument(command: argparse.ArgumentParser) -> None:
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: a.b=VALUE")
 
 
 def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("run", parents=[common], help="run a job, or resume it; idempotent")
     _spec_arguments(command)
+    _driver_arguments(command)
+    command.set_defaults(command=_run)
+
+
+def _driver_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: one of our own, here")
     command.add_argument("--quiet", action="store_true", help="no progress")
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
@@ -79,7 +88,6 @@ def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="S",
         help="how long running units may go on after SIGTERM",
     )
-    command.set_defaults(command=_run)
 
 
 def _add_validate(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -109,6 +117,15 @@ def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_verify)
 
 
+def _add_rerun(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("rerun", parents=[common], help="decode the failed samples again, as a new pass")
+    _store_arguments(command)
+    command.add_argument("--failed", action="store_true", required=True, help="those whose status is failed")
+    _set_argument(command)
+    _driver_arguments(command)
+    command.set_defaults(command=_rerun)
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="the model families and decoders that are known")
     command.set_defaults(command=_models)
@@ -120,6 +137,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
     options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
     return run_job(load_spec(arguments.spec, arguments.set), options)
+
+
+def _rerun(arguments: argparse.Namespace) -> int:
+    from jobs.rerun import rerun
+    from jobs.run import RunOptions
+
+    options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
+    return rerun(arguments.run_dir, options, overrides=arguments.set, s3=_s3(arguments))
 
 
 def _validate(arguments: argparse.Namespace) -> int:

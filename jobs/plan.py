@@ -39,7 +39,10 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan as it stands in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows."""
+    """A plan as it stands in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
+
+    A first pass (`pass_` 1) has every row of the inputs, a later one those that the pass before it left failed.
+    """
 
     fingerprint: str
     code_version: str
@@ -53,6 +56,7 @@ class Plan:
     errors: dict[str, int]
     parts: list[dict[str, Any]] = field(repr=False)
     store: Store = field(repr=False)
+    pass_: int = 1
 
     def sizes(self) -> Iterator[UnitSize]:
         """Rows and tokens of every unit, in order."""
@@ -67,8 +71,12 @@ class Plan:
 
     def unit_ids(self) -> Iterator[tuple[int, list[str]]]:
         """Every unit with the ids of its rows, one part in memory at a time."""
-        for unit, table in enumerate(self._table().tables(columns=["id"])):
+        for unit, table in enumerate(self.tables(["id"])):
             yield unit, table["id"].to_pylist()
+
+    def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """The unit table, one table for each unit in order, one part in memory at a time."""
+        return self._table().tables(columns)
 
     def _table(self) -> PlanTable:
         return PlanTable(self.store, parts_of({"parts": self.parts}))
@@ -102,13 +110,26 @@ def build_plan(
         writer.discard()
         raise
     failpoint("plan.before_plan")
-    content = _content(spec, results_key(spec, info, hashes, inputs), inputs, writer)
+    return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer)
+
+
+def create_plan(
+    store: Store,
+    spec: JobSpec,
+    results: dict[str, Any],
+    inputs: Sequence[InputFile],
+    writer: PlanWriter,
+    *,
+    pass_: int = 1,
+) -> Plan:
+    """Write `_plan.json`, once all parts are written: from then on there is a plan. `results` is its results_key."""
+    content = _content(spec, results, inputs, writer, pass_)
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver's; it is ours if it says the same
         plan = load_plan(store)
         assert plan is not None
-        compare_plan(plan, content["results"], inputs)
+        compare_plan(plan, results, inputs)
         return plan
     return _plan_of(content, store)
 
@@ -201,13 +222,16 @@ def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 
 
-def _content(spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter) -> dict[str, Any]:
+def _content(
+    spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter, pass_: int
+) -> dict[str, Any]:
     """What `_plan.json` holds."""
     return {
         "format": FORMAT,
         "fingerprint": fingerprint(results),
         "schema_version": SCHEMA_VERSION,
         "code_version": code_version(),
+        "pass": pass_,
         "totals": {"units": len(writer.sums.rows)} | asdict(writer.totals),
         "results": results,
         "spec": spec.model_dump(mode="json"),
@@ -238,4 +262,5 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
         errors=totals["errors"],
         parts=content["parts"],
         store=store,
+        pass_=content.get("pass", 1),
     )

@@ -49,15 +49,19 @@ class PlanTotals:
 
 
 class PlanWriter:
-    """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window."""
+    """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window.
 
-    def __init__(self, store: Store, *, window: int, unit_rows: int | None = None) -> None:
+    With `keep_order` no window is sorted: the rows of the units are in the order in which they came.
+    """
+
+    def __init__(self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False) -> None:
         self.parts: list[Part] = []
         self.totals = PlanTotals()
         self.sums = UnitSums()
         self.unit_rows = unit_rows
         self._store = store
         self._window = window
+        self._keep_order = keep_order
         self._held: list[pa.Table] = []
         self._held_rows = 0
         self._units: list[pa.Table] = []
@@ -99,7 +103,7 @@ class PlanWriter:
         if self.unit_rows is None:
             self.unit_rows = auto_unit_rows(rows.num_rows)
         lengths = rows["length"].to_numpy()
-        order = longest_first(lengths)
+        order = np.arange(len(lengths)) if self._keep_order else longest_first(lengths)
         ordered = rows.take(pa.array(order)).combine_chunks()
         for start, end in cut(lengths[order], max_rows=self.unit_rows):
             self._close_unit(ordered.slice(start, end - start), int(lengths[order[start:end]].sum()))

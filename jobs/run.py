@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from jobs.events import Finish
 from jobs.handout import make_job
 from jobs.keeper import kept_lease
 from jobs.leases import Limits, UnitSize
+from jobs.passes import Pass, finished, left_failed, passes_of
 from jobs.plan import Plan
 from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Display, make_display
@@ -83,7 +84,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     prepared = prepare(spec, store)
     if prepared.plan is not None and store.exists(SUCCESS):
         print(f"{store.url} is finished already")
-        return close(spec, store, prepared.plan)
+        return close(spec, store)
     conditional = probe(store)
     stop = StopFlag()
     try:
@@ -95,13 +96,11 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
-    return ended(spec, store, plan, finish, conditional=conditional)
+    return close(spec, store) if finish.how == "done" else broken_off(store, plan, finish, conditional=conditional)
 
 
-def ended(spec: JobSpec, store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
-    """Say how the run ended; returns the exit code."""
-    if finish.how == "done":
-        return close(spec, store, plan)
+def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
+    """Say how a run ended that did not finish; returns the exit code."""
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to go on")
     done = len(done_units(store, conditional=conditional))
@@ -133,7 +132,9 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     log = AttemptsLog(run.store, run.lease.epoch)
     pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
-        scheduler=Scheduler(left, workers=count, limits=Limits(attempts=run.spec.errors.attempts)),
+        scheduler=Scheduler(
+            left, workers=count, limits=Limits(attempts=run.spec.errors.attempts), pass_=run.plan.pass_
+        ),
         pool=pool,
         display=run.display,
         totals=totals,
@@ -210,16 +211,28 @@ def committed_facts(run: Run, name: str) -> CommittedUnit:
     return CommittedUnit(**json.loads(run.store.get(name)))
 
 
-def close(spec: JobSpec, store: Store, plan: Plan) -> int:
-    """Print the table of a finished run; returns 0, or 3 where too many samples failed."""
+def close(spec: JobSpec, store: Store) -> int:
+    """Print the table of a finished run; returns 0, or 3 where too many samples are left failed."""
+    print_table(spec, store)
+    return judge(spec, passes_of(store, s3=spec.s3.options()))
+
+
+def print_table(spec: JobSpec, store: Store) -> None:
+    """Print the sums of one finished pass."""
     manifest = read_manifest(store)
     if manifest is None:
         raise StoreError(f"{store.url} has {SUCCESS}, but no manifest")
     results = read_summary(store, [unit.object for unit in manifest.units])
     sessions = read_sessions(store)
     print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
-    if not too_many_failed(manifest.total("failed"), plan.rows, spec.errors):
+
+
+def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
+    """Say what is left failed after the finished passes, where it has to be said; returns 0, or 3 where it is too much."""
+    rows, failed, count = passes[0].plan.rows, left_failed(passes), len(finished(passes))
+    if count > 1:
+        print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
+    if not too_many_failed(failed, rows, spec.errors):
         return OK
-    failed = manifest.total("failed")
-    print(f"draftmill: {failed:,} of {plan.rows:,} samples failed, more than `errors` allows", file=sys.stderr)
+    print(f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows", file=sys.stderr)
     return TOO_MANY_FAILED

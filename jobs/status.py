@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from jobs.attempts import read_sessions
 from jobs.codes import OK
+from jobs.passes import Pass, left_failed, passes_of, require_plan
 from jobs.plan import Plan
 from jobs.progress import duration
 from jobs.totals import ratio
-from jobs.verify import require_plan
 from storage.commit import SUCCESS, done_units, read_manifest
 from storage.errors import StoreError
 from storage.lease import LEASE
@@ -23,8 +23,21 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
     """Print done, running and failed units and samples, the rate and the time to go; returns the exit code."""
     store = open_store(run_dir, s3=s3)
     plan = require_plan(store)
-    print("\n".join([f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]))
+    lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
+    if store.exists(SUCCESS):
+        lines += [pass_line(one) for one in passes_of(store, s3=s3)[1:]]
+    print("\n".join(lines))
     return OK
+
+
+def pass_line(one: Pass) -> str:
+    """How far a later pass is."""
+    if one.manifest is not None:
+        return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
+    done = len(done_units(one.store, conditional=False) or done_units(one.store))
+    return (
+        f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` goes on with it"
+    )
 
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:

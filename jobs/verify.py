@@ -1,29 +1,35 @@
 """`draftmill verify`: a run's promises, re-checked from the store alone. Trusts no one: every file is read and hashed.
 
-Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. With
---invariance N, N samples are decoded again, each alone, and compared token for token.
+Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both; the same for
+each later pass, and that it has just the rows that the one before it left failed. With --invariance N, N samples are decoded
+again, each alone, and compared token for token.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pyarrow as pa
 
 from jobs.codes import OK, TOO_MANY_FAILED, UNEXPECTED
-from jobs.plan import Plan, load_plan
+from jobs.passes import Pass, Rows, failed_rows, finished, left_failed, passes_of
+from jobs.plan import Plan
 from jobs.thresholds import too_many_failed
-from storage.commit import SUCCESS, CommittedUnit, Manifest, read_manifest
-from storage.errors import StoreError, UserError
+from storage.commit import SUCCESS, CommittedUnit, Manifest
+from storage.errors import StoreError
 from storage.records import parquet_metadata, read_parquet, schema_of
 from storage.store import open_store
 from storage.verbs import S3Options, Store
 
 SHOWN = 20
 """Problems that are printed; the rest are counted."""
+
+ROWS_AT_ONCE = 4096
+"""Planned rows of two passes that are compared together."""
 
 
 @dataclass(slots=True)
@@ -39,28 +45,47 @@ class Findings:
 def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
     """Check the run and print what was checked; returns 0, 3 (too many samples failed), or 1 (a promise is broken)."""
     store = open_store(run_dir, s3=s3)
-    plan = require_plan(store)
-    manifest = read_manifest(store)
-    if manifest is None:
-        raise UserError(f"{store.url} is not finished: there is no manifest; `draftmill run` goes on with it")
+    passes = passes_of(store, s3=s3)
+    done = finished(passes)
+    plan, manifest = passes[0].plan, passes[0].manifest
+    assert manifest is not None
     findings = check_run(store, plan, manifest)
-    _print_findings(store, plan, findings)
+    again = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
+    _print_findings(store, plan, findings, again)
     if invariance and not findings.problems:
         from jobs.invariance import check_invariance
 
         check_invariance(store, plan, manifest, samples=invariance)
     if findings.problems:
         return UNEXPECTED
-    failed = findings.statuses["failed"]
-    return TOO_MANY_FAILED if too_many_failed(failed, plan.rows, plan.spec.errors) else OK
+    return TOO_MANY_FAILED if too_many_failed(left_failed(done), plan.rows, plan.spec.errors) else OK
 
 
-def require_plan(store: Store) -> Plan:
-    """The plan of a run directory; UserError if it is none."""
-    plan = load_plan(store)
-    if plan is None:
-        raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
-    return plan
+def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
+    """Check a finished pass as a run, and its rows against those that the one before left failed; returns a line about it."""
+    assert after.manifest is not None
+    found = check_run(after.store, after.plan, after.manifest)
+    if after.plan.fingerprint != before.plan.fingerprint:
+        found.problems.append("its fingerprint is not the run's")
+    if not found.problems and not findings.problems:
+        found.problems += _row_differences(before, after)
+    findings.problems += [f"pass {after.number}: {problem}" for problem in found.problems]
+    return f"pass {after.number}: {after.plan.rows:,} samples again, {_counted(found.statuses)}"
+
+
+def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
+    left, planned = Rows(failed_rows(before)), Rows(after.plan.tables(["id"]))
+    try:
+        while (table := left.take(ROWS_AT_ONCE)) is not None:
+            other = planned.take(table.num_rows)
+            if other is None or not other["id"].equals(table["id"]):
+                yield "its rows are not those that the pass before it left failed"
+                return
+    except StoreError as error:
+        yield str(error)
+        return
+    if planned.take(1) is not None:
+        yield "it has rows that the pass before it did not leave failed"
 
 
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
@@ -108,15 +133,16 @@ def _unit_problems(
     if not table.schema.remove_metadata().equals(schema_of(version)):
         yield "its schema is not that of the result table"
         return
-    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "schema_version": str(version)}
+    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
+    expected["schema_version"] = str(version)
     found = parquet_metadata(table.schema)
     yield from (
         f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value
     )
-    yield from _row_problems(committed, ids, table)
+    yield from _row_problems(committed, ids, table, plan.pass_)
 
 
-def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table) -> Iterator[str]:
+def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pass_: int) -> Iterator[str]:
     found = table.column("id").to_pylist()
     if found != ids:
         missing, surplus = Counter(ids) - Counter(found), Counter(found) - Counter(ids)
@@ -132,6 +158,8 @@ def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table) -> 
             yield f"{statuses[status]} rows are {status}, the manifest has {getattr(committed, status)}"
     if set(table.column("unit").to_pylist()) - {committed.unit}:
         yield "rows name another unit"
+    if set(table.column("pass").to_pylist()) - {pass_}:
+        yield "rows name another pass"
 
 
 def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
@@ -150,10 +178,15 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _print_findings(store: Store, plan: Plan, findings: Findings) -> None:
-    statuses = ", ".join(f"{findings.statuses[status]:,} {status}" for status in ("ok", "failed", "skipped"))
+def _counted(statuses: Counter[str]) -> str:
+    return ", ".join(f"{statuses[status]:,} {status}" for status in ("ok", "failed", "skipped"))
+
+
+def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence[str]) -> None:
     print(f"{store.url}: {plan.rows:,} planned samples in {plan.units:,} units")
-    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {statuses}")
+    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_counted(findings.statuses)}")
+    for line in more:
+        print(f"  {line}")
     print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
     print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
     for problem in findings.problems[:SHOWN]:
