@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from decoders.backbones import block_families, causal_families, masked_families
+from decoders.backbones.block_families import BlockFacts, LLaDA2Shape, llada2_shape
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
 from decoders.backbones.masked_families import DDiTShape
 from decoders.base import ModelInfo
@@ -28,7 +29,8 @@ class Family:
     there is one, `fixed_mask` that it can be no other, and `mask_token` is what a tokenizer calls it, which counts where
     config.json doesn't say; `max_length` is what config.json tells of the longest text. `shift` and `block_size`, and `ends`,
     the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
-    `causal` is set for the families that run on transformers' causal models, `ddit` for those that run on ddit.py.
+    `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
+    and llada2.py.
     """
 
     name: str
@@ -48,6 +50,12 @@ class Family:
     ends: tuple[str, ...] = ()
     causal: CausalFamily | None = None
     ddit: Callable[[Config], DDiTShape] | None = None
+    llada2: Callable[[Config], LLaDA2Shape] | None = None
+
+    @property
+    def rows_are_tokens(self) -> bool:
+        """Whether every row carries a token; two-stream models have rows that don't."""
+        return any((self.causal, self.ddit, self.llada2))
 
 
 def _require(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
@@ -129,25 +137,34 @@ def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Famil
     )
 
 
-def _block(
-    family: CausalFamily,
-    *,
-    mask_id: Callable[[Config], int],
-    mask_token: str,
-    block_size: Callable[[Config], int],
-    shift: int = 0,
-) -> Family:
+def _block(family: CausalFamily, facts: BlockFacts) -> Family:
+    return _with_facts(_causal(family), facts)
+
+
+def _with_facts(family: Family, facts: BlockFacts) -> Family:
     return dataclasses.replace(
-        _causal(family),
+        family,
         decoders=block_families.DECODERS,
-        mask_id=mask_id,
+        mask_id=facts.find_mask,
         has_mask=True,
-        mask_token=mask_token,
-        shift=shift,
-        block_size=block_size,
-        ends=("<|im_end|>",),
+        mask_token=facts.mask_token,
+        shift=facts.shift,
+        block_size=facts.find_block,
+        ends=facts.ends,
     )
 
+
+_LLADA2 = Family(
+    name="llada2",
+    decoders=block_families.DECODERS,
+    mask_id=block_families.LLADA2.find_mask,
+    vocab_size=lambda config: llada2_shape(config).vocab_size,
+    weight_shapes=block_families.llada2_shapes,
+    optional=lambda config: set(),
+    check=llada2_shape,
+    max_length=lambda config: llada2_shape(config).max_position_embeddings,
+    llada2=llada2_shape,
+)
 
 FAMILIES: dict[str, Family] = {
     "xlnet": Family(
@@ -181,26 +198,15 @@ FAMILIES: dict[str, Family] = {
         max_length=masked_families.dream_length,
         ends=("<|im_end|>",),
     ),
-    "sdar": _block(
-        block_families.SDAR,
-        mask_id=block_families.sdar_mask,
-        mask_token=block_families.SDAR_MASK_TOKEN,
-        block_size=block_families.sdar_block,
-    ),
-    "fast_dllm_v2": _block(
-        block_families.FAST_DLLM_V2,
-        mask_id=block_families.fast_dllm_mask,
-        mask_token=block_families.FAST_DLLM_MASK_TOKEN,
-        block_size=block_families.fast_dllm_block,
-        shift=1,
-    ),
+    **{family.name: _block(family, facts) for family, facts in block_families.QWEN_FAMILIES},
+    "llada2": _with_facts(_LLADA2, block_families.LLADA2),
     "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
     "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
 }
 
 
 # How config.json writes the families whose `model_type` is not their name here.
-_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2"}
+_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2"}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
@@ -209,7 +215,7 @@ def masked_diffusion_families() -> tuple[str, ...]:
         sorted(
             name
             for name, one in FAMILIES.items()
-            if one.has_mask and (one.causal or one.ddit) and one.decoders != block_families.DECODERS
+            if one.has_mask and one.rows_are_tokens and one.decoders != block_families.DECODERS
         )
     )
 

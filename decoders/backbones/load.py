@@ -75,7 +75,7 @@ def inspect_model(
         mask_id = _mask_by_name(found, config, folder)
     info = describe(found, config, mask_id=mask_id, max_length=max_length)
     _check_names(found, config, _header_shapes(folder), folder)
-    if found.causal is not None or found.ddit is not None:
+    if found.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
     return info
@@ -162,7 +162,7 @@ def load_backbone(
     where = pick_device(device)
     number = pick_dtype(dtype, where)
     _check_names(found, config, _header_shapes(folder), folder)
-    if found.causal is None and found.ddit is None:
+    if not found.rows_are_tokens:
         return XLNetBackbone(config, load_weights(folder, dtype=number, device=where), dtype=number, device=where)
     return _load_module(found, config, folder, number, where)
 
@@ -171,16 +171,19 @@ def _load_module(
     family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str
 ) -> TokenBackbone:
     from decoders.backbones.ddit import DDiTBackbone
+    from decoders.backbones.llada2 import LLaDA2Backbone
     from decoders.backbones.self_test import check_masking
     from decoders.backbones.transformer import TransformerBackbone
 
-    # A diffusion transformer keeps some of its weights in float32 whatever its dtype.
-    weights = load_weights(folder, dtype=dtype if family.ddit is None else None, device=device)
+    # Our own networks keep some of their weights in float32 whatever their dtype.
+    weights = load_weights(folder, dtype=None if family.causal is None else dtype, device=device)
     full = family.full_names(weights)
     weights = {full[name]: tensor for name, tensor in weights.items()}
-    backbone: DDiTBackbone | TransformerBackbone
+    backbone: DDiTBackbone | LLaDA2Backbone | TransformerBackbone
     if family.ddit is not None:
         backbone = DDiTBackbone(family.ddit(config), weights, dtype=dtype, device=device)
+    elif family.llada2 is not None:
+        backbone = LLaDA2Backbone(family.llada2(config), weights, dtype=dtype, device=device)
     else:
         assert family.causal is not None
         backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)

@@ -21,6 +21,7 @@ from decoders.backbones.base import TokenRows
 from decoders.backbones.cache import SlotCache, as_slice
 from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 from decoders.backbones.self_test import find_rules, products
 
@@ -59,6 +60,9 @@ class ModuleBackbone:
         self.rules = find_rules([*products(self.base), *products(self.head)], heads, dtype, self.device)
         self.min_rows = self.rules.min_rows
         self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
+        for part in self.base.modules():
+            if isinstance(part, Mixture):
+                part.padded = self._padded
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
         self._tainted: set[int] = set()
         self.num_rows_computed = 0

@@ -1,0 +1,174 @@
+"""LLaDA2's network in plain torch over the slot cache: a mixture of experts under block diffusion.
+
+Queries, keys and values come out of one product, queries and keys are normed per head and turned on the first part of their
+width only; the first layers are dense, the others mixtures (moe.py). What a row sees is the caller's mask and nothing else: the
+released code hands transformers a mask of zeros and ones, which adds them to the scores and hides nothing; here hidden is
+hidden, as the models were trained.
+
+Norms, rotations, routers and the sums of experts run in float32 or better, as in the released code; logits are float32 or
+better. Source: LLaDA2.0 (Bie et al., 2025) and the model file of its checkpoints.
+
+Legend: N flat rows, H query heads, K key heads, d head width, r turned width, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from decoders.backbones.attention import Layout, slot_attention
+from decoders.backbones.block_families import LLaDA2Shape
+from decoders.backbones.moe import GatedMLP, SigmoidMixture
+from decoders.backbones.transformer import ModuleBackbone
+
+
+class _States(NamedTuple):
+    last_hidden_state: Tensor
+
+
+class _Norm(nn.Module):
+    """Root-mean-square norm over the last dimension, in float32 or better."""
+
+    def __init__(self, width: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.epsilon = epsilon
+
+    def forward(self, rows: Tensor) -> Tensor:
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.weight * exact.to(rows.dtype)
+
+
+class _Attention(nn.Module):
+    def __init__(self, index: int, shape: LLaDA2Shape) -> None:
+        super().__init__()
+        self.layer_idx, self.rotary_dim = index, shape.rotary_dim
+        self.heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
+        self.query_key_value = nn.Linear(shape.hidden_size, sum(self.heads) * shape.head_dim, bias=False)
+        self.query_layernorm, self.key_layernorm = (_Norm(shape.head_dim, shape.rms_norm_eps) for _ in range(2))
+        self.dense = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+
+    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+        heads_Nxd = self.query_key_value(rows_ND).unflatten(1, (sum(self.heads), -1))
+        query_NHd, key_NKd, value_NKd = heads_Nxd.split(self.heads, dim=1)
+        query_NHd = self._turn(self.query_layernorm(query_NHd), turn_2Nd)
+        key_NKd = self._turn(self.key_layernorm(key_NKd), turn_2Nd)
+        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query_NHd, key_NKd, value_NKd))
+        scaling = query.shape[3] ** -0.5
+        mixed_1NHd, _ = slot_attention(self, query, key, value, None, scaling=scaling, layout=layout)
+        mixed_ND: Tensor = self.dense(mixed_1NHd[0].flatten(1))
+        return mixed_ND
+
+    def _turn(self, rows_Nxd: Tensor, turn_2Nd: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotary position encoding of the first r numbers, whose halves are partners; the rest has angle 0."""
+        cosine_N1d, sine_N1d = (part.unsqueeze(1) for part in turn_2Nd)
+        first, second = rows_Nxd[..., : self.rotary_dim].chunk(2, dim=-1)
+        partner_Nxd = torch.cat([-second, first, rows_Nxd[..., self.rotary_dim :]], dim=-1)
+        return rows_Nxd * cosine_N1d + partner_Nxd * sine_N1d
+
+
+class _Layer(nn.Module):
+    def __init__(self, index: int, shape: LLaDA2Shape) -> None:
+        super().__init__()
+        width, epsilon = shape.hidden_size, shape.rms_norm_eps
+        self.input_layernorm, self.post_attention_layernorm = (_Norm(width, epsilon) for _ in range(2))
+        self.attention = _Attention(index, shape)
+        dense = index < shape.first_k_dense_replace
+        self.mlp = GatedMLP(width, shape.intermediate_size) if dense else _mixture(shape)
+
+    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+        rows_ND = rows_ND + self.attention(self.input_layernorm(rows_ND), turn_2Nd, layout)
+        out_ND: Tensor = rows_ND + self.mlp(self.post_attention_layernorm(rows_ND))
+        return out_ND
+
+
+def _mixture(shape: LLaDA2Shape) -> SigmoidMixture:
+    return SigmoidMixture(
+        shape.hidden_size,
+        shape.moe_intermediate_size,
+        num_experts=shape.num_experts,
+        num_chosen=shape.num_experts_per_tok,
+        groups=(shape.n_group, shape.topk_group),
+        scale=shape.routed_scaling_factor,
+        shared=shape.num_shared_experts * shape.moe_intermediate_size,
+    )
+
+
+class _Stack(nn.Module):
+    """All but the output layer, under the checkpoints' names."""
+
+    def __init__(self, shape: LLaDA2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.word_embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(_Layer(index, shape) for index in range(shape.num_hidden_layers))
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **_: Any) -> _States:
+        """Run flat rows, [1, N] of ids and positions; final normed states [1, N, D]."""
+        rows_ND = self.word_embeddings(input_ids[0])
+        turn_2Nd = self._turns(position_ids[0], rows_ND.dtype)
+        for layer in self.layers:
+            rows_ND = layer(rows_ND, turn_2Nd, layout)
+        return _States(self.norm(rows_ND).unsqueeze(0))
+
+    def _turns(self, positions_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every row's angles, over a whole head, [N, d] each."""
+        shape, exact = self.shape, torch.promote_types(dtype, torch.float32)
+        steps_h = torch.arange(0, shape.rotary_dim, 2, device=positions_N.device).to(exact) / shape.rotary_dim
+        frequency_h = 1.0 / shape.rope_theta**steps_h
+        still = frequency_h.new_zeros(shape.head_dim - shape.rotary_dim)
+        angle_Nd = positions_N.to(exact).unsqueeze(1) * torch.cat([frequency_h, frequency_h, still])
+        return angle_Nd.cos().to(dtype), angle_Nd.sin().to(dtype)
+
+
+class LLaDA2(nn.Module):
+    """The whole network, with what ModuleBackbone asks of a module of transformers."""
+
+    def __init__(self, shape: LLaDA2Shape) -> None:
+        super().__init__()
+        self.config = shape
+        self.model = _Stack(shape)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+
+    @property
+    def base_model(self) -> nn.Module:
+        """All but the output layer."""
+        return self.model
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The token embeddings."""
+        return self.model.word_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output layer."""
+        return self.lm_head
+
+
+class LLaDA2Backbone(ModuleBackbone):
+    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness."""
+
+    def __init__(
+        self,
+        shape: LLaDA2Shape,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        exact = torch.promote_types(dtype, torch.float32)
+        ready = {
+            name.replace(".gate.expert_bias", ".expert_bias"): tensor.to(
+                device=device, dtype=exact if ".mlp.gate." in name else dtype
+            )
+            for name, tensor in weights.items()
+        }
+        with torch.device("meta"):
+            model = LLaDA2(shape)
+        model.load_state_dict(ready, assign=True)
+        model.eval().requires_grad_(False)
+        super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
