@@ -6,6 +6,7 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
+TEST_PROCESSES ?= 2
 
 # The mark of a finished environment carries the hash of its makers. It is written last, so an interrupted install is
 # seen and redone; comparing contents rather than dates keeps it valid through a checkout that only touches the files.
@@ -22,8 +23,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(READY)
 	.venv/bin/python examples/demo.py
 
+# Two processes by default: each starts a Ray of its own, and a file's tests stay together for their fixtures' sake.
 test: $(READY)
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 check: $(READY)
 	.venv/bin/ruff check .

@@ -8,8 +8,9 @@ second by the cost table is taken. A drafting model costs one forward more for e
 
 With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so that is refused
 (settings.check_acceptance). The costs are those of the run (cost.py), the probabilities those of its acceptances: nothing is
-known beforehand, so the first steps try a little, no choice is more than twice as large as what was met before, and drafting
-that does not pay is tried again now and then, by few slots and more and more rarely.
+known beforehand, so some of the first steps try a little, no choice is more than twice as large as what was met before, and
+drafting that does not pay is tried again now and then, by few slots and more and more rarely. Whatever the estimates say, nothing
+is tried while more has been lost on trying than a small share of the time (ledger.py).
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
 Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths, L prices, C allocations.
@@ -27,15 +28,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoders.cost import Cost, CostTable
+from decoders.ledger import Ledger
 from decoders.state import SlotState
+from decoders.survival import Survival
 
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 MOST_AUTO: Final = 16
 """The most drafts that `auto` gives to a slot."""
-# The first steps: drafts for each slot, and what share of the slots gets them; without any in between, for comparison.
-_TRIALS: Final = ((0, 1), (1, 1), (0, 1), (4, 4), (0, 1))
+# The first steps: drafts for a slot, and one in how many slots gets them; without any in between, for comparison.
+_TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
 # While drafting: every so many steps one without, so that its cost stays known.
 _PAUSE_EVERY: Final = 128
 # While not drafting: after so many steps some slots try, and after twice as many each time that it does not pay.
@@ -51,47 +54,10 @@ _MARGIN: Final = 1.1
 _NEARLY: Final = 0.9
 # Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
 _TRY_EVERY, _HOPE = 8, 1.1
-_FIRST_GUESS: Final = 0.7
-_POSITION_MEMORY, _POSITION_PRIOR = 0.99, 4.0
-_SLOT_MEMORY, _SLOT_PRIOR = 0.95, 16.0
 # Prices of a row, in tokens: from nearly nothing to what no draft is worth.
 _PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
 # Where allocations are cut: each depth costs a forward of the drafter.
 _DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
-
-
-class Survival:
-    """How likely the drafts of a slot are to come true: per position over all slots, and how a slot differs from that."""
-
-    def __init__(self, state: SlotState, most: int) -> None:
-        self._reached_K, self._passed_K = np.zeros(most), np.zeros(most)
-        self._tried_S = state.column(dtype=torch.float64)
-        self._gained_S = state.column(dtype=torch.float64)
-
-    def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
-        """Take in how many of the drafts tried came true; slots that tried none say nothing."""
-        some_B = tried_B > 0
-        slots_B, tried_B, gained_B = slots_B[some_B], tried_B[some_B], gained_B[some_B]
-        if not len(slots_B):
-            return
-        for column_S, num_B in ((self._tried_S, torch.minimum(gained_B + 1, tried_B)), (self._gained_S, gained_B)):
-            column_S[slots_B] = _SLOT_MEMORY * column_S[slots_B] + num_B
-        places_K = np.arange(1, len(self._reached_K) + 1)
-        tried_B1, gained_B1 = tried_B.cpu().numpy()[:, None], gained_B.cpu().numpy()[:, None]
-        reached_K = ((places_K <= tried_B1) & (places_K <= gained_B1 + 1)).sum(0)
-        self._reached_K = _POSITION_MEMORY * self._reached_K + reached_K
-        self._passed_K = _POSITION_MEMORY * self._passed_K + (places_K <= gained_B1).sum(0)
-
-    def probabilities(self, slots_B: Tensor) -> Numbers:
-        """The probability that the first j drafts come true, j = 1 .. K, [B, K]."""
-        rates_K, guess = np.empty_like(self._reached_K), _FIRST_GUESS
-        for place in range(len(rates_K)):
-            guess = (self._passed_K[place] + _POSITION_PRIOR * guess) / (self._reached_K[place] + _POSITION_PRIOR)
-            rates_K[place] = guess
-        columns = (self._tried_S, self._gained_S)
-        tried_B1, gained_B1 = (column_S[slots_B].cpu().numpy()[:, None] for column_S in columns)
-        survival_BK: Numbers = ((gained_B1 + _SLOT_PRIOR * rates_K) / (tried_B1 + _SLOT_PRIOR)).cumprod(1)
-        return survival_BK
 
 
 class DraftBudget:
@@ -128,14 +94,18 @@ class DraftBudget:
         self._rate, self._drafted_s = 0.0, 0.0
         self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
         self._num_probes, self._num_tries = 0, 0
+        self._ledger, self._plain_s, self._num_slots, self._fresh, self._drafting = Ledger(), 0.0, 1, False, False
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
         self._num_tries += int((tried_B > 0).sum())
+        # The first token of a prompt's own forward is not its drafts' doing: that forward is never timed.
+        self._ledger.win(int(gained_B.sum()) + (0 if self._fresh else len(slots_B)))
         self.survival.learn(slots_B, tried_B, gained_B)
 
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
         """A step with one forward of the target took so long; what was `drafted` in it is taken off."""
+        self._ledger.spend(seconds)
         self.target.observe(tokens, kv_tokens, max(seconds - self._drafted_s, 0.0))
         self._drafted_s = 0.0
 
@@ -144,13 +114,26 @@ class DraftBudget:
         self._drawing.observe(num_drafts, num_drafts * num_slots, seconds)
         self._drafted_s += seconds
 
+    def spent(self, seconds: float) -> None:
+        """Drafting took so long, outside of what is `timed`."""
+        self._ledger.spend(seconds)
+
     def open(self, *, fresh: bool) -> bool:
         """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
-        return not self._resting or (not fresh and self._num_planned >= self._next_probe)
+        return not self._resting or (not fresh and self._num_planned >= self._next_probe and self._may_try())
 
     def pass_by(self) -> None:
         """A step went by in which nobody looked for drafts."""
+        self._begin_step(fresh=False)
         self._num_planned += self._resting
+
+    def _begin_step(self, *, fresh: bool) -> None:
+        """Settle the step before, which is over."""
+        self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
+        self._fresh, self._drafting = fresh, False
+
+    def _may_try(self) -> bool:
+        return self._ledger.allows(self._plain_s)
 
     def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool) -> Tensor:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
@@ -158,9 +141,15 @@ class DraftBudget:
         `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
         judged by the rate of the other steps, since the prompts have to be read anyway.
         """
+        self._begin_step(fresh=fresh)
         most = most_B.clamp(max=self.most).cpu().numpy()
-        plan = self._plan_fresh if fresh else self._plan_regular
-        return torch.from_numpy(plan(slots_B, most, kv_tokens)).to(most_B.device)
+        cost = self.target.cost()
+        if not fresh and cost is not None and most.any():
+            num_rows = self._slot_rows(len(most))[:, 0].sum(keepdims=True) / self._forwards_E[0]
+            self._plain_s, self._num_slots = float(cost.seconds(num_rows, kv_tokens)[0]), len(most)
+        counts = (self._plan_fresh if fresh else self._plan_regular)(slots_B, most, kv_tokens)
+        self._drafting = bool(counts.any())
+        return torch.from_numpy(counts).to(most_B.device)
 
     def _plan_fresh(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
         offers = self._offers(slots_B, most, kv_tokens) if self._rate and not self._resting else None
@@ -169,14 +158,16 @@ class DraftBudget:
     def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
         if not most.any():
             # Nothing to decide, and nothing to learn for those who wait.
-            self.pass_by()
+            self._num_planned += self._resting
             return np.zeros_like(most)
         number = self._num_planned
         self._num_planned += 1
-        if number < len(_TRIALS):
-            return self._some(most, *_TRIALS[number])
         if self._resting and number < self._next_probe:
             return np.zeros_like(most)
+        if not self._may_try():
+            return self._rest(most)
+        if number < len(_TRIALS):
+            return self._some(most, *_TRIALS[number])
         offers = self._offers(slots_B, most, kv_tokens)
         if offers is None:
             return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
@@ -194,6 +185,9 @@ class DraftBudget:
         """Draft no more for a while, unless too little was tried to know."""
         if self._num_tries < _EVIDENCE:
             return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+        return self._rest(most)
+
+    def _rest(self, most: Counts) -> Counts:
         self._resting, self._next_probe = True, self._num_planned + self._wait
         return np.zeros_like(most)
 

@@ -17,6 +17,7 @@ rows, D width, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from typing import Any, Literal
 
 import torch
@@ -58,7 +59,10 @@ class DraftAndVerify(CausalDecoder):
             return
         state, slots_B = self.state, group.index_B
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
+        began_s = time.perf_counter()
         counts_B, q_BKV = self._draft(group, decided_B)
+        if self.budget is not None:
+            self.budget.spent(time.perf_counter() - began_s)
         with self._timed(group):
             hidden_BTD = self._forward(group, decided_B + counts_B)
             window = self._window(slots_B, decided_B, counts_B)

@@ -44,7 +44,9 @@ class World:
         self.budget.timed(int(self.num + counts.sum()), self.kv, self.noisy(target))
         for num, seconds in drafting:
             assert self.draft_costs is not None
-            self.draft_costs.observe(num, self.kv, self.noisy(seconds))
+            took = self.noisy(seconds)
+            self.draft_costs.observe(num, self.kv, took)
+            self.budget.spent(took)
         true = (self.rng.random((self.num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
         gained = np.minimum(true, counts)
         self.budget.learn(self.slots, torch.from_numpy(counts), torch.from_numpy(gained))
@@ -75,7 +77,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HOPELESS)
 def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     plain, auto = World(**HOPELESS[case]).run(400, 0), World(**HOPELESS[case]).run(400)
-    assert auto > 0.97 * plain
+    assert auto > 0.975 * plain
 
 
 WORTHWHILE: dict[str, dict[str, Any]] = {

@@ -42,7 +42,9 @@ class DiffusionWorld(World):
         most, total = int(counts.max(initial=0)), int(counts.sum())
         places = self.head[0] * most + self.head[1] * total
         if places:
-            self.drawing.observe(most, total, self.noisy(places))
+            took = self.noisy(places)
+            self.drawing.observe(most, total, took)
+            self.budget.spent(took)
         return tokens, seconds + places
 
 
@@ -57,7 +59,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", HOPELESS)
 def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     plain, auto = DiffusionWorld(**HOPELESS[case]).run(400, 0), DiffusionWorld(**HOPELESS[case]).run(400)
-    assert auto > 0.97 * plain
+    assert auto > 0.975 * plain
 
 
 WORTHWHILE: dict[str, dict[str, Any]] = {
