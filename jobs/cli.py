@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_models):
+    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_models):
         add(commands, common)
     return top
 
@@ -126,6 +126,21 @@ def _add_rerun(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_rerun)
 
 
+def _add_compact(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "compact", parents=[common], help="a finished run's results in files of a chosen size"
+    )
+    _store_arguments(command)
+    command.add_argument("--file-mb", type=_megabytes, default=128, metavar="N", help="MiB of a file, at most (128)")
+    command.set_defaults(command=_compact)
+
+
+def _megabytes(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: 1 to 4096")
+    return int(text)
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="the model families and decoders that are known")
     command.set_defaults(command=_models)
@@ -164,6 +179,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     from jobs.verify import verify
 
     return verify(arguments.run_dir, s3=_s3(arguments), invariance=arguments.invariance)
+
+
+def _compact(arguments: argparse.Namespace) -> int:
+    from jobs.compact import compact
+
+    return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=_s3(arguments))
 
 
 def _models(arguments: argparse.Namespace) -> int:

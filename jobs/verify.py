@@ -1,8 +1,8 @@
 """`draftmill verify`: a run's promises, re-checked from the store alone. Trusts no one: every file is read and hashed.
 
 Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both; the same for
-each later pass, and that it has just the rows that the one before it left failed. With --invariance N, N samples are decoded
-again, each alone, and compared token for token.
+each later pass, and that it has just the rows that the one before it left failed; and compacted files against all of these.
+With --invariance N, N samples are decoded again, each alone, and compared token for token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import pairwise
 import pyarrow as pa
 
 from jobs.codes import OK, TOO_MANY_FAILED, UNEXPECTED
+from jobs.compact_check import check_compact
 from jobs.passes import Pass, Rows, failed_rows, finished, left_failed, passes_of
 from jobs.plan import Plan
 from jobs.thresholds import too_many_failed
@@ -50,8 +51,12 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     plan, manifest = passes[0].plan, passes[0].manifest
     assert manifest is not None
     findings = check_run(store, plan, manifest)
-    again = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
-    _print_findings(store, plan, findings, again)
+    lines = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
+    if not findings.problems:
+        line, problems = check_compact(store, done)
+        lines += [line] if line else []
+        findings.problems += problems
+    _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
         from jobs.invariance import check_invariance
 

@@ -164,17 +164,26 @@ def write_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
     Keys get KEY_PREFIX. Equal tables and metadata give equal bytes.
     """
     sink = pa.BufferOutputStream()
+    with parquet_writer(sink, table.schema, metadata) as writer:
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def parquet_writer(sink: Any, schema: pa.Schema, metadata: Mapping[str, str]) -> pq.ParquetWriter:
+    """A writer of one such file, into which tables of `schema` go one after the other, a row group each.
+
+    Used as a context manager it publishes a whole file even where an exception unwinds it: `sink` must not be a store.
+    """
     own = {f"{KEY_PREFIX}{key}": value for key, value in metadata.items()}
-    pq.write_table(
-        table.replace_schema_metadata(own),
+    return pq.ParquetWriter(
         sink,
+        schema.with_metadata(own),
         compression="zstd",
-        use_dictionary=[name for name in _DICTIONARY_COLUMNS if name in table.column_names],
+        use_dictionary=[name for name in _DICTIONARY_COLUMNS if name in schema.names],
         write_statistics=True,
         write_page_index=True,
         write_page_checksum=True,
     )
-    return bytes(sink.getvalue().to_pybytes())
 
 
 def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Table:
@@ -185,6 +194,13 @@ def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Tab
     source = pa.BufferReader(data)
     with pq.ParquetFile(source, page_checksum_verification=True) as file:
         return file.read(columns=None if columns is None else list(columns))
+
+
+def parquet_groups(data: bytes) -> Iterator[pa.Table]:
+    """Yield the row groups of such a file one by one, every page checked. Raises as `read_parquet` does."""
+    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group)
 
 
 def parquet_metadata(schema: pa.Schema) -> dict[str, str]:
