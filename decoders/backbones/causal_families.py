@@ -46,7 +46,8 @@ class CausalFamily:
     `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
     that positions are learned, so that there are none beyond the table. `windows` says how many positions back each layer
     sees, its own included, None for all. Where the module that runs the weights is not the
-    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out.
+    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out;
+    `adapt` puts parts of ours into the empty module.
     `translate` gives config.json the fields of `config_class`, where the family has names of its own.
     """
 
@@ -59,6 +60,7 @@ class CausalFamily:
     module_class: str = ""
     runs_as: Callable[[Any], Any] = lambda config: config
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
+    adapt: Callable[[Any], Any] = lambda module: module
     windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
     translate: Callable[[Config], Config] = lambda config: config
 
@@ -190,14 +192,14 @@ def vocab_size(family: CausalFamily, config: Config) -> int:
 # ---- what its module says ----------------------------------------------------------------------------------------
 
 
-def empty_model(model_class: str, parsed: Any) -> Any:
+def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
     import torch
     import transformers
 
     try:
         with torch.device("meta"):
-            return getattr(transformers, model_class)(parsed)
+            return adapt(getattr(transformers, model_class)(parsed))
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
 
@@ -205,7 +207,7 @@ def empty_model(model_class: str, parsed: Any) -> Any:
 def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:
     """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
     parsed = parse_config(family, config)
-    state = empty_model(family.model_class, parsed).state_dict()
+    state = empty_model(family.model_class, parsed, family.adapt).state_dict()
     tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
 

@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from decoders.backbones import block_families, causal_families, masked_families
-from decoders.backbones.block_families import BlockFacts, LLaDA2Shape, llada2_shape
+from decoders.backbones.block_families import BlockFacts
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.llada2_family import LLaDA2Shape, llada2_shape, llada2_shapes
 from decoders.backbones.masked_families import DDiTShape
 from decoders.base import ModelInfo
 
@@ -159,7 +160,7 @@ _LLADA2 = Family(
     decoders=block_families.DECODERS,
     mask_id=block_families.LLADA2.find_mask,
     vocab_size=lambda config: llada2_shape(config).vocab_size,
-    weight_shapes=block_families.llada2_shapes,
+    weight_shapes=llada2_shapes,
     optional=lambda config: set(),
     check=llada2_shape,
     max_length=lambda config: llada2_shape(config).max_position_embeddings,

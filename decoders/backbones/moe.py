@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.packed import UnsetLinear
 
 
 def _exact(rows: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ class GatedMLP(nn.Module):
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj, self.up_proj = (UnsetLinear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = UnsetLinear(inner, width, bias=False)
 
     def forward(self, rows_ND: Tensor) -> Tensor:
         """Return the network's output, any number of leading dimensions."""
@@ -48,7 +49,7 @@ class Mixture(nn.Module):
     def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
         super().__init__()
         self.num_chosen = num_chosen
-        self.gate = nn.Linear(width, num_experts, bias=False)
+        self.gate = UnsetLinear(width, num_experts, bias=False)
         self.experts = nn.ModuleList(GatedMLP(width, inner) for _ in range(num_experts))
         self.padded: Callable[[int], int] = lambda count: count
 

@@ -32,6 +32,13 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows_RK, self._packed, self._bias_M, "none", [], "")
 
 
+class UnsetLinear(nn.Linear):
+    """A linear layer whose weight comes from a checkpoint: thousands of experts would be long to fill with random numbers."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weight as it is."""
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this build of torch packs weights of this kind."""
     ops: Any = torch.ops.mkldnn
@@ -43,7 +50,7 @@ def pack_products(module: nn.Module) -> None:
     """Replace every linear layer below `module` by a packed one, in place."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if isinstance(child, nn.Linear) and type(child) in {nn.Linear, UnsetLinear}:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
             elif type(child) is Conv1D:  # GPT-2 keeps [in, out]
                 setattr(parent, name, PackedLinear(child.weight.t(), child.bias))

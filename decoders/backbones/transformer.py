@@ -225,7 +225,7 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], d
     AttentionInterface.register(_ATTENTION, slot_attention)
     config = family.runs_as(parsed)
     config._attn_implementation = _ATTENTION
-    model = empty_model(family.module_class or family.model_class, config)
+    model = empty_model(family.module_class or family.model_class, config, family.adapt)
     model.load_state_dict(family.convert(weights), strict=False, assign=True)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
