@@ -1,0 +1,148 @@
+"""A block-diffusion model and its training on packed files: the bound on every block given the clean text before it.
+
+The model is transformers' Qwen3, which is what an SDAR checkpoint holds, run over the sequence of `recipes.block_layout`:
+a masked token is predicted at its own place. Sizes of blocks, and clean copies with and without sight of their own block's
+later tokens, are mixed within a step: a decoder may ask for any of them. Nothing here knows of decoding.
+
+Legend: W = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+from transformers import Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from recipes import absorbing, causal, loop
+from recipes.block_layout import draw_layouts, draw_mask, visibility
+from recipes.causal import Shape
+from recipes.corpus import MASK_ID, TokenStream
+
+RMS_NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
+PROBES, PROBE_LENGTH = 4, 256  # windows that tell how large a causal model's queries and keys are
+MASK_DRAWS = 2  # the stream of random numbers that lays out and masks a step's windows; `Schedule.length` has 1
+
+
+def empty_model(shape: Shape) -> Qwen3ForCausalLM:
+    """A model in float32 whose weights are yet to be filled in; the global generator is left as it was."""
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.hidden_size // shape.num_attention_heads,
+        max_position_embeddings=causal.MAX_LENGTH,
+        rms_norm_eps=RMS_NORM_EPS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        attention_bias=False,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        return Qwen3ForCausalLM(config)
+
+
+@torch.no_grad()
+def sizes_of(model: Qwen2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    """How large a layer's queries and keys are over the tokens [W, L], under the names that Qwen3 gives to their sizes.
+
+    It is the root mean square over a head's columns, the mean of heads and tokens.
+    """
+    found: dict[str, Tensor] = {}
+    head = model.config.hidden_size // model.config.num_attention_heads
+
+    def watch(module: nn.Module, name: str) -> RemovableHandle:
+        def keep(_: nn.Module, __: object, out: Tensor) -> None:
+            found[name] = out.unflatten(-1, (-1, head)).pow(2).mean(-1).sqrt().mean()
+
+        return module.register_forward_hook(keep)
+
+    ends = ("q_proj", "k_proj")
+    projections = {name: module for name, module in model.named_modules() if name.endswith(ends)}
+    hooks = [watch(module, name.replace("proj", "norm.weight")) for name, module in projections.items()]
+    model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def model_from(start: Path, ids: Tensor) -> Qwen3ForCausalLM:
+    """A model with the weights of a causal one, from which training is much shorter than from nothing.
+
+    What Qwen2 adds to queries, keys and values has no place in this layout and is dropped. Qwen3 scales every query and
+    key to a size of its own: to the mean size that those of the causal model have over some text `ids` [W, L], so that its
+    attention is nearly as sharp.
+    """
+    model, source = empty_model(absorbing.shape_of(start)), causal.load_model(start, torch.device("cpu"))
+    kept = {name: tensor for name, tensor in source.state_dict().items() if not name.endswith("proj.bias")}
+    norms = {name: size.expand(model.config.head_dim) for name, size in sizes_of(source, ids).items()}
+    model.load_state_dict(kept | norms)
+    return model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows [W, L], what is masked of them, what a token counts, and which rows see which [W, 2L, 2L]."""
+
+    ids: Tensor
+    masked: Tensor
+    weight: Tensor
+    visible: Tensor
+
+
+def noisy_states(model: Qwen3ForCausalLM, noisy: Tensor, clean: Tensor, visible: Tensor) -> Tensor:
+    """The last layer's states of a noisy copy [W, L] above its clean one [W, L]; `visible` [W or 1, 2L, 2L]."""
+    length = noisy.shape[1]
+    positions = torch.arange(length, device=noisy.device).repeat(2).unsqueeze(0)
+    rows = torch.cat([noisy, clean], 1)
+    out = model.model(input_ids=rows, attention_mask=visible.unsqueeze(1), position_ids=positions)
+    states: Tensor = out.last_hidden_state[:, :length]
+    return states
+
+
+def masked_logits(model: Qwen3ForCausalLM, ids: Tensor, masked: Tensor, visible: Tensor) -> Tensor:
+    """Logits of the masked positions, row by row, [R, V]; `visible` as above."""
+    logits: Tensor = model.lm_head(noisy_states(model, ids.masked_fill(masked, MASK_ID), ids, visible)[masked])
+    return logits
+
+
+def weighted_loss(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+    """The weighted cross-entropy in nats of the masked tokens, over the number of all tokens."""
+    with loop.autocast(batch.ids.device):
+        logits = masked_logits(model, batch.ids, batch.masked, batch.visible)
+    nats = functional.cross_entropy(logits.float(), batch.ids[batch.masked], reduction="none")
+    return (nats * batch.weight[batch.masked]).sum() / batch.ids.numel()
+
+
+class Trainer(loop.Trainer[Qwen3ForCausalLM]):
+    """Draws windows of packed files, lays them out, masks them and scores what is masked."""
+
+    def __init__(self, start: Path, plan: loop.Schedule, stream: TokenStream, device: torch.device) -> None:
+        self.ids = causal.packed(stream, plan.seed)
+        probes = self.ids[: PROBES * PROBE_LENGTH].reshape(-1, min(PROBE_LENGTH, len(self.ids) // PROBES))
+        super().__init__(model_from(start, torch.from_numpy(probes)), plan, device)
+
+    def batch(self, step: int) -> Batch:
+        """The windows of a step: a function of (seed, step)."""
+        plan, length = self.schedule, self.schedule.length(step)
+        count = max(1, plan.batch_tokens // length)
+        ids = causal.training_windows(self.ids, seed=plan.seed, step=step, count=count, length=length - 1)
+        rng = np.random.default_rng([plan.seed, step, MASK_DRAWS])
+        layouts = draw_layouts(rng, count)
+        masked, weight = zip(*(draw_mask(rng, length, layout.block) for layout in layouts), strict=True)
+        drawn = [torch.from_numpy(part) for part in (ids, np.stack(masked), np.stack(weight))]
+        seen = torch.stack([visibility(length, layout) for layout in layouts])
+        return Batch(*(part.to(self.device) for part in (*drawn, seen)))
+
+    def batch_loss(self, step: int) -> tuple[Tensor, int]:
+        """The loss of the step's batch, and its tokens."""
+        batch = self.batch(step)
+        return weighted_loss(self.model, batch), batch.ids.numel()
