@@ -134,7 +134,7 @@ def with_holes(requests: list[Request]) -> list[Request]:
 
 def speed(model: Loaded, loop: PublicMasked, requests: list[Request], flags: argparse.Namespace) -> None:
     """Tokens/s over batch sizes beside the public loop (greedy), and over our own stepwise."""
-    public = loop.stepwise(enough(requests, 1), block_length=32)
+    public = loop.stepwise(enough(requests, 1), block_length=flags.block_length)
     print(f"\npublic loop, batch 1: {public.rate:.1f} tokens/s, one forward a token\n")
     columns = [*(f"B={rows}" for rows in flags.batches), "NFE/token", "nodes/token"]
     ratios = ["best / public loop (limit >= 8x)", *(f"over its stepwise, B={rows}" for rows in flags.batches), "text"]
@@ -142,6 +142,7 @@ def speed(model: Loaded, loop: PublicMasked, requests: list[Request], flags: arg
     baselines: dict[str, list[Measured]] = {}
     for name in flags.decoders:
         settings, baseline = DECODERS[name]
+        settings = settings.model_copy(update={"block_length": flags.block_length})
         runs = [measure(model, settings, requests, rows=rows, temperature=flags.temperature) for rows in flags.batches]
         baselines[name] = runs
         best = max(run.rate for run in runs) / public.rate
@@ -219,6 +220,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--block-length", type=int, default=32, help="of `speed`, of all sides")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--holes", action="store_true", help="of `speed`: half of the tokens instead of a completion")
     parser.add_argument("--decoders", nargs="+", choices=list(DECODERS), default=list(DECODERS), help="of `speed`")
