@@ -112,8 +112,8 @@ class Signals:
 class Routing:
     """One router for all slots, its memory in columns of `state`, where it moves and is cleared with the samples.
 
-    Call `signals` and `decide` once for each slot that drafted, then `learn` when that step's tokens are revealed. A block without
-    masks, which is drafted once more where tokens are edited, is never verified and ends a hysteresis, as in the public code.
+    Call `signals` and `decide` once for each slot that drafted, then `learn` when that step's tokens are revealed. A block
+    without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
     """
 
     def __init__(self, state: SlotState, router: Router, estimator: Estimator, cost: Cost) -> None:
