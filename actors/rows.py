@@ -100,7 +100,24 @@ def messages_of(values: Values, column: str) -> Messages:
     )
     if not given or not fine:
         raise RowError("bad_messages", "read", f"the column {column!r} holds no list of messages with a role each")
-    return list(given)
+    return [
+        message | {"content": _content(message["content"])} if "content" in message else message for message in given
+    ]
+
+
+def _content(content: Any) -> str | None:
+    """What a message says: its text, or its text parts joined. A template would spell anything else out, braces and all."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError("bad_messages", "read", f"a message's content is {type(content).__name__}, not text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise RowError(
+                "bad_messages", "read", f"a message has a part of type {kind!r}; only text can be read"[:1000]
+            )
+    return "".join(part["text"] for part in content)
 
 
 def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:

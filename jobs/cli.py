@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_models):
+    for add in (
+        _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export, _add_models,
+    ):  # fmt: skip
         add(commands, common)
     return top
 
@@ -141,6 +143,17 @@ def _megabytes(text: str) -> int:
     return int(text)
 
 
+def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("export", parents=[common], help="a finished run's results as one file")
+    _store_arguments(command)
+    command.add_argument("--format", required=True, choices=["openai", "jsonl", "csv", "parquet"])
+    command.add_argument("--out", required=True, metavar="FILE", help="a local file, or - for the standard output")
+    command.add_argument("--errors", metavar="FILE", help="where samples that are not ok go instead")
+    command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (all)")
+    command.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    command.set_defaults(command=_export)
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="the model families and decoders that are known")
     command.set_defaults(command=_models)
@@ -185,6 +198,20 @@ def _compact(arguments: argparse.Namespace) -> int:
     from jobs.compact import compact
 
     return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=_s3(arguments))
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from jobs.export import export
+
+    return export(
+        arguments.run_dir,
+        arguments.format,
+        arguments.out,
+        errors=arguments.errors,
+        columns=[name for name in arguments.columns.split(",") if name],
+        overwrite=arguments.overwrite,
+        s3=_s3(arguments),
+    )
 
 
 def _models(arguments: argparse.Namespace) -> int:

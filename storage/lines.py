@@ -86,11 +86,17 @@ def _jsonl_row(line: Line) -> Row:
 
 
 def openai_request(values: dict[str, Any]) -> dict[str, Any]:
-    """Lift `prompt` or `messages` out of an OpenAI batch request (custom_id and body); other objects stay as they are."""
+    """Lift `prompt` or `messages` out of an OpenAI batch request (custom_id and body); other objects stay as they are.
+
+    A list of one prompt, which that API allows, is the prompt.
+    """
     body = values.get("body")
     if not isinstance(values.get("custom_id"), str) or not isinstance(body, dict):
         return values
     lifted = {key: body[key] for key in ("prompt", "messages") if key in body}
+    prompt = lifted.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        lifted["prompt"] = prompt[0]
     return {"id": values["custom_id"]} | values | lifted
 
 

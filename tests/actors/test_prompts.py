@@ -215,11 +215,21 @@ def test_special_tokens_in_a_conversation_are_parsed_as_transformers_does(
 
 @pytest.mark.parametrize(
     "messages",
-    ["hello", [], ["hello"], [{"content": "no role"}], [{"role": 3}], [{"role": "odd", "content": "refused"}]],
+    [
+        *["hello", [], ["hello"], [{"content": "no role"}], [{"role": 3}], [{"role": "odd", "content": "refused"}]],
+        *[[{"role": "user", "content": odd}] for odd in (7, {"text": "a"}, ["a"], [{"type": "image_url"}])],
+    ],
     ids=str,
 )
 def test_what_is_no_conversation_fails(chatting: Tokenizer, messages: Any) -> None:
     assert error_kind(maker(tokenizer=chatting, chat=True), {"messages": messages}) == "bad_messages"
+
+
+def test_text_parts_of_a_message_are_its_text(chatting: Tokenizer) -> None:
+    make = maker(tokenizer=chatting, chat=True)
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    given = [prompt(made(make, {"messages": [{"role": "user", "content": content}]})) for content in (parts, "hello")]
+    assert given[0] == given[1]
 
 
 def test_a_tokenizer_without_a_template_has_no_chat(tmp_path: Path) -> None:

@@ -1,0 +1,190 @@
+"""`draftmill export`: the results of a finished run as one file in another format, each sample once, as the last pass has it.
+
+Files are local and appear whole or not at all. Failed samples can go to a file of their own; among the answers of an OpenAI
+batch they always do.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jobs.codes import OK
+from jobs.export_rows import OPENAI_COLUMNS, CsvSink, LineSink, ParquetSink, Sink, openai_answer
+from jobs.passes import Pass, finished, latest_rows, passes_of
+from jobs.plan import Plan
+from storage.errors import StoreError, UserError
+from storage.records import schema_of
+from storage.store import open_store
+from storage.verbs import S3Options
+
+FORMATS = ("openai", "jsonl", "csv", "parquet")
+STDOUT = "-"
+OUT, ERRORS, COLUMNS = "--out", "--errors", "--columns"
+
+
+def export(
+    run_dir: str,
+    kind: str,
+    out: str,
+    *,
+    errors: str | None = None,
+    columns: Sequence[str] = (),
+    overwrite: bool = False,
+    s3: S3Options | None = None,
+) -> int:
+    """Write the run's rows to `out` (and those that are not ok to `errors`, where it is named); returns the exit code.
+
+    `columns` are those of the result table that are wanted, none for all. Raises UserError where the run is not finished, or
+    can't be written so.
+    """
+    store = open_store(run_dir, s3=s3)
+    passes = finished(passes_of(store, s3=s3))
+    wanted = checked_columns(passes[0].plan, kind, columns)
+    if kind == "openai":
+        check_openai(passes[0].plan)
+        errors = errors or errors_beside(out)
+    check_places(store.url, kind, out, errors)
+    with ExitStack() as stack:
+        sinks = [
+            sink_for(kind, stack.enter_context(written(place, overwrite=overwrite)), passes[0].plan, wanted)
+            for place in (out, errors)
+            if place is not None
+        ]
+        try:
+            counts = write_rows(passes, wanted, sinks)
+            for sink in sinks:
+                sink.close()
+        except BaseException:
+            for sink in sinks:
+                sink.abandon()
+            raise
+    if out != STDOUT:
+        print(f"{out}: {counts[0]:,} samples")
+    if errors is not None and out != STDOUT:
+        print(f"{errors}: {counts[1]:,} samples that are not ok")
+    return OK
+
+
+def write_rows(passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink]) -> list[int]:
+    """Write every row: all to the one sink, or what is ok to the first and the rest to the second; returns how many each got."""
+    counts = [0] * len(sinks)
+    for table in latest_rows(passes, columns=list(dict.fromkeys([*columns, "status"]))):
+        good = pc.equal(table["status"], "ok")
+        parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
+        for number, part in enumerate(parts):
+            sinks[number].add(part.select(list(columns)))
+            counts[number] += part.num_rows
+    return counts
+
+
+def sink_for(kind: str, file: IO[bytes], plan: Plan, columns: Sequence[str]) -> Sink:
+    """The sink of a format."""
+    if kind == "openai":
+        return LineSink(file, partial(openai_answer, chat=is_chat(plan)))
+    if kind == "jsonl":
+        return LineSink(file, lambda row: row)
+    if kind == "csv":
+        return CsvSink(file, columns)
+    schema = result_schema(plan)
+    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
+    return ParquetSink(file, pa.schema([schema.field(name) for name in columns]), metadata)
+
+
+# ---- what may be asked for
+
+
+def result_schema(plan: Plan) -> pa.Schema:
+    """The schema of the run's result rows."""
+    return schema_of(plan.results["schema_version"])
+
+
+def is_chat(plan: Plan) -> bool:
+    """Whether the run answers conversations."""
+    return bool(getattr(plan.spec.task, "chat", False))
+
+
+def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
+    """The columns to read; UserError where one of them is none, or the format has its own."""
+    if kind == "openai":
+        if columns:
+            raise UserError(
+                "the answers of an OpenAI batch have their own form; choose jsonl, csv or parquet", field=COLUMNS
+            )
+        return list(OPENAI_COLUMNS)
+    known = result_schema(plan).names
+    for name in columns:
+        if name not in known:
+            raise UserError(f"{name!r} is no column of the result; allowed: {', '.join(known)}", field=COLUMNS)
+    return list(dict.fromkeys(columns)) or list(known)
+
+
+def check_openai(plan: Plan) -> None:
+    """Raise UserError where the run's results are no completions in the sense of that API."""
+    if plan.spec.task.kind == "score":
+        raise UserError("scores are no answers of an OpenAI batch; allowed here: jsonl, csv, parquet", field="--format")
+    if plan.spec.model.tokenizer == "none":
+        raise UserError(
+            "the results hold no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
+        )
+
+
+def errors_beside(out: str) -> str:
+    """`answers.jsonl` -> `answers.errors.jsonl`."""
+    if out == STDOUT:
+        raise UserError("failed samples of an OpenAI batch need a file of their own; name one", field=ERRORS)
+    path = Path(out)
+    return str(path.with_name(f"{path.stem}.errors{path.suffix}"))
+
+
+def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
+    """Raise UserError for a place that can't be written, or must not be."""
+    for field, place in ((OUT, out), (ERRORS, errors)):
+        if place is None or place == STDOUT:
+            continue
+        if "://" in place:
+            raise UserError(f"{place!r}: exports are local files; - is the standard output", field=field)
+        if "://" not in run_url and Path(place).absolute().resolve().is_relative_to(Path(run_url).absolute().resolve()):
+            raise UserError(
+                f"{place!r} lies inside of the run directory, which holds the run's own files only", field=field
+            )
+    if errors is not None and errors in {out, STDOUT}:
+        raise UserError(f"{errors!r} can't take the failed samples; name a file of their own", field=ERRORS)
+    if kind == "parquet" and out == STDOUT:
+        raise UserError("Parquet does not go to the standard output; name a file", field=OUT)
+
+
+@contextmanager
+def written(place: str, *, overwrite: bool) -> Iterator[IO[bytes]]:
+    """A file that gets its name when the block has ended well; where it raises, nothing is left. UserError where it can't be."""
+    if place == STDOUT:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(place).expanduser()
+    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
+    try:
+        if path.exists() and not overwrite:
+            raise UserError(f"{place!r} is there already; --overwrite replaces it", field=OUT)
+        if path.is_dir():
+            raise UserError(f"{place!r} is a folder", field=OUT)
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        kind = UserError if error.filename is not None else StoreError
+        raise kind(f"{place}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

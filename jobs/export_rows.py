@@ -1,0 +1,177 @@
+"""How `draftmill export` writes result rows: as JSON lines, as csv, as Parquet, or as answers of the OpenAI batch API.
+
+A sink takes tables of result rows and writes them to an open binary file. Knows nothing of runs and places.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+
+from storage.records import parquet_writer
+
+GROUP_BYTES = 32 * 2**20
+"""Arrow bytes of a row group."""
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
+"""Our `finish` -> OpenAI's `finish_reason`."""
+
+
+class Sink(Protocol):
+    """A file under way."""
+
+    def add(self, table: pa.Table) -> None:
+        """Write the rows of a table."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left; the file itself stays open."""
+        ...
+
+    def abandon(self) -> None:
+        """The file has come to nothing: never write to it again."""
+        ...
+
+
+class LineSink:
+    """One JSON object a line, as `line` makes it of a row."""
+
+    def __init__(self, file: IO[bytes], line: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+        self._file = file
+        self._line = line
+
+    def add(self, table: pa.Table) -> None:
+        """See Sink."""
+        for row in plain_rows(table):
+            text = json.dumps(self._line(row), ensure_ascii=False, allow_nan=False)
+            self._file.write(f"{text}\n".encode())
+
+    def close(self) -> None:
+        """See Sink."""
+
+    def abandon(self) -> None:
+        """See Sink."""
+
+
+class CsvSink:
+    """Records under a header line; null is an empty field, and lists, mappings and the like stand as JSON."""
+
+    def __init__(self, file: IO[bytes], columns: Sequence[str]) -> None:
+        self._file = file
+        self._write([columns])
+
+    def add(self, table: pa.Table) -> None:
+        """See Sink."""
+        self._write([[_field(value) for value in row.values()] for row in plain_rows(table)])
+
+    def close(self) -> None:
+        """See Sink."""
+
+    def abandon(self) -> None:
+        """See Sink."""
+
+    def _write(self, records: Sequence[Sequence[str]]) -> None:
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows(records)
+        self._file.write(text.getvalue().encode())
+
+
+class ParquetSink:
+    """Row groups of GROUP_BYTES, in the form of the run's own files."""
+
+    def __init__(self, file: IO[bytes], schema: pa.Schema, metadata: Mapping[str, str]) -> None:
+        self._schema = schema
+        self._writer = parquet_writer(file, schema, metadata)
+        self._held: list[pa.Table] = []
+        self._bytes = 0
+
+    def add(self, table: pa.Table) -> None:
+        """See Sink."""
+        self._held.append(table)
+        self._bytes += table.nbytes
+        if self._bytes >= GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """See Sink."""
+        if self._held:
+            self._flush()
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """See Sink. Left open, the writer would try to end the file when it is collected, and complain aloud."""
+        with suppress(OSError, ValueError, pa.ArrowException):
+            self._writer.close()
+        self._writer.is_open = False
+
+    def _flush(self) -> None:
+        group = pa.concat_tables(self._held).unify_dictionaries().combine_chunks().cast(self._schema)
+        self._writer.write_table(group, row_group_size=max(1, group.num_rows))
+        self._held, self._bytes = [], 0
+
+
+def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """The rows as values that JSON has: times as ISO 8601, maps as objects, and null for what is no finite number."""
+    maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
+    return [
+        {name: _plain(dict(value) if name in maps and value is not None else value) for name, value in row.items()}
+        for row in table.to_pylist()
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return value.isoformat()
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _field(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+# ---- the OpenAI batch API
+
+OPENAI_COLUMNS = (
+    "id", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key", "started_at"
+)  # fmt: skip
+
+
+def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
+    """A result row as a line of the output file of a batch, or, for one that is not ok, of its error file."""
+    name = f"{row['key'] or 0:016x}"
+    answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
+    if row["status"] != "ok":
+        error = {"code": row["error_kind"] or row["status"], "message": row["error"] or row["status"]}
+        return answer | {"response": None, "error": error}
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, chat)}
+    return answer | {"response": response, "error": None}
+
+
+def _body(row: Mapping[str, Any], name: str, chat: bool) -> dict[str, Any]:
+    said = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
+    reason = FINISH_REASONS.get(row["finish"], row["finish"])
+    given, new = row["prompt_tokens"] or 0, row["new_tokens"] or 0
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(datetime.fromisoformat(row["started_at"]).timestamp()) if row["started_at"] else 0,
+        "model": row["model"],
+        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}],
+        "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
+    }
