@@ -191,9 +191,10 @@ class Score(Settings):
 Task = Infill | Complete | Score
 
 _MASKED: Final = ("stepwise", "threshold", "factor", "ssd", "ancestral")
+_BLOCKS: Final = ("block_diffusion", "s2d2")
 TASK_DECODERS: dict[str, tuple[str, ...]] = {
     "infill": ("any_subset", "parallel", "assd", *_MASKED),
-    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi", *_MASKED),
+    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi", *_MASKED, *_BLOCKS),
     "score": ("autoregressive",),
 }
 """The decoders that do each kind of task."""

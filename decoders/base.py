@@ -52,7 +52,7 @@ class Outcome:
     float32 of the same length, None where nothing was scored. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
-    sample failed and `tokens` is empty.
+    sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by what a forward was for, in the decoders of blocks.
     """
 
     index: int
@@ -77,6 +77,7 @@ class Outcome:
     error: str | None = None
     trace: list[TraceStep] | None = None
     token_logprobs: NDArray[np.float32] | None = None
+    nfe_kinds: dict[str, int] | None = None
 
 
 @dataclass(slots=True)

@@ -15,11 +15,17 @@ from decoders.autoregressive import Autoregressive
 from decoders.backbones.base import Model, TokenBackbone
 from decoders.backbones.packed import can_pack, pack_products
 from decoders.base import ModelInfo
+from decoders.block_diffusion import BlockDecoder, BlockDiffusion
+from decoders.block_settings import BlockDiffusion as BlockDiffusionSettings
+from decoders.block_settings import BlockSettings
+from decoders.block_settings import S2d2 as S2d2Settings
+from decoders.block_slots import block_size_of
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
 from decoders.masked_diffusion import MaskedDecoder
 from decoders.multiblock_jacobi import MultiblockJacobi
 from decoders.one_pass import OnePassDecoder
+from decoders.s2d2 import S2d2Decoder
 from decoders.self_speculative import SelfSpeculative
 from decoders.settings import Ancestral as AncestralSettings
 from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
@@ -46,6 +52,7 @@ _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     SelfSpeculativeSettings: SelfSpeculative,
     AncestralSettings: Ancestral,
 }
+_BLOCKS: dict[type[Settings], type[BlockDecoder]] = {BlockDiffusionSettings: BlockDiffusion, S2d2Settings: S2d2Decoder}
 
 
 def check_family(settings: Settings, info: ModelInfo) -> None:
@@ -56,6 +63,8 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
         raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
     if isinstance(settings, AncestralSettings):
         predictor_of(settings, info.family)
+    if isinstance(settings, BlockSettings):
+        block_size_of(settings, info)
 
 
 def stored_heads(settings: Settings, folder: Path) -> DraftHeads | None:
@@ -135,4 +144,6 @@ def build_decoder(
             return MultiblockJacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MaskedDiffusion() | AncestralSettings():
             return _MASKED[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
+        case BlockSettings():
+            return _BLOCKS[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from decoders.block_settings import BlockDiffusion, S2d2
 from decoders.settings_base import Settings as Settings  # noqa: PLC0414 -- others import it from here
 
 
@@ -236,7 +237,9 @@ DecoderSettings = Annotated[
     | Threshold
     | Factor
     | SelfSpeculative
-    | Ancestral,
+    | Ancestral
+    | BlockDiffusion
+    | S2d2,
     Field(discriminator="kind"),
 ]
 DECODER_KINDS: dict[str, type[Settings]] = {
@@ -253,6 +256,8 @@ DECODER_KINDS: dict[str, type[Settings]] = {
     "factor": Factor,
     "ssd": SelfSpeculative,
     "ancestral": Ancestral,
+    "block_diffusion": BlockDiffusion,
+    "s2d2": S2d2,
 }
 
 
@@ -262,6 +267,8 @@ def check_acceptance(settings: Settings, sampling: Sampling) -> None:
     The drafts of Jacobi decoding and of ssd have no law to divide by. A draft length chosen by time leaves the text alone under
     coupled acceptance, but under the rejection rule it decides which random numbers a token is drawn with.
     """
+    if isinstance(settings, S2d2):
+        settings.check_temper(sampling.acceptance, sampling.temperature)
     if sampling.acceptance != "rejection":
         return
     if isinstance(settings, Jacobi | MultiblockJacobi | SelfSpeculative):

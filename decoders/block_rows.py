@@ -1,0 +1,67 @@
+"""The rows of one forward over slots that stand in different phases of block diffusion.
+
+Every phase is a stretch of columns and a limit for each row, which sees the columns below it and its own:
+
+    phase     columns                       a row sees
+    prefill   0 .. start                    its block and those before it; with a causal cache what is left of it
+    draft     start .. end                  up to the end of the block; a causal front what is left of it
+    verify    start .. span's end           what is left of it: the drafts stand in the span
+              copies behind the block       what is left of the position that it copies: it is the mask there
+    commit    start .. end                  as in a prefill
+
+A copy asks for the token of a position given what is left of it, which no mask inside of the draft could: there the draft's
+own token stands. Models that predict the next token need none, but for position 0.
+
+Pure; knows nothing of models. Legend: B slots, T rows of a slot, W columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenRows
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some rows of every slot: each sees the columns below its limit, and its own."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    columns_BT: Tensor
+    limits_BT: Tensor
+    valid_BT: Tensor
+
+    def trimmed(self) -> Stretch:
+        """Without the places at the end that are padding in every slot; at least one is left."""
+        length = max(
+            int((self.valid_BT * torch.arange(1, self.valid_BT.shape[1] + 1, device=self.valid_BT.device)).max()), 1
+        )
+        return Stretch(*(getattr(self, name)[:, :length] for name in self.__slots__))
+
+
+def lined_up(slots_B: Tensor, stretches: list[Stretch]) -> TokenRows:
+    """One forward over stretches that follow each other."""
+    fields = {name: torch.cat([getattr(one, name) for one in stretches], 1) for name in Stretch.__slots__}
+    columns_BT, valid_BT = fields["columns_BT"].masked_fill(~fields["valid_BT"], 0), fields["valid_BT"]
+    limits_BT = fields["limits_BT"].masked_fill(~valid_BT, 0)
+    width = int(torch.maximum(limits_BT, columns_BT + 1).max())
+    columns_W = torch.arange(width, device=slots_B.device)
+    visible_BTW = (columns_W < limits_BT.unsqueeze(2)) | (columns_W == columns_BT.unsqueeze(2))
+    return TokenRows(
+        slots_B=slots_B,
+        tokens_BT=fields["tokens_BT"].masked_fill(~valid_BT, 0),
+        positions_BT=fields["positions_BT"].masked_fill(~valid_BT, 0),
+        columns_BT=columns_BT,
+        valid_BT=valid_BT,
+        visible_BTW=visible_BTW,
+    )
+
+
+def finished(tokens_BT: Tensor, positions_BT: Tensor, valid_BT: Tensor, *, size: int, causal: bool) -> Stretch:
+    """Rows over blocks that are decided: a prefill or a commit."""
+    ends_BT = positions_BT + 1 if causal else (positions_BT // size + 1) * size
+    return Stretch(tokens_BT, positions_BT, positions_BT, ends_BT, valid_BT)

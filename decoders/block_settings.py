@@ -1,0 +1,100 @@
+"""Settings of the decoders of block-diffusion models: how a block is denoised, and how S2D2 verifies what it drafts.
+
+Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), S2D2, and
+Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.router_settings import Cost, Entropy, Estimator, MinSpan, Router
+from decoders.settings_base import Settings
+
+_Count = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class BlockSettings(Settings):
+    """What the decoders of block-diffusion models share.
+
+    Blocks of `block_size` positions (null: what the model was trained with) are finished one after the other. Each has `steps`
+    denoising steps (null: one a position) that reveal equally many masks, the first ones one more where that does not come out
+    even. `schedule` says which: the surest (`static`); all that are surer than `tau` where those are at least as many
+    (`dynamic`); the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most
+    `tau` nats (`entropy`, which knows no steps). With `sub_block` each block is denoised in parts of so many positions, from left
+    to right. With `tau_edit` a revealed token is replaced where another is surer than that, in up to `post_steps` more steps
+    once no mask is left. With `causal_cache` what is finished sees only what is left of it, as in a causal model.
+    """
+
+    block_size: _Count | None = None
+    schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
+    steps: _Count | None = None
+    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False)
+    sub_block: _Count | None = None
+    tau_edit: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    post_steps: int = Field(default=16, ge=0, le=2**20)
+    causal_cache: bool = False
+
+    @model_validator(mode="after")
+    def _whole_sub_blocks(self) -> BlockSettings:
+        if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
+            raise ValueError(
+                f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
+            )
+        return self
+
+
+class BlockDiffusion(BlockSettings):
+    """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); one token a step, or lossy."""
+
+    kind: Literal["block_diffusion"]
+
+
+class S2d2(BlockSettings):
+    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so.
+
+    `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
+    decided front of the block causally (equation 4). `paper_compat` does what the public code does at temperature 0: it accepts
+    by the ratio of the untempered laws, and draws what it recovers. `fused` verifies and drafts in one forward a round: it takes
+    a causal cache and a router that verifies always.
+    """
+
+    kind: Literal["s2d2"]
+    router: Router = MinSpan(kind="min_span")
+    estimator: Estimator = Entropy(kind="entropy")
+    cost: Cost = Cost()
+    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    causal_draft: bool = False
+    paper_compat: bool = False
+    fused: bool = False
+
+    @property
+    def verifies_always(self) -> bool:
+        """Whether every token comes out of a verification."""
+        return isinstance(self.router, MinSpan) and self.router.span == 1
+
+    def check_temper(self, acceptance: str, temperature: float) -> None:
+        """Raise ValueError where `temper` is set but no ratio of laws is looked at."""
+        by_ratio = self.paper_compat if temperature == 0.0 else acceptance == "rejection"
+        if self.temper != 1.0 and not by_ratio:
+            raise ValueError(
+                f"decoder.temper: {self.temper:g} is the power of a ratio, which sampling.acceptance 'rejection' looks at "
+                "above temperature 0, and paper_compat at it; allowed without: 1"
+            )
+
+    @model_validator(mode="after")
+    def _fused_is_lossless(self) -> S2d2:
+        if not self.fused:
+            return self
+        if not self.causal_cache:
+            raise ValueError("decoder.fused: a verification leaves causal keys and values; it takes causal_cache: true")
+        if not self.verifies_always:
+            raise ValueError("decoder.fused: every forward verifies; allowed router: {kind: min_span, span: 1}")
+        for name in ("sub_block", "tau_edit"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"decoder.fused: has no use for {name}; allowed with it: null")
+        if self.paper_compat:
+            raise ValueError("decoder.fused: the public code has nothing like it; allowed paper_compat with it: false")
+        return self
