@@ -112,8 +112,8 @@ class Signals:
 class Routing:
     """One router for all slots, its memory in columns of `state`, where it moves and is cleared with the samples.
 
-    Call `signals` and `decide` once for each slot that drafted, then `learn` when that step's tokens are revealed. A block
-    without masks, drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
+    Call `decide` once for each slot that drafted, then `learn` when that step's tokens are revealed. A block without masks,
+    drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
     """
 
     def __init__(self, state: SlotState, router: Router, estimator: Estimator, cost: Cost) -> None:
@@ -123,24 +123,27 @@ class Routing:
 
     @property
     def reads_law(self) -> bool:
-        """Whether `signals` looks at laws at all."""
+        """Whether the router looks at laws at all."""
         return not isinstance(self.router, MinSpan)
 
+    def note(self, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
+        """What the router wants to know of each drafted row, [R]: its entropy for a bandit, else its chance of acceptance."""
+        if isinstance(self.router, Bandit):
+            return normalised_entropy(law_RV)
+        return survival(self.estimator, law_RV, tokens_R)
+
     def signals(
-        self, masks_BT: Tensor, law_RV: Tensor, tokens_R: Tensor, *, num_sure_B: Tensor, progress_B: Tensor
+        self, masks_BT: Tensor, notes_BT: Tensor, *, num_sure_B: Tensor, progress_B: Tensor, size: int
     ) -> Signals:
-        """Read a draft: `law_RV` and `tokens_R` hold a row for each mask of `masks_BT` (bool), block after block."""
+        """Put together what a draft says by its rows' `note`, [B, T], each at its place; other places may hold anything."""
         span_BT = first_span(masks_BT)
-        nothing_B = torch.zeros(len(masks_BT), dtype=law_RV.dtype, device=law_RV.device)
-        expected_B = entropy_B = nothing_B
+        expected_B = entropy_B = notes_BT.new_zeros(len(notes_BT))
         if isinstance(self.router, Bandit):
             over_BT = span_BT if self.router.entropy_of == "span" else masks_BT
-            entropy_BT = _spread(normalised_entropy(law_RV), masks_BT)
-            entropy_B = torch.where(over_BT, entropy_BT, 0.0).sum(1) / over_BT.sum(1).clamp(min=1)
+            entropy_B = torch.where(over_BT, notes_BT, 0.0).sum(1) / over_BT.sum(1).clamp(min=1)
         elif self.reads_law:
-            alpha_BT = _spread(survival(self.estimator, law_RV, tokens_R), masks_BT)
-            expected_B = expected_accepted(alpha_BT, span_BT)
-        return Signals(span_BT.sum(1), expected_B, num_sure_B, progress_B, entropy_B, masks_BT.shape[1])
+            expected_B = expected_accepted(notes_BT, span_BT)
+        return Signals(span_BT.sum(1), expected_B, num_sure_B, progress_B, entropy_B, size)
 
     def score(self, signals: Signals) -> Tensor:
         """K less the cost of a verification, float64 [B]; -inf where there is nothing to verify."""
@@ -167,12 +170,6 @@ class Routing:
         """Tell what the step of the last `decide` of these slots decoded, whether by verification or without."""
         if self._bandit is not None:
             self._bandit.learn(slots_B, decoded_B, verified_B)
-
-
-def _spread(values_R: Tensor, where_BT: Tensor) -> Tensor:
-    """Put a value to every marked place, row after row; zero elsewhere, [B, T]."""
-    values_BT = torch.zeros(where_BT.shape, dtype=values_R.dtype, device=values_R.device)
-    return values_BT.masked_scatter_(where_BT, values_R)
 
 
 class UpperConfidence:

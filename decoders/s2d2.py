@@ -31,8 +31,7 @@ from decoders.block_rows import Stretch
 from decoders.block_schedules import Choice, firsts, num_surer
 from decoders.block_settings import S2d2 as S2d2Settings
 from decoders.block_state import VERIFY, Blocks
-from decoders.router_settings import Bandit
-from decoders.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
+from decoders.routers import Routing, Signals, first_span
 from decoders.speculation import leading
 from decoders.state import Group
 from decoders.verdicts import Judge, Suspects
@@ -75,12 +74,7 @@ class S2d2Decoder(BlockDecoder):
         if not self.routing.reads_law:
             return
         warm_RV = self.draws.warm_law(logits_RV, law_RV)
-        if isinstance(self.routing.router, Bandit):
-            # It looks at entropies where the others look at chances of acceptance.
-            worth_R = normalised_entropy(warm_RV)
-        else:
-            worth_R = survival(self.routing.estimator, warm_RV, draft.tokens_BT[cells])
-        draft.alpha_BT[cells] = worth_R.to(torch.float64)
+        draft.alpha_BT[cells] = self.routing.note(warm_RV, draft.tokens_BT[cells]).to(torch.float64)
 
     def _look_again(self, group: Group, quiet_B: Tensor) -> None:
         # A router hears of a draft without masks, too.
@@ -96,20 +90,12 @@ class S2d2Decoder(BlockDecoder):
             self._reveal_unverified(group.part(~verify_B), masks_BT[~verify_B], draft.part(~verify_B))
 
     def _signals(self, slots_B: Tensor, masks_BT: Tensor, draft: Draft) -> Signals:
-        span_BT, router = first_span(masks_BT), self.routing.router
-        expected_B = entropy_B = torch.zeros(len(slots_B), dtype=torch.float64, device=slots_B.device)
-        if isinstance(router, Bandit):
-            over_BT = span_BT if router.entropy_of == "span" else masks_BT
-            entropy_B = torch.where(over_BT, draft.alpha_BT, 0.0).sum(1) / over_BT.sum(1).clamp(min=1)
-        elif self.routing.reads_law:
-            expected_B = expected_accepted(draft.alpha_BT, span_BT)
         decided_B = self.blocks.masks_S[slots_B] - self.blocks.at(slots_B).masks_BT.sum(1)
-        return Signals(
-            span_B=span_BT.sum(1),
-            expected_B=expected_B,
+        return self.routing.signals(
+            masks_BT,
+            draft.alpha_BT,
             num_sure_B=num_surer(draft.sure_BT, masks_BT, self.rules.tau),
             progress_B=decided_B / self.size,
-            entropy_B=entropy_B,
             size=self.sub_block,
         )
 

@@ -160,12 +160,14 @@ def replay(case, routing, masks, logits, decoded, *, tau, top_p=1.0, progress_of
         mask = masks[number]
         sure = (own[number][mask].amax(1).exp() > tau).sum().reshape(1)
         share = (~mask).sum() if progress_of_prompt else torch.tensor(done)
+        notes = torch.zeros(mask.shape, dtype=cut.dtype)
+        notes[mask] = routing.note(cut[number][mask], own[number][mask].argmax(1))
         found = routing.signals(
             mask.unsqueeze(0),
-            cut[number][mask],
-            own[number][mask].argmax(1),
+            notes.unsqueeze(0),
             num_sure_B=sure,
             progress_B=share.reshape(1) / len(mask),
+            size=len(mask),
         )
         verified = routing.decide(slot, found)
         assert int(found.span_B) == len(step["span"]) and bool(verified) == step[verdict], (case["name"], number)

@@ -79,19 +79,21 @@ def test_expected_accepted_tokens_are_the_sum_of_products_over_the_span_alone():
     assert expected_accepted(alpha, span).tolist() == [0.5 + 0.25 + 0.0625, 0.5, 0.0]
 
 
-def test_a_draft_is_read_row_by_row_into_its_blocks():
+def test_a_draft_is_read_place_by_place():
     masks = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]]).bool()
-    laws = torch.cat([ONE_HOT, LAW, LAW, ONE_HOT, LAW])
-    given = {"num_sure_B": torch.tensor([1, 2, 0]), "progress_B": torch.tensor([0.5, 0.25, 1.0])}
-    routing, _ = router_of({"kind": "score"})
-    found = routing.signals(masks, laws, torch.zeros(5, dtype=torch.int64), **given)
-    alpha = math.exp(-0.875)
+    laws, tokens = torch.cat([ONE_HOT, LAW, LAW, ONE_HOT, LAW]), torch.zeros(5, dtype=torch.int64)
+    given = {"num_sure_B": torch.tensor([1, 2, 0]), "progress_B": torch.tensor([0.5, 0.25, 1.0]), "size": 4}
+
+    def read(settings):
+        routing, _ = router_of(settings)
+        notes = torch.full(masks.shape, 9.0, dtype=torch.float64).masked_scatter(masks, routing.note(laws, tokens))
+        return routing.signals(masks, notes, **given)
+
+    found, alpha = read({"kind": "score"}), math.exp(-0.875)
     assert found.span_B.tolist() == [1, 3, 0] and found.size == 4
-    assert found.expected_B.tolist() == pytest.approx([1.0, alpha + alpha + alpha**2, 0.0])
+    assert found.expected_B.tolist() == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
     for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
-        routing, _ = router_of({"kind": "bandit", "entropy_of": over})
-        found = routing.signals(masks, laws, torch.zeros(5, dtype=torch.int64), **given)
-        assert found.entropy_B.tolist() == pytest.approx(means)
+        assert read({"kind": "bandit", "entropy_of": over}).entropy_B.tolist() == pytest.approx(means)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
