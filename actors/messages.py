@@ -124,6 +124,11 @@ class TurnReport:
     decoded: Tally
     spent: tuple[int, ...] = ()
 
+    @property
+    def moved(self) -> bool:
+        """Whether anything went forward: a token committed, a sample or a unit ended."""
+        return bool(self.news or self.decoded.rows or self.effort.engine.committed)
+
 
 @dataclass(frozen=True, slots=True)
 class Up:

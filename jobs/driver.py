@@ -42,6 +42,9 @@ from storage.failpoints import failpoint
 
 POLL_S = 0.2
 
+MOST_GAP_S = 10.0
+"""Seconds between two looks at the workers that count as their silence; the rest is time in which the driver stood still."""
+
 
 class Workers(Protocol):
     """What the driver needs of a pool (actors.pool.Pool)."""
@@ -98,12 +101,14 @@ class Driver:
     clock: Callable[[], float] = time.monotonic
     record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
     committed: dict[int, CommittedUnit] = field(default_factory=dict)
+    _looked_s: float | None = None
+    _watched_s: float = 0.0
     _deadline_s: float | None = None
 
     def run(self) -> Finish:
         """Drive until the scheduler finishes, or until a stop was asked for and the grace is over."""
         while True:
-            self._tell(Tick(self.clock()))
+            self._tell(Tick(self._watched()))
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
             for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
@@ -115,6 +120,15 @@ class Driver:
                 return self.scheduler.finished
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
                 return Finish("drained", "the grace period is over")
+
+    def _watched(self) -> float:
+        """Seconds in which the workers could make themselves heard. A driver that wakes up has not heard them for long,
+        and may not hold that against them.
+        """
+        now_s = self.clock()
+        self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
+        self._looked_s = now_s
+        return self._watched_s
 
     def _drain(self, reason: str) -> None:
         self._deadline_s = self.clock() + self.grace_s
@@ -135,7 +149,7 @@ class Driver:
                 self.totals.reported(report)
                 for item in report.news:
                     self._answer(item)
-                self._tell(Heard(worker, report.spent))
+                self._tell(Heard(worker, report.spent, report.moved))
 
     def _worker_died(self, worker: str, reason: str) -> None:
         if self.scheduler.finished is None:

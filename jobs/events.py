@@ -35,10 +35,14 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A worker answered: it is alive, and its leases run on; of the `spent` ones most samples have got a slot."""
+    """A worker answered; of the `spent` leases most samples have got a slot.
+
+    If it has `moved` anything forward since it was last heard of, its leases run on; to be alive is not enough.
+    """
 
     worker: str
     spent: tuple[int, ...] = ()
+    moved: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,23 +29,31 @@ def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = T
     finally:
         done.set()
         keeper.join(timeout=ttl_s)
-        _release(lease)
+        give_back(lease)
 
 
 def _keep(lease: Lease, done: threading.Event, on_lost: Callable[[str], None]) -> None:
     while not done.wait(lease.ttl_s / RENEWALS_PER_TTL):
-        try:
-            lease.renew()
-        except LeaseLost as error:
-            on_lost(str(error))
+        if not keep_once(lease, on_lost):
             return
-        except StoreError as error:
-            if lease.clock() >= lease.expires_at_s:
-                on_lost(f"the lease could not be renewed: {error}")
-                return
 
 
-def _release(lease: Lease) -> None:
+def keep_once(lease: Lease, on_lost: Callable[[str], None]) -> bool:
+    """Renew the lease, whatever the store says; false, and `on_lost` is told why, if it is gone."""
+    try:
+        lease.renew()
+    except LeaseLost as error:
+        on_lost(str(error))
+        return False
+    except StoreError as error:
+        if lease.clock() >= lease.expires_at_s:
+            on_lost(f"the lease could not be renewed: {error}")
+            return False
+    return True
+
+
+def give_back(lease: Lease) -> None:
+    """Release the lease, if the store can be reached."""
     try:
         lease.release()
     except StoreError:

@@ -62,6 +62,11 @@ class Unit:
     verdicts: tuple[Verdict, ...] = ()
 
     @property
+    def suspect(self) -> bool:
+        """Whether its rows may be to blame for something."""
+        return self.alone or self.task_failures + self.deaths > 0
+
+    @property
     def attempt(self) -> int:
         """The number of the next attempt, from 1."""
         return 1 + self.task_failures + self.infra_failures + self.deaths

@@ -133,7 +133,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
         scheduler=Scheduler(
-            left, workers=count, limits=Limits(attempts=run.spec.errors.attempts), pass_=run.plan.pass_
+            left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_
         ),
         pool=pool,
         display=run.display,
@@ -152,10 +152,15 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     return finish, driver.committed
 
 
+def limits_of(spec: JobSpec) -> Limits:
+    """What the scheduler bears before it does something about it, where a spec may say so."""
+    return Limits(attempts=spec.errors.attempts, lease_s=spec.workers.stall_s)
+
+
 def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
     """Take note of a unit that a worker says it committed; StoreError if it wrote to a disk that is not ours."""
     if not run.conditional:
-        return record_commit(run.store, unit)
+        return record_commit(run.store, unit, epoch=run.lease.epoch)
     if "://" not in run.store.url and not run.store.exists(unit.object):
         raise StoreError(
             f"a worker wrote {unit.object}, but not here: on several machines output.path must be shared, or s3://"
@@ -168,7 +173,7 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
     with ThreadPoolExecutor(READERS) as threads:
         units = [*committed.values(), *threads.map(lambda name: committed_facts(run, name), earlier)]
     if not run.conditional:
-        _sweep(run.store, units)
+        _sweep(run, units)
     write_manifest(
         run.store,
         units,
@@ -179,28 +184,29 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
     )
 
 
-def _sweep(store: Store, units: Iterable[CommittedUnit]) -> None:
+def _sweep(run: Run, units: Iterable[CommittedUnit]) -> None:
     """Delete the files of attempts that came second: the names that count are on record, and no worker is left.
 
     The last write of a worker that was ended may still be under way in the store: look again until nothing more has come.
     """
     counting = {unit.object.removeprefix("data/") for unit in units}
-    _delete_others(store, counting)
+    _delete_others(run, counting)
     time.sleep(SETTLE_S)
-    while _delete_others(store, counting):
+    while _delete_others(run, counting):
         time.sleep(SETTLE_S)
 
 
-def _delete_others(store: Store, counting: set[str]) -> int:
+def _delete_others(run: Run, counting: set[str]) -> int:
     """Delete unit files and traces of other names, and say how many; a trace has the name of its data, in its own folder."""
     others = [
         stat.name
         for folder in ("data/", "traces/")
-        for stat in store.list(folder)
+        for stat in run.store.list(folder)
         if stat.name.removeprefix(folder) not in counting
     ]
     for name in others:
-        store.delete(name)
+        run.lease.check()  # whoever has lost it deletes nothing: what does not count for him may count for another
+        run.store.delete(name)
     return len(others)
 
 

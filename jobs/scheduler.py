@@ -14,7 +14,7 @@ The states of a unit:
 A unit that was under suspicion stays `alone`: its worker holds nothing else, so that nobody is blamed for a neighbour.
 
 The states of a worker: starting (asked for, not yet up), up, and gone (forgotten). A worker holds at most two leases.
-A lease that is not renewed by `Heard` for `lease_s` ends its worker.
+A lease that is not renewed by `Heard` for `lease_s`, since its worker is silent or gets nowhere, ends the worker.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class Scheduler:
                 self._worker_up(name)
             case WorkerDied(name, reason):
                 self._worker_died(name, reason)
-            case Heard(name, spent):
-                self._renew(name)
+            case Heard(name, spent, moved):
+                if moved:
+                    self._renew(name)
                 self.books.note_spent(name, spent)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
@@ -107,7 +108,7 @@ class Scheduler:
                 unit.resting_until_s = None
                 self.books.enqueue(number)
         for name in sorted({lease.worker for lease in self.books.leases.values() if lease.expires_s < self.now_s}):
-            reason = f"no answer for {self.limits.lease_s:.0f} s"
+            reason = f"no progress for {self.limits.lease_s:.0f} s"
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
 
@@ -267,8 +268,11 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Give idle workers what others hold: first what those have hardly begun, then what is oldest."""
-        slow = [lease for lease in self.books.leases.values() if not self.books.is_alone(lease.number)]
+        """Give idle workers what others hold: first what those have hardly begun, then what is oldest.
+
+        A unit that has failed is not copied: while one copy runs the failures of the other settle nothing, for ever.
+        """
+        slow = [lease for lease in self.books.leases.values() if not self.books.touched[lease.unit].suspect]
         slow.sort(key=lambda lease: (self.books.workers[lease.worker].leases[0] == lease.number, lease.number))
         for lease in slow:
             if idle and len(self.books.touched[lease.unit].leases) < COPIES:

@@ -4,7 +4,8 @@ A unit's file is built in memory, re-opened and checked, and then created once; 
 nothing of how rows were made. Names in a run directory:
 
     data/unit-00000017.parquet      traces/unit-00000017.parquet      _manifest.json      _SUCCESS
-    commits/unit-00000017.json      only on a store that ignores conditions: which of a unit's files counts
+    commits/unit-00000017.00000003a1b2c3d4.json     only on a store that ignores conditions: which of a unit's files
+                                    counts, on record of a driver of epoch 3. Of several records the highest epoch's counts
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import pyarrow as pa
 
 from storage.errors import StoreError
 from storage.failpoints import failpoint
-from storage.lease import Lease
+from storage.lease import Lease, LeaseLost
 from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet, write_parquet
-from storage.verbs import AlreadyExists, Stat, Store
+from storage.verbs import AlreadyExists, Conflict, Stat, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"
@@ -130,7 +131,10 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
 
 
 def done_units(store: Store, *, conditional: bool = True) -> dict[int, Stat]:
-    """Return the units that are committed, from one listing and nothing else; the Stat is of the file that commits."""
+    """Return the units that are committed, from one listing and nothing else; the Stat is of the file that commits.
+
+    Of several records of a unit the last in the order of names counts, which has the highest epoch.
+    """
     done = {}
     for stat in store.list("data/" if conditional else "commits/"):
         match = _UNIT_FILE.fullmatch(stat.name)
@@ -139,16 +143,19 @@ def done_units(store: Store, *, conditional: bool = True) -> dict[int, Stat]:
     return done
 
 
-def record_commit(store: Store, committed: CommittedUnit) -> CommittedUnit:
-    """The first record of a unit stays: returns the facts on record. Only the driver calls it, under its lease.
+def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> CommittedUnit:
+    """The first record of a unit under an epoch stays: returns the facts on record. Only the driver calls it.
 
-    For a store that ignores conditions, where a unit may have several files and this says which one counts.
+    For a store that ignores conditions, where a unit may have several files and this says which one counts. No record is
+    ever written over: a driver that wakes up after its lease was taken over adds one of a lower epoch, which counts nothing.
     """
-    name = f"commits/unit-{committed.unit:08d}.json"
-    if not store.exists(name):
+    unit = f"commits/unit-{committed.unit:08d}"
+    found = [stat.name for stat in store.list(f"{unit}.")]
+    if not found or found[-1] < f"{unit}.{epoch:08x}":
         failpoint("commit.before_record")
-        store.put(name, _json(asdict(committed)))
-    return CommittedUnit(**json.loads(store.get(name)))
+        store.put(f"{unit}.{epoch:08x}{secrets.token_hex(4)}.json", _json(asdict(committed)))
+        return committed
+    return CommittedUnit(**json.loads(store.get(found[-1])))
 
 
 def write_manifest(
@@ -162,17 +169,16 @@ def write_manifest(
 ) -> Manifest:
     """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
 
-    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost. Idempotent.
+    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, whenever
+    it lost it: what it looked at before may have changed since. Idempotent.
     """
     listed = tuple(sorted(committed, key=lambda item: item.unit))
     manifest = Manifest(fingerprint, SCHEMA_VERSION, listed)
     _check_totals(manifest, units=units, rows=rows)
-    if lease is not None:
-        lease.check()
     failpoint("commit.before_manifest")
-    _write_latest(store, MANIFEST, _manifest_json(manifest))
+    _write_latest(store, MANIFEST, _manifest_json(manifest), lease)
     failpoint("commit.before_success")
-    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}))
+    _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}), lease)
     return manifest
 
 
@@ -236,13 +242,24 @@ def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
     assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
 
 
-def _write_latest(store: Store, name: str, data: bytes) -> None:
-    """Create, or replace what an earlier pass left; of two drivers at once, one fails with Conflict."""
+def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None) -> None:
+    """Create, or replace what was left by a driver before; of two at once, one raises LeaseLost.
+
+    First the look, then the lease, then the write on condition of the look: however long a driver stands still in between,
+    it replaces nothing that a later one has written.
+    """
+    found = store.stat(name)
+    if found is not None and store.get(name) == data:
+        return
+    if lease is not None:
+        lease.check()
     try:
-        store.create(name, data)
-    except AlreadyExists as taken:
-        if store.get(name) != data:
-            store.replace(name, data, etag=taken.stat.etag)
+        if found is None:
+            store.create(name, data)
+        else:
+            store.replace(name, data, etag=found.etag)
+    except (AlreadyExists, Conflict):
+        raise LeaseLost(f"another driver has written {store.url}/{name} meanwhile") from None
 
 
 def _manifest_json(manifest: Manifest) -> bytes:

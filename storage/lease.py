@@ -67,12 +67,16 @@ class Lease:
 
     def check(self) -> None:
         """Return if the lease is still ours and in time, as the store has it now; else LeaseLost."""
-        found, _ = _read(self.store)
-        ours = found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
-        if not ours or self.clock() >= self.expires_at_s:
+        if self.clock() >= self.expires_at_s or not self._is_ours():
             raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) is no longer ours")
 
+    def _is_ours(self) -> bool:
+        found, _ = _read(self.store)
+        return found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
+
     def _write(self, expires_at_s: float) -> None:
+        if not self._is_ours():  # a store that ignores conditions would not say so
+            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over")
         content = _Content(self.owner, self.epoch, expires_at_s)
         try:
             stat = self.store.replace(LEASE, content.json(), etag=self.etag)

@@ -38,6 +38,19 @@ os.environ.update(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--soak` is what `make soak` adds: tests marked soak run too, and those that count rounds do many more."""
+    parser.addoption("--soak", action="store_true", help="run the long tests, and more rounds of the others")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--soak"):
+        return
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    items[:] = [item for item in items if item not in soak]
+    config.hook.pytest_deselected(items=soak)
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[ModuleType]:
     """A local Ray with two CPUs, started once; yields the `ray` module."""

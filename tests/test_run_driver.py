@@ -184,6 +184,14 @@ def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal
     assert job.run() == Finish("drained", "the grace period is over")
 
 
+def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store: Store):
+    job = driver(store, workers=2)
+    now = iter([0.0, 1.0, *range(5000, 9000)])
+    job.clock = lambda: float(next(now))  # behind the second look an hour and more has passed
+    assert job.run() == Finish("done")
+    assert isinstance(job.pool, FakePool) and len(job.pool.runners) == 2 and job.totals.deaths == 0
+
+
 class CarelessStore(MemoryStore):
     """Ignores the condition of a conditional write, as some S3 look-alikes do."""
 

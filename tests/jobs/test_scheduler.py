@@ -113,6 +113,14 @@ def test_an_idle_worker_takes_a_copy_and_the_loser_is_told_to_forget_it():
     assert scheduler.on(UnitDone(copy.lease, 0)) == [Revoke("w0", work[0].lease), Finish("done")]
 
 
+def test_a_unit_that_has_failed_is_not_copied_but_tried_again_until_its_rows_are_examined():
+    scheduler = Scheduler(sizes(9, 8), workers=2, limits=Limits(attempts=2))
+    work = {unit.unit: unit for unit in units_of(started(scheduler))}
+    (copy,) = units_of(scheduler.on(UnitDone(work[1].lease, 1)))
+    assert scheduler.on(failure(work[0])) == []
+    assert [probe.probe for probe in units_of(scheduler.on(failure(copy)))] == [True, True]
+
+
 def test_a_dead_worker_is_replaced_and_its_units_are_leased_again():
     scheduler = Scheduler(sizes(9, 8), workers=1)
     holding(scheduler, spent=1)
@@ -195,6 +203,15 @@ def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_count
     kill, start = scheduler.on(Tick(20.0))
     assert isinstance(kill, KillWorker) and kill.worker == "w0" and start == StartWorker("w1")
     assert scheduler.on(UnitDone(work.lease, work.unit)) == [Finish("done")]
+
+
+def test_a_worker_that_answers_but_gets_nowhere_is_killed_too():
+    scheduler = Scheduler(sizes(9), workers=1, limits=Limits(lease_s=10.0))
+    started(scheduler)
+    scheduler.on(Tick(9.0))
+    scheduler.on(Heard("w0", moved=False))
+    kill, _ = scheduler.on(Tick(10.5))
+    assert isinstance(kill, KillWorker) and kill.reason == "no progress for 10 s"
 
 
 def test_workers_that_never_start_end_the_job():

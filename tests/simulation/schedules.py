@@ -1,0 +1,81 @@
+"""Schedules: jobs drawn from seeds, the fakes put in place, a schedule played to its end and checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from jobs import run as jobs_run
+from jobs.attempts import AttemptsLog
+from jobs.driver import Driver
+from storage import commit as committer
+from tests.simulation.disk import Job, check_promise
+from tests.simulation.workers import SimPool, unit_file
+from tests.simulation.world import TTL_S, World
+
+
+class Here:
+    """An executor that runs what it is given at once."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, function: Callable[[Any], Any], items: Any) -> list[Any]:
+        """As an executor's."""
+        return [function(item) for item in items]
+
+
+@contextmanager
+def simulated() -> Iterator[dict[str, Any]]:
+    """Put the fakes in the place of Ray, threads, Parquet and the clock; yields a place for the world at work."""
+    at_work: dict[str, Any] = {}
+    clock = lambda: at_work["world"].now_s  # noqa: E731
+    fakes: dict[str, Any] = {
+        "ray_session": lambda address: nullcontext(),
+        "cluster_size": lambda: (8, 0),
+        "make_job": lambda spec, plan, conditional: spec.process,
+        "Pool": SimPool,
+        "Driver": partial(Driver, clock=clock),
+        "AttemptsLog": partial(AttemptsLog, clock=clock),
+        "ThreadPoolExecutor": Here,
+        "time": SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt()),
+    }
+    with ExitStack() as stack:
+        for name, fake in fakes.items():
+            stack.enter_context(patch.object(jobs_run, name, fake))
+        stack.enter_context(patch.object(committer, "_checked_file", unit_file))
+        yield at_work
+
+
+def drawn_job(seed: int, *, conditional: bool) -> Job:
+    """A small job drawn from a seed."""
+    rng = random.Random(seed)
+    rows = [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
+    cells = [(unit, row) for unit, count in enumerate(rows) for row in range(count)]
+    poison = {
+        cell: rng.choice(("kill", "raise")) for cell in rng.sample(cells, min(len(cells), rng.choice((0, 0, 1, 2))))
+    }
+    return Job(rows, poison, workers=rng.randint(1, 3), attempts=rng.randint(1, 3), conditional=conditional)
+
+
+def play(world: World, at_work: dict[str, Any]) -> World:
+    """Run the schedule: sessions with faults, then a fair end, then the check."""
+    at_work["world"] = world
+    for _ in range(4):
+        if world.session() in {"finished", "done"}:
+            break
+        world.now_s += world.rng.choice((1.0, 2 * TTL_S))
+    world.finish()
+    check_promise(world.disk, disturbed=bool(world.struck))
+    return world

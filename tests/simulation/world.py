@@ -1,0 +1,270 @@
+"""A world to run whole jobs in: the real driver, scheduler, lease and committer against a fake store, workers and clock.
+
+A schedule is drawn from one seed, or has one fault at one numbered access of the store. What may happen at an access:
+
+    crash       the process (driver or worker) is gone, before or after the access took effect
+    refused     the store answers with an error and has done nothing
+    lost        the store has done it and answers with an error all the same
+    pause       the driver stands still beyond its lease, another one runs, and then it goes on
+
+and beside them: workers that die, fail or fall silent, reports that come late or twice, revoked leases that are decoded all
+the same, clocks that jump, stops, and workers of ended drivers that write long afterwards. `Disk` watches every write.
+
+Everything is deterministic: no thread, no real time. Nothing here knows Ray or Parquet (a unit's file is JSON).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from actors.messages import Died, PoolNews, Reported, Up
+from jobs import run as jobs_run
+from jobs.driver import StopFlag
+from jobs.keeper import give_back, keep_once
+from jobs.progress import Silence
+from jobs.spec import ErrorSettings, WorkerSettings
+from storage.commit import SUCCESS
+from storage.errors import StoreError
+from storage.lease import Lease, LeaseHeld, LeaseLost, acquire
+from tests.simulation.disk import Broken, Crash, Disk, Handle, Job, Process, hold
+from tests.simulation.workers import FINGERPRINT, SimPool, Worker, reported, result_of
+
+TTL_S = 60.0
+STALL_S = 20.0
+MOST_TURNS = 5000
+"""Turns of all drivers in a schedule, which take some hundred."""
+
+MOST_PAUSED = 2
+"""Drivers that may stand still at once."""
+
+
+class Stop(StopFlag):
+    """A flag that the world sets, and no signal."""
+
+    @contextmanager
+    def on_signals(self) -> Iterator[StopFlag]:
+        yield self
+
+
+@dataclass(slots=True)
+class Fault:
+    """One fault at one numbered access of the store; `at` None never strikes."""
+
+    at: int | None
+    fate: str
+
+
+class World:
+    """One schedule. `seed` draws everything; `fault` replaces the random faults by one that is given."""
+
+    def __init__(self, job: Job, seed: int, *, faults: int = 0, fault: Fault | None = None) -> None:
+        self.job, self.rng = job, random.Random(seed)
+        self.disk = Disk(job)
+        self.now_s = 1000.0
+        self.left = faults
+        self.fault = fault
+        self.accesses = 0
+        self.turns = 0
+        self.struck: list[str] = []
+        self.pools: list[SimPool] = []
+        self.zombies: list[Worker] = []
+        self.paused = 0
+        self.drivers = 0
+        self.stops: list[StopFlag] = []
+        self.lease: Lease | None = None
+        self.fair = False
+
+    # ---- chance
+
+    def chance(self, probability: float) -> bool:
+        """Whether something that is no fault happens."""
+        return not self.fair and self.rng.random() < probability
+
+    def misfortune(self, probability: float, what: str) -> bool:
+        """Whether a fault happens; there is a bounded number of them."""
+        if self.fair or not self.left or self.rng.random() >= probability:
+            return False
+        self.left -= 1
+        self.struck.append(what)
+        return True
+
+    def fate(self, process: Process, verb: str, name: str) -> str:
+        """What becomes of this access of the store."""
+        if self.fair:
+            return ""
+        self.accesses += 1
+        reads = verb in {"get", "list", "stat"}
+        if self.fault is not None:
+            if self.accesses != self.fault.at:
+                return ""
+            fate = self.fault.fate
+        elif not self.left or self.rng.random() >= 0.06:
+            return ""
+        else:
+            fate = self.rng.choice(("crash before", "crash after", "refused", "lost", "pause before", "pause after"))
+        if fate.startswith("pause") and not process.is_driver:
+            fate = fate.replace("pause", "crash")
+        if reads and fate == "lost":
+            fate = "refused"
+        if fate.startswith("pause") and not self.job.conditional:
+            # Nothing keeps the world still between a look and the write that follows it where conditions are ignored.
+            fate = "pause before" if reads else "pause after"
+        self.left = max(0, self.left - 1)
+        self.struck.append(f"{process.name}(epoch {process.epoch}): {fate} {verb} {name}")
+        return fate
+
+    # ---- drivers
+
+    def session(self) -> str:
+        """One driver from its start to its end; says how it ended."""
+        self.drivers += 1
+        process = Process(f"driver-{self.drivers}", is_driver=True)
+        store = Handle(self, process)
+        pools, before = list(self.pools), self.lease
+        try:
+            return self._hold_and_decode(process, store)
+        except Crash:
+            return "crashed"
+        except (LeaseHeld, LeaseLost, StoreError) as error:
+            return type(error).__name__
+        finally:
+            self.lease = before
+            for pool in [pool for pool in self.pools if pool not in pools]:
+                pool.close()
+
+    def _hold_and_decode(self, process: Process, store: Handle) -> str:
+        if store.exists(SUCCESS):
+            return "finished"
+        lease = acquire(store, process.name, TTL_S, lambda: self.now_s)
+        process.epoch = lease.epoch
+        self.lease, stop = lease, Stop()
+        try:
+            self.stops.append(stop)
+            return jobs_run.decode(self.run_of(process, store, lease, stop)).how
+        finally:
+            self.stops = [other for other in self.stops if other is not stop]
+            if process.alive:
+                give_back(lease)
+
+    def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
+        """What `jobs.run.decode` wants to know."""
+        spec = SimpleNamespace(
+            workers=WorkerSettings(count=self.job.workers, stall_s=STALL_S),
+            errors=ErrorSettings(attempts=self.job.attempts),
+            process=(self, process),
+        )
+        plan = SimpleNamespace(
+            units=len(self.job.rows), rows=sum(self.job.rows), fingerprint=FINGERPRINT, sizes=self.job.sizes, pass_=1
+        )
+        options = SimpleNamespace(ray_address=None, grace_s=5.0)
+        return SimpleNamespace(
+            spec=spec,
+            options=options,
+            store=store,
+            plan=plan,
+            conditional=self.job.conditional,
+            lease=lease,
+            stop=stop,
+            display=Silence(),
+        )
+
+    def pause(self) -> None:
+        """This driver stands still: its lease runs out, another driver comes, and then it goes on."""
+        if self.paused >= MOST_PAUSED:
+            return
+        self.paused += 1
+        self.now_s += TTL_S * self.rng.choice((0.2, 1.5))
+        self.session()
+        self.paused -= 1
+
+    def keep(self) -> None:
+        """What the keeper's thread does, once in a while."""
+        if self.lease is not None and self.now_s > self.lease.expires_at_s - 0.75 * self.lease.ttl_s:
+            keep_once(self.lease, self.stops[-1].set)
+
+    # ---- workers
+
+    def turn(self, pool: SimPool) -> list[PoolNews]:
+        """Time passes, and some of the pool's workers do something; zombies do, too."""
+        self.turns += 1
+        hold(self.turns < MOST_TURNS, "the job does not end")
+        self.now_s += 0.2
+        if self.misfortune(0.02, "the clock jumps"):
+            self.now_s += self.rng.choice((2.0, TTL_S, 2 * STALL_S))
+        if self.misfortune(0.01, "a stop"):
+            self.stops[-1].set("SIGTERM")
+        self.keep()
+        self.haunt()
+        news: list[PoolNews] = []
+        for worker in list(pool.workers.values()):
+            self.act(worker)
+            news += self.delivered(worker)
+        return news
+
+    def haunt(self) -> None:
+        """Whoever is written off, or has a driver that is gone or stands still, may still commit what it holds."""
+        others = [worker for pool in self.pools[:-1] for worker in pool.workers.values()]
+        for worker in [*self.zombies, *others]:
+            if worker.units and self.chance(0.1):
+                self.decode(worker)
+                worker.mail.clear()
+
+    def act(self, worker: Worker) -> None:
+        """One thing that a worker does."""
+        if worker.silent:
+            return
+        if not worker.up:
+            worker.up = not self.chance(0.2)
+            worker.mail += [Up(worker.name, "node", 1)] if worker.up else []
+        elif self.misfortune(0.01, f"{worker.name} dies"):
+            worker.process.alive = False
+        elif self.misfortune(0.01, f"{worker.name} falls silent"):
+            worker.silent = True
+        elif worker.units and not self.chance(0.4):
+            self.decode(worker)
+        else:
+            spent = tuple(unit.lease for unit in worker.units) if self.chance(0.7) else ()
+            worker.mail.append(reported(worker, spent=spent))
+        if not worker.process.alive:
+            worker.mail.append(Died(worker.name, "killed"))
+            worker.silent = True
+
+    def decode(self, worker: Worker) -> None:
+        """The worker ends one of its units, one way or another."""
+        unit = worker.units.pop(self.rng.randrange(len(worker.units)) if self.chance(0.3) else 0)
+        try:
+            item = result_of(self, worker, unit)
+        except Crash:
+            return
+        worker.mail.append(reported(worker, item))
+        if self.chance(0.1):
+            worker.mail.append(reported(worker, item))
+
+    def delivered(self, worker: Worker) -> list[PoolNews]:
+        """The reports that arrive now; a worker's come in order, some of them late."""
+        if self.chance(0.2) and not (worker.mail and isinstance(worker.mail[-1], Died)):
+            return []
+        mail, worker.mail = worker.mail, []
+        if worker.mail or not mail or not isinstance(mail[-1], Died) or not self.chance(0.5):
+            return mail
+        return [item for item in mail if not isinstance(item, Reported)]  # a death takes the last reports with it
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """From here on nothing goes wrong but what is poisoned, until the job is done; then the last zombies write."""
+        self.fair = True
+        for _ in range(6):
+            self.now_s += 2 * TTL_S
+            if self.session() == "finished":
+                break
+        else:
+            raise Broken("the job does not end")
+        for worker in self.zombies:
+            while worker.units:
+                self.decode(worker)
