@@ -1,4 +1,4 @@
-"""Dream's tokenizer, whose class is remote code: read as the tokenizer of transformers that it is a copy of."""
+"""The tokenizers of Dream and SDAR, whose classes are remote code: read as those of transformers that they are copies of."""
 
 import json
 
@@ -12,7 +12,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def write_tokenizer(folder, name):
+def write_tokenizer(folder, name, model_type="Dream"):
     vocab = {piece: index for index, piece in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"])}
     added = {str(len(vocab) + index): token for index, token in enumerate(SPECIAL)}
     config = {
@@ -26,12 +26,16 @@ def write_tokenizer(folder, name):
     (folder / "vocab.json").write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text(json.dumps({"model_type": "Dream"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return vocab
 
 
-def test_the_tokenizer_of_dream_needs_no_remote_code(tmp_path):
-    vocab = write_tokenizer(tmp_path, "DreamTokenizer")
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("DreamTokenizer", "Dream"), ("Qwen2Tokenizer", "sdar"), ("Qwen2Tokenizer", "Fast_dLLM_Qwen")],
+)
+def test_a_tokenizer_that_is_a_copy_of_transformers_own_needs_no_remote_code(tmp_path, name, model_type):
+    vocab = write_tokenizer(tmp_path, name, model_type)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.encode("hello") == [vocab["he"], vocab["ll"], vocab["o"]]
