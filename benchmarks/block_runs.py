@@ -1,0 +1,198 @@
+"""What the block-diffusion benchmark runs: models, decoders by block size, one measured run, and how good its texts are.
+
+Knows nothing of tables or of what ours is compared with.
+
+Legend: N samples, L positions of a canvas, G generated positions, T rows, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from benchmarks.any_subset import drain
+from benchmarks.causal_runs import Totals
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import HOLE, ModelInfo, Request
+from decoders.block_settings import BlockDiffusion, S2d2
+from decoders.registry import build_decoder
+from decoders.settings import Sampling, Settings
+
+TAU = 0.85
+"""What the paper's SDAR configurations reveal at without a verification."""
+ROUTERS: dict[str, dict[str, Any]] = {
+    "always": {"router": {"kind": "min_span"}},
+    "span >= 2": {"router": {"kind": "min_span", "span": 2}},
+    "score, static c=1": {"router": {"kind": "score"}, "cost": {"kind": "static", "c": 1.0}},
+    "score, dynamic c=1": {"router": {"kind": "score"}, "cost": {"kind": "dynamic", "c": 1.0}},
+    "hysteresis 1, -5": {
+        "router": {"kind": "hysteresis", "on": 1.0, "off": -5.0},
+        "cost": {"kind": "dynamic", "c": 1.0},
+    },
+    "bandit": {"router": {"kind": "bandit"}},
+}
+"""The paper's configurations of SDAR (score, static; always) and of Fast-dLLM v2 (hysteresis), and its other routers."""
+_KINDS = ("prefill", "draft", "verify", "commit")
+
+
+def block_diffusion(size: int, schedule: str, **settings: Any) -> BlockDiffusion:
+    """Settings of `block_diffusion`."""
+    return BlockDiffusion.model_validate(
+        {"kind": "block_diffusion", "block_size": size, "schedule": schedule, **settings}
+    )
+
+
+def s2d2(size: int, router: str, **settings: Any) -> S2d2:
+    """Settings of `s2d2` with one of ROUTERS, as the paper runs SDAR: causal caching and partly causal drafts."""
+    given = {"block_size": size, "tau": TAU, "causal_cache": True, "causal_draft": True}
+    return S2d2.model_validate({"kind": "s2d2", **given, **ROUTERS[router], **settings})
+
+
+def one_by_one(*, fused: bool) -> Settings:
+    """Autoregressive decoding by the block-diffusion model: two forwards a token, or one."""
+    if fused:
+        return s2d2(1, "always", fused=True)
+    return block_diffusion(1, "static", causal_cache=True)
+
+
+def decoders_of(size: int, taus: Sequence[float]) -> dict[str, Settings]:
+    """Every decoder at one block size, by name."""
+    return {
+        **{
+            f"static, {count} a step": block_diffusion(size, "static", steps=size // count)
+            for count in (1, 2, 4)
+            if count < size
+        },
+        **{f"dynamic, tau={tau:g}": block_diffusion(size, "dynamic", tau=tau) for tau in taus},
+        **{f"s2d2, {router}": s2d2(size, router) for router in ROUTERS},
+        "s2d2, always, fused": s2d2(size, "always", fused=True),
+        "s2d2, always, block cache": s2d2(size, "always", causal_cache=False, causal_draft=False),
+    }
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to decode."""
+
+    backbone: TokenBackbone
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Totals):
+    """Totals of one run: `kinds` are forwards by what they were for, `token_rows` the rows that all of them ran."""
+
+    kinds: dict[str, int]
+    token_rows: int
+
+    @property
+    def per_token(self) -> list[float]:
+        """Prefills, drafts, verifications and commits for each new token."""
+        return [self.kinds.get(kind, 0) / self.count for kind in _KINDS]
+
+
+def load(folder: Path, device: str, *, decoder: str) -> Loaded:
+    """Load a checkpoint that `decoder` runs on."""
+    info = inspect_model(folder)
+    if decoder not in info.decoders:
+        raise SystemExit(f"{folder} is of family {info.family!r}, on which {decoder!r} doesn't run")
+    return Loaded(cast(TokenBackbone, load_backbone(folder, device=device)), info)
+
+
+def measure(model: Loaded, settings: Settings, requests: list[Request], *, rows: int, temperature: float) -> Measured:
+    """Run one decoder over the requests with `rows` slots."""
+    sampling = Sampling(temperature=temperature)
+    decoder = build_decoder(model.backbone, model.info, settings, sampling, max_rows=rows, max_tokens=1 << 24)
+    started = time.perf_counter()
+    outcomes = drain(decoder, requests)
+    seconds = time.perf_counter() - started
+    counted: Counter[str] = Counter()
+    for outcome in outcomes:
+        counted.update(outcome.nfe_kinds or {"draft": outcome.nfe})
+    return Measured(
+        texts={outcome.index: outcome.tokens.tolist() for outcome in outcomes},
+        seconds=seconds,
+        nfe=sum(outcome.nfe for outcome in outcomes),
+        nfe_draft=0,
+        accepted=sum(outcome.accepted for outcome in outcomes),
+        proposed=sum(outcome.proposed for outcome in outcomes),
+        kinds=dict(counted),
+        token_rows=decoder.stats.useful_rows,
+    )
+
+
+# ---- how good a text is ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Nats per token of a text under the block-size-1 model, and the share of its tokens that are that model's first choice."""
+
+    nats: float
+    agreement: float
+
+
+@torch.no_grad()
+def quality(model: Loaded, requests: Sequence[Request], texts: Mapping[int, list[int]]) -> Quality:
+    """Score texts token by token, each given all that is left of it, by the law of block size 1 at temperature 1."""
+    nats, hits, count = 0.0, 0, 0
+    for request in requests:
+        if request.index not in texts:
+            continue
+        prompt = request.canvas[request.canvas != HOLE].tolist()
+        tokens_G = torch.tensor(texts[request.index], device=model.backbone.device)
+        law_GV = law_of_one(model, prompt, tokens_G)
+        nats -= float(law_GV.gather(1, tokens_G.unsqueeze(1)).sum())
+        hits += int((law_GV.argmax(1) == tokens_G).sum())
+        count += len(tokens_G)
+    return Quality(nats / count, hits / count)
+
+
+def law_of_one(model: Loaded, prompt: list[int], tokens_G: Tensor) -> Tensor:
+    """The log law of each token at block size 1, given those before it, float64 [G, V].
+
+    In one forward: the text runs causally; where a mask is asked for its own token, one stands beside each token, which sees
+    the text before that and itself.
+    """
+    device, mask_id = tokens_G.device, model.info.mask_id
+    assert mask_id is not None, "a block-diffusion model without a mask"
+    text_L = torch.cat([torch.tensor(prompt, dtype=torch.int64, device=device), tokens_G])
+    length, shift = len(text_L), model.info.shift
+    places_L = torch.arange(length, device=device)
+    asked_G = places_L[len(prompt) :]
+    if shift:
+        hidden_RD = _causally(model, text_L, places_L, places_L)[asked_G - shift]
+    else:
+        tokens_T = torch.cat([text_L, torch.full_like(tokens_G, mask_id)])
+        hidden_RD = _causally(model, tokens_T, torch.cat([places_L, asked_G]), torch.arange(len(tokens_T)))[length:]
+    logits_GV = model.backbone.logits(hidden_RD).to(torch.float64)
+    suppressed = torch.tensor(model.info.suppressed, dtype=torch.int64, device=device)
+    return torch.log_softmax(logits_GV.index_fill_(1, suppressed, -torch.inf), 1)
+
+
+def _causally(model: Loaded, tokens_T: Tensor, positions_T: Tensor, columns_T: Tensor) -> Tensor:
+    """Hidden states of rows in one slot, [T, D]; each sees the columns of the text before its position, and its own."""
+    columns_T, width = columns_T.to(tokens_T.device), -(-len(tokens_T) // 64) * 64
+    all_W = torch.arange(width, device=tokens_T.device)
+    visible_TW = (all_W < positions_T.unsqueeze(1)) | (all_W == columns_T.unsqueeze(1))
+    model.backbone.allocate(1, width)
+    rows = TokenRows(
+        slots_B=torch.zeros(1, dtype=torch.int64, device=tokens_T.device),
+        tokens_BT=tokens_T.unsqueeze(0),
+        positions_BT=positions_T.unsqueeze(0),
+        columns_BT=columns_T.unsqueeze(0),
+        valid_BT=torch.ones_like(tokens_T, dtype=torch.bool).unsqueeze(0),
+        visible_BTW=visible_TW.unsqueeze(0),
+    )
+    return model.backbone.forward(rows)[0]
