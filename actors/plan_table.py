@@ -1,7 +1,9 @@
 """The unit table of a run directory, as planners write it and workers read it: which rows make up each unit.
 
-    plan/part-00000.parquet      one row group per unit, units in order; a part holds some hundred units
-    _plan.json                   names the parts, among much else, and is written last
+    plan/part-00000-0001.parquet     one row group per unit, units in order; a part holds some hundred units
+    _plan.json                       names the parts, among much else, and is written last
+
+The second number of a part is the epoch of the driver that wrote it: one that wakes up late touches no other's parts.
 
 A worker reads a part's footer once and then one row group per unit. Knows nothing of specs and models.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -66,9 +69,15 @@ class Part:
     rows: int
 
 
-def part_name(number: int) -> str:
+def part_name(number: int, epoch: int = 0) -> str:
     """The name of a part in its run directory."""
-    return f"{FOLDER}part-{number:05d}.parquet"
+    return f"{FOLDER}part-{number:05d}-{epoch:04d}.parquet"
+
+
+def epoch_of(name: str) -> int:
+    """The epoch in the name of a part, 0 where it has none."""
+    found = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
+    return int(found[1]) if found and found.start() else 0
 
 
 def part_bytes(units: Iterable[pa.Table]) -> bytes:

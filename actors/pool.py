@@ -25,8 +25,8 @@ IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
 
 
-EXIT_S = 5.0
-"""How long a killed worker's process is waited for."""
+EXIT_S = 10.0
+"""How long a killed worker's process is waited for; Ray itself gives one that does not answer 5 s."""
 
 
 @dataclass(frozen=True, slots=True)

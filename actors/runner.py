@@ -5,7 +5,7 @@ ones, so that neither stalls the slots. The loop sees no text, no file and no Ra
 the older unit before those of the newer; a unit that runs out of samples is topped up from the next, never drained.
 
 When the decoder raises, its samples are decoded again one at a time: who fails alone is quarantined, its neighbours come
-back ok. When memory runs out, the rows are halved and stay so.
+back ok. When memory runs out, the rows are halved, and grow again later (row_limit.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
+from actors.row_limit import RowLimit
 from actors.samples import Meter, Sample, length_of
 from decoders.base import Decoder, Outcome
 from storage.errors import RowError, StoreError, UserError
@@ -55,7 +56,7 @@ class UnitRunner:
         self.decoder = decoder
         self.clerk = clerk
         self.worker = worker
-        self.row_limit: int | None = None  # set when memory ran out
+        self.limit = RowLimit()
         self._open: dict[int, Open] = {}
         self._resident: dict[int, tuple[Open, Sample]] = {}
         self._suspects: deque[tuple[Open, Sample]] = deque()
@@ -169,10 +170,12 @@ class UnitRunner:
         """The worker's boundary: whatever the decoder raises ends the samples that caused it, not the worker."""
         try:
             self._admit()
+            rows = len(self._resident)
             outcomes = self.decoder.step() if self._resident else []
         except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the culprit is then found and named
             self._decoder_failed(error)
             return
+        self.limit.stepped(rows)
         for outcome in outcomes:
             self._finished(*self._resident.pop(outcome.index), outcome)
 
@@ -193,7 +196,7 @@ class UnitRunner:
         room = self.decoder.room(length)
         if not self._resident:
             room = max(room, 1)  # one that does not fit an empty decoder is admitted, and fails by name
-        return room if self.row_limit is None else min(room, self.row_limit - len(self._resident))
+        return self.limit.room(room, len(self._resident))
 
     def _give_slots(self, samples: list[tuple[Open, Sample]]) -> None:
         requests = []
@@ -204,6 +207,8 @@ class UnitRunner:
         self.decoder.admit(requests, queued_at_s=[unit.queued_at_s for unit, _ in samples])
 
     def _decoder_failed(self, error: Exception) -> None:
+        if not self._resident:
+            raise error  # no sample is to blame: the decoder itself is broken, and so is this worker
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
         self._resident.clear()
         self.decoder.clear()
@@ -214,7 +219,7 @@ class UnitRunner:
             sample.error = RowError(kind, "decode", f"{type(error).__name__}: {error}")
             self._sample_ended(unit, sample)
         elif starved:
-            self.row_limit = max(1, len(dropped) // 2)
+            self.limit.starved(len(dropped))
             for unit, sample in reversed(dropped):
                 unit.waiting.appendleft(sample)
         else:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
     except KeyboardInterrupt:
-        print("draftmill: interrupted", file=sys.stderr)
+        print("draftmill: interrupted; run it again to go on", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
@@ -88,7 +88,7 @@ def _driver_arguments(command: argparse.ArgumentParser) -> None:
         type=float,
         default=grace_s,
         metavar="S",
-        help="how long running units may go on after SIGTERM",
+        help="time from SIGTERM to the end: running units may go on for all but 5 s of it",
     )
 
 
@@ -160,19 +160,23 @@ def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from jobs.driver import interruptible
     from jobs.run import RunOptions, run_job
     from jobs.spec import load_spec
 
     options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
-    return run_job(load_spec(arguments.spec, arguments.set), options)
+    with interruptible():
+        return run_job(load_spec(arguments.spec, arguments.set), options)
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
+    from jobs.driver import interruptible
     from jobs.rerun import rerun
     from jobs.run import RunOptions
 
     options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
-    return rerun(arguments.run_dir, options, overrides=arguments.set, s3=_s3(arguments))
+    with interruptible():
+        return rerun(arguments.run_dir, options, overrides=arguments.set, s3=_s3(arguments))
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -42,6 +42,9 @@ from storage.failpoints import failpoint
 
 POLL_S = 0.2
 
+CLOSING_S = 5.0
+"""What is kept of the grace to end the workers, write the log and let go of Ray."""
+
 MOST_GAP_S = 10.0
 """Seconds between two looks at the workers that count as their silence; the rest is time in which the driver stood still."""
 
@@ -85,6 +88,19 @@ class StopFlag:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For the time of the block SIGTERM raises KeyboardInterrupt, as SIGINT does: what is held is let go, nothing is finished.
+
+    It is for the time before and after the driver's loop; the loop has its flag.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(slots=True)
@@ -131,8 +147,9 @@ class Driver:
         return self._watched_s
 
     def _drain(self, reason: str) -> None:
-        self._deadline_s = self.clock() + self.grace_s
-        self.display.note(f"{reason}: finishing the units that run, for at most {self.grace_s:.0f} s")
+        run_on_s = max(0.0, self.grace_s - CLOSING_S)
+        self._deadline_s = self.clock() + run_on_s
+        self.display.note(f"{reason}: finishing the units that run, for at most {run_on_s:.0f} s")
         self._tell(Drain())
 
     # ---- news in

@@ -90,16 +90,19 @@ def build_plan(
     inputs: Sequence[InputFile],
     store: Store,
     *,
+    epoch: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Plan:
     """Read and measure every row, write the unit table and, last, `_plan.json`. `progress` hears how many rows were read.
+
+    `epoch` is that of the lease under which this is done.
 
     Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
     the spec names, or a file is damaged.
     """
     maker = maker_for(spec.task, spec.input.columns, tokenizer, info)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
-    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows)
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     writer.discard()
     try:
         for table in checked(survey(spec, maker, inputs), spec, inputs):

@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.plan_table import FOLDER, ROW_SCHEMA, Part, part_bytes, part_name
+from actors.plan_table import FOLDER, ROW_SCHEMA, Part, epoch_of, part_bytes, part_name
 from jobs.packing import auto_unit_rows, cut, longest_first
+from storage.failpoints import failpoint
 from storage.verbs import Store
 
 PART_UNITS = 256
@@ -51,10 +52,13 @@ class PlanTotals:
 class PlanWriter:
     """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window.
 
-    With `keep_order` no window is sorted: the rows of the units are in the order in which they came.
+    With `keep_order` no window is sorted: the rows of the units are in the order in which they came. `epoch` is the
+    planning driver's.
     """
 
-    def __init__(self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False) -> None:
+    def __init__(
+        self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False, epoch: int = 0
+    ) -> None:
         self.parts: list[Part] = []
         self.totals = PlanTotals()
         self.sums = UnitSums()
@@ -62,6 +66,7 @@ class PlanWriter:
         self._store = store
         self._window = window
         self._keep_order = keep_order
+        self._epoch = epoch
         self._held: list[pa.Table] = []
         self._held_rows = 0
         self._units: list[pa.Table] = []
@@ -85,9 +90,10 @@ class PlanWriter:
         self._write_part()
 
     def discard(self) -> None:
-        """Delete every part that lies there: of a plan that came to nothing, this one or an earlier one."""
+        """Delete the parts of plans that came to nothing, this one's or an earlier driver's; never those of a later one."""
         for stat in list(self._store.list(FOLDER)):
-            self._store.delete(stat.name)
+            if epoch_of(stat.name) <= self._epoch:
+                self._store.delete(stat.name)
 
     def unit_table(self) -> list[dict[str, Any]]:
         """The parts with the sizes of their units, as `_plan.json` lists them."""
@@ -119,7 +125,8 @@ class PlanWriter:
     def _write_part(self) -> None:
         if not self._units:
             return
-        name, units = part_name(len(self.parts)), len(self._units)
+        name, units = part_name(len(self.parts), self._epoch), len(self._units)
+        failpoint("plan.before_part")
         self._store.put(name, part_bytes(self._units))
         rows = sum(unit.num_rows for unit in self._units)
         self.parts.append(Part(name, len(self.sums.rows) - units, units, rows))

@@ -122,8 +122,16 @@ def head_hash(spec: JobSpec) -> str | None:
     return hash_files(folder, files)
 
 
-def make_plan(prepared: Prepared, store: Store, display: Display) -> Plan:
-    """Read and measure every row of the inputs and write the plan."""
+def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int = 0) -> Plan:
+    """Read and measure every row of the inputs and write the plan; `epoch` is that of the lease, under which alone it is done.
+
+    Another driver may have planned since `prepare` looked: then its plan is compared, and returned.
+    """
+    plan = load_plan(store)
+    if plan is not None:
+        results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
+        compare_plan(plan, results, prepared.inputs)
+        return plan
     display.note(f"planning: {len(prepared.inputs):,} input files")
     rows = said = 0
 
@@ -141,6 +149,7 @@ def make_plan(prepared: Prepared, store: Store, display: Display) -> Plan:
         prepared.hashes,
         prepared.inputs,
         store,
+        epoch=epoch,
         progress=progress,
     )
     display.note(

@@ -41,7 +41,7 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     try:
         with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
             passes = passes_of(store, s3=s3)  # as they are now that nobody else can begin one
-            plan = unfinished(passes) or plan_pass(passes, s3, display)
+            plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
             if plan is None:
                 print(f"{store.url}: no sample is failed")
                 return judge(spec, passes)
@@ -74,14 +74,15 @@ def unfinished(passes: Sequence[Pass]) -> Plan | None:
     return passes[-1].plan if passes[-1].manifest is None else None
 
 
-def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display) -> Plan | None:
+def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
     """Plan a pass over the failed rows of the last one, in their order; None where there are none."""
     if not left_failed(passes):
         return None
     first, last = passes[0].plan, passes[-1]
     store = pass_store(first.store, last.number + 1, s3)
     unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
-    writer = PlanWriter(store, window=first.spec.batching.window, unit_rows=unit_rows, keep_order=True)
+    window = first.spec.batching.window
+    writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
     writer.discard()
     for table in failed_rows(last):
         writer.add(table)

@@ -91,7 +91,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
         with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
-            plan = prepared.plan or make_plan(prepared, store, display)
+            plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
             finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,14 +50,24 @@ def ray_session(address: str | None, *, num_cpus: int | None = None) -> Iterator
     if ray.is_initialized():
         yield
         return
-    if address is None:
-        _start_local(num_cpus)
-    else:
-        _connect(address)
+    with _own_sigterm():
+        if address is None:
+            _start_local(num_cpus)
+        else:
+            _connect(address)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray takes SIGTERM for itself and would end the process with a code of its own: put back what was there."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _start_local(num_cpus: int | None) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from actors.messages import Failure, Receipt, WorkUnit
+from actors.row_limit import QUIET_STEPS, RowLimit
 from actors.runner import UnitRunner
 from decoders.base import Request
 from storage.errors import StoreError
@@ -112,7 +113,43 @@ def test_when_memory_runs_out_the_rows_are_halved_and_nothing_fails():
     runner.add(work(0, 20))
     (receipt,) = run_all(runner)
     assert isinstance(receipt, Receipt) and receipt.tally.ok == 20
-    assert runner.row_limit == 2 and max(decoder.widths) <= 3
+    assert runner.limit.rows == 2 and max(decoder.widths) <= 3
+
+
+def test_rows_grow_again_after_some_quiet_and_more_quiet_is_asked_for_each_time():
+    limit, grown = RowLimit(), []
+    assert limit.room(9, 4) == 9
+    for _ in range(2):
+        limit.starved(16)
+        assert (limit.rows, limit.room(9, 5)) == (8, 3)
+        limit.stepped(7)
+        steps = 0
+        while limit.rows == 8:
+            limit.stepped(8)
+            steps += 1
+        grown.append((limit.rows, steps))
+    assert grown == [(9, QUIET_STEPS), (9, 2 * QUIET_STEPS)]
+
+
+def test_a_worker_decodes_more_rows_again_when_the_long_samples_are_through():
+    def trouble(requests: list[Request]) -> None:
+        if len(requests) > 2 and any(len(request.canvas) > 3 for request in requests):
+            raise MemoryError
+
+    decoder = FakeDecoder(max_rows=8, trouble=trouble)
+    runner = UnitRunner(decoder, FakeClerk({0: [40] * 4 + [3] * 800}))
+    runner.add(work(0, 804))
+    (receipt,) = run_all(runner)
+    assert isinstance(receipt, Receipt) and receipt.tally.ok == 804
+    assert min(decoder.widths[:-9]) <= 2 and max(decoder.widths) > 4
+
+
+def test_a_decoder_that_raises_without_a_sample_ends_the_worker():
+    runner = UnitRunner(FakeDecoder(), FakeClerk({0: [1]}))
+    runner.decoder.room = lambda length: 1 // 0  # type: ignore[method-assign]
+    runner.add(work(0, 1))
+    with pytest.raises(ZeroDivisionError):
+        run_all(runner)
 
 
 def test_a_sample_for_which_memory_never_suffices_is_named():

@@ -16,6 +16,8 @@ from jobs import plan_writer
 from jobs.fingerprint import Hashes, results_key
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
 from jobs.plan_writer import PlanWriter
+from jobs.prepare import Prepared, make_plan
+from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
 from storage.errors import StoreError, UserError
 from storage.reader import list_inputs
@@ -191,6 +193,31 @@ def test_parts_left_by_an_interrupted_planner_are_replaced(rows: Path) -> None:
     store.put(part_name(7), b"of another plan")
     made = plan(spec_for(rows), store)
     assert names(store) == ["_plan.json", part_name(0)] and made.units == 2
+
+
+def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(rows: Path) -> None:
+    store = open_store("memory://late")
+    late = PlanWriter(store, window=10, unit_rows=4, epoch=1)
+    late.add(rows_table([3] * 12))
+    inputs = list_inputs(str(rows))
+    made = build_plan(spec_for(rows), model_info(), byte_level(), HASHES, inputs, store, epoch=2)
+    before = {name: store.get(name) for name in names(store)}
+    late.discard()
+    late.finish()
+    assert {name: store.get(name) for name in before} == before
+    assert sum(len(made.unit_rows(unit)) for unit in range(made.units)) == made.rows == 40
+
+
+def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
+    store, spec = open_store("memory://meanwhile"), spec_for(rows)
+    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), plan=None)
+    first = make_plan(looked, store, Silence(), epoch=1)
+    before = names(store)
+    assert make_plan(looked, store, Silence(), epoch=2).fingerprint == first.fingerprint
+    assert names(store) == before == ["_plan.json", part_name(0, 1)]
+    other = dataclasses.replace(looked, spec=spec_for(rows, task__mask={"kind": "random", "rate": 0.1}))
+    with pytest.raises(UserError, match="holds another job"):
+        make_plan(other, store, Silence(), epoch=3)
 
 
 def test_a_damaged_plan_is_refused(rows: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ from storage.store import open_store
 from storage.verbs import Store
 from tests.storage.s3_server import S3Server
 from tests.storage.tables import unit_table
+
+
+@dataclasses.dataclass
+class StandsStill:
+    """A lease whose holder stands still as soon as it has looked at it; `check` is what happens meanwhile."""
+
+    check: Callable[[], Any]
 
 
 def commit(store: Store, unit: int = 17, **changes: Any) -> CommittedUnit:
@@ -185,6 +193,21 @@ def test_a_driver_that_lost_its_lease_writes_no_manifest(store: Store) -> None:
     with pytest.raises(LeaseLost):
         write_manifest(store, committed, fingerprint="f00", units=1, rows=4, lease=lease)
     assert not store.exists(MANIFEST)
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(
+    store: Store, present: bool
+) -> None:
+    facts: dict[str, Any] = {"fingerprint": "f00", "units": 1, "rows": 4}
+    if present:  # of an earlier try
+        store.put(MANIFEST, b"{}")
+    late, found = commit(store, 0), commit(store, 0)
+    meanwhile = StandsStill(lambda: write_manifest(store, [dataclasses.replace(found, etag="new")], **facts))
+    with pytest.raises(LeaseLost, match="another driver"):
+        write_manifest(store, [late], lease=meanwhile, **facts)  # type: ignore[arg-type]
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.units[0].etag == "new"
 
 
 def test_a_damaged_manifest_is_named(store: Store) -> None:

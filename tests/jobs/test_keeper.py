@@ -1,0 +1,65 @@
+"""The run directory's lease while a driver works, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from jobs.keeper import give_back, keep_once, kept_lease
+from storage.errors import StoreError
+from storage.lease import LeaseHeld, LeaseLost, acquire
+from storage.memory import MemoryStore
+from storage.verbs import Stat
+
+
+class Unreachable(MemoryStore):
+    """A store that can't be written while `down`."""
+
+    down = False
+
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+        if self.down:
+            raise StoreError("no answer")
+        return super().replace(name, data, etag=etag)
+
+
+@pytest.fixture
+def store() -> Unreachable:
+    return Unreachable(secrets.token_hex(8))
+
+
+def test_a_store_that_does_not_answer_is_borne_until_the_lease_runs_out(store: Unreachable):
+    now, lost = [1000.0], list[str]()
+    lease = acquire(store, "first", 60, lambda: now[0])
+    store.down = True
+    now[0] += 59
+    assert keep_once(lease, lost.append) and not lost
+    store.down = False
+    assert keep_once(lease, lost.append) and lease.expires_at_s == 1119
+    store.down = True
+    now[0] += 60
+    assert not keep_once(lease, lost.append)
+    assert lost == ["the lease could not be renewed: no answer"]
+    give_back(lease)  # says nothing
+
+
+def test_a_driver_that_wakes_up_hears_that_its_lease_was_taken_over_and_gives_nothing_back(store: Unreachable):
+    now, lost = [1000.0], list[str]()
+    first = acquire(store, "first", 60, lambda: now[0])
+    now[0] += 61
+    second = acquire(store, "second", 60, lambda: now[0])
+    assert not keep_once(first, lost.append) and "taken over" in lost[0]
+    give_back(first)
+    second.check()
+    with pytest.raises(LeaseLost):
+        first.check()
+
+
+def test_a_kept_lease_is_held_inside_and_free_afterwards(store: Unreachable):
+    with kept_lease(store, lambda reason: None) as lease:
+        with pytest.raises(LeaseHeld, match=lease.owner):
+            acquire(store, "another", 60)
+        lease.check()
+    with kept_lease(store, lambda reason: None) as again:
+        assert again.epoch == lease.epoch + 1
