@@ -2,14 +2,19 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
+from decoders.block_settings import S2d2
 from decoders.router_settings import Bandit, Cost, Entropy, Estimator, MinSpan, Router
 from decoders.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
+from decoders.settings import Sampling
 from decoders.state import SlotState
+from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
 STATIC = Cost(kind="static", c=1.0)
@@ -259,6 +264,27 @@ def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings
     follow(routing, 2, courses[2])
     state.move(1, 2)
     assert first + follow(routing, 2, courses[0][20:]) == alone[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kind": "score", "tau": 0.5}, {"kind": "hysteresis", "on": 1.0, "off": 0.5}, {"kind": "bandit"}],
+    ids=["score", "hysteresis", "bandit"],
+)
+def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden, settings):
+    backbone, info = load_backbone(golden / "sdar", dtype="float64", device="cpu"), inspect_model(golden / "sdar")
+    rules = S2d2.model_validate({"kind": "s2d2", "block_size": 8, "router": settings, "causal_cache": True})
+    rng, requests = np.random.default_rng(0), []
+    for index in range(5):
+        prompt = rng.integers(1, 90, 3 + 2 * index)
+        requests.append(Request(index, index, np.append(prompt, [-1] * 24).astype(np.int32)))
+    first = decode(backbone, info, rules, Sampling(), requests, rows=1)
+    again = decode(backbone, info, rules, Sampling(), requests[:1:-1], rows=3)
+    for index, outcome in again.items():
+        kinds = outcome.nfe_kinds
+        assert 0 < kinds["verify"] < kinds["draft"], "the router goes both ways"
+        assert kinds == first[index].nfe_kinds
+        assert outcome.tokens.tolist() == first[index].tokens.tolist()
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
