@@ -25,7 +25,7 @@ START = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 def plan_from(flags: argparse.Namespace) -> loop.Schedule:
     return loop.Schedule(
-        steps=flags.steps or 4000,
+        steps=flags.steps or 2900,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 1024,
         lengths=(128, 256, 512),
@@ -39,7 +39,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.block", description="Train a block-diffusion language model.")
     loop.add_flags(parser)
     parser.add_argument("--start", type=Path, default=START, help="the causal model to start from")
-    parser.set_defaults(decay_share=0.5)
+    parser.add_argument("--teach-from", type=int, default=1250, help="the step from which on that model teaches, too")
+    parser.set_defaults(decay_share=0.58)
     return parser.parse_args(arguments)
 
 
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     device, pace = loop.set_up(flags)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.start)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
-    trainer = block_training.Trainer(flags.start, plan_from(flags), prepared.train, device)
+    trainer = block_training.Trainer(flags.start, plan_from(flags), prepared.train, device, flags.teach_from)
     if not loop.run_visibly(trainer, flags.checkpoint_dir, pace):
         return 3
     block_folder.save_model(flags.out, trainer.model, absorbing.shape_of(flags.start), flags.start)
@@ -76,6 +77,8 @@ def describe(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: bloc
         "start": f"the weights of `{flags.start.resolve().name}`, without what it adds to queries, keys and values, which "
         "are scaled to their mean size there",
         "model": trainer.schedule.describe(),
+        "teacher": f"the same causal model, from step {flags.teach_from} on: {block_training.TAUGHT:.0%} of the loss of blocks "
+        "of one token are the cross-entropy with its law of the next token",
         "blocks": ", ".join(f"{block} tokens ({share:.0%} of the windows)" for block, share in shares)
         + f"; the clean copy causal in {block_layout.CAUSAL_SHARE:.0%} of the windows, and where blocks have one token",
         "masks": f"a uniform number n of each block's B tokens at random, in {block_layout.SUFFIX_SHARE:.0%} of the blocks "

@@ -2,7 +2,9 @@
 
 The model is transformers' Qwen3, which is what an SDAR checkpoint holds, run over the sequence of `recipes.block_layout`:
 a masked token is predicted at its own place. Sizes of blocks, and clean copies with and without sight of their own block's
-later tokens, are mixed within a step: a decoder may ask for any of them. Nothing here knows of decoding.
+later tokens, are mixed within a step: a decoder may ask for any of them. In blocks of one token the model says what a causal
+one says, so the causal model that training starts from also teaches it (Hinton et al., 2015, "Distilling the knowledge in a
+neural network"). Nothing here knows of decoding.
 
 Legend: W = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
 """
@@ -26,6 +28,8 @@ from recipes.corpus import MASK_ID, TokenStream
 
 RMS_NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
 PROBES, PROBE_LENGTH = 4, 256  # windows that tell how large a causal model's queries and keys are
+TAUGHT = 0.75
+"""How much of a next-token loss is that against the causal model's law: it says far more than the one token that came."""
 MASK_DRAWS = 2  # the stream of random numbers that lays out and masks a step's windows; `Schedule.length` has 1
 
 
@@ -90,12 +94,14 @@ def model_from(start: Path, ids: Tensor) -> Qwen3ForCausalLM:
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows [W, L], what is masked of them, what a token counts, and which rows see which [W, 2L, 2L]."""
+    """Windows [W, L], what is masked of them, what a token counts, which rows see which [W, 2L, 2L], and in which windows
+    blocks have one token [W]."""
 
     ids: Tensor
     masked: Tensor
     weight: Tensor
     visible: Tensor
+    single: Tensor
 
 
 def noisy_states(model: Qwen3ForCausalLM, noisy: Tensor, clean: Tensor, visible: Tensor) -> Tensor:
@@ -114,21 +120,46 @@ def masked_logits(model: Qwen3ForCausalLM, ids: Tensor, masked: Tensor, visible:
     return logits
 
 
-def weighted_loss(model: Qwen3ForCausalLM, batch: Batch) -> Tensor:
+def next_token_law(teacher: Qwen2ForCausalLM, windows: Tensor) -> Tensor:
+    """The causal model's law of every token of the windows [W, L] but the first, as probabilities [W * (L - 1), V]."""
+    with torch.no_grad(), loop.autocast(windows.device):
+        logits = teacher(input_ids=windows[:, :-1]).logits
+    law: Tensor = logits.float().softmax(-1).flatten(0, 1)
+    return law
+
+
+def token_nats(logits: Tensor, batch: Batch, teacher: Qwen2ForCausalLM | None) -> Tensor:
+    """The cross-entropy of every masked token [R]; where a block is one token, in TAUGHT parts with the teacher's law."""
+    nats = functional.cross_entropy(logits, batch.ids[batch.masked], reduction="none")
+    if teacher is None or not batch.single.any():
+        return nats
+    place = torch.arange(batch.ids.shape[1], device=batch.ids.device)
+    taught = (batch.single.unsqueeze(1) & (place > 0))[batch.masked]
+    soft = functional.cross_entropy(logits[taught], next_token_law(teacher, batch.ids[batch.single]), reduction="none")
+    return nats.masked_scatter(taught, TAUGHT * soft + (1 - TAUGHT) * nats[taught])
+
+
+def weighted_loss(model: Qwen3ForCausalLM, batch: Batch, teacher: Qwen2ForCausalLM | None = None) -> Tensor:
     """The weighted cross-entropy in nats of the masked tokens, over the number of all tokens."""
     with loop.autocast(batch.ids.device):
         logits = masked_logits(model, batch.ids, batch.masked, batch.visible)
-    nats = functional.cross_entropy(logits.float(), batch.ids[batch.masked], reduction="none")
+    nats = token_nats(logits.float(), batch, teacher)
     return (nats * batch.weight[batch.masked]).sum() / batch.ids.numel()
 
 
 class Trainer(loop.Trainer[Qwen3ForCausalLM]):
-    """Draws windows of packed files, lays them out, masks them and scores what is masked."""
+    """Draws windows of packed files, lays them out, masks them and scores what is masked.
 
-    def __init__(self, start: Path, plan: loop.Schedule, stream: TokenStream, device: torch.device) -> None:
+    From step `teach_from` on the model that training started from teaches what it says of the next token.
+    """
+
+    def __init__(
+        self, start: Path, plan: loop.Schedule, stream: TokenStream, device: torch.device, teach_from: int = 0
+    ) -> None:
         self.ids = causal.packed(stream, plan.seed)
         probes = self.ids[: PROBES * PROBE_LENGTH].reshape(-1, min(PROBE_LENGTH, len(self.ids) // PROBES))
         super().__init__(model_from(start, torch.from_numpy(probes)), plan, device)
+        self.teacher, self.teach_from = causal.load_model(start, device), teach_from
 
     def batch(self, step: int) -> Batch:
         """The windows of a step: a function of (seed, step)."""
@@ -140,9 +171,10 @@ class Trainer(loop.Trainer[Qwen3ForCausalLM]):
         masked, weight = zip(*(draw_mask(rng, length, layout.block) for layout in layouts), strict=True)
         drawn = [torch.from_numpy(part) for part in (ids, np.stack(masked), np.stack(weight))]
         seen = torch.stack([visibility(length, layout) for layout in layouts])
-        return Batch(*(part.to(self.device) for part in (*drawn, seen)))
+        single = torch.tensor([layout.block == 1 for layout in layouts])
+        return Batch(*(part.to(self.device) for part in (*drawn, seen, single)))
 
     def batch_loss(self, step: int) -> tuple[Tensor, int]:
         """The loss of the step's batch, and its tokens."""
-        batch = self.batch(step)
-        return weighted_loss(self.model, batch), batch.ids.numel()
+        batch, teacher = self.batch(step), self.teacher if step >= self.teach_from else None
+        return weighted_loss(self.model, batch, teacher), batch.ids.numel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,7 @@ def test_a_steps_batch_depends_on_seed_and_step_only(start: Path, prepared: corp
 
 def test_the_loss_is_the_weighted_sum_over_masked_tokens(start: Path, prepared: corpus.Prepared) -> None:
     trainer = trainer_of(start, prepared, 9)
+    trainer.model, trainer.teach_from = random_model(), 1
     batch = trainer.batch(0)
     with torch.no_grad():
         logits = block_training.masked_logits(trainer.model, batch.ids, batch.masked, batch.visible)
@@ -221,6 +223,33 @@ def test_the_loss_is_the_weighted_sum_over_masked_tokens(start: Path, prepared: 
     expected = float((nats * batch.weight[batch.masked]).sum()) / 512
     assert trainer.batch_loss(0)[0].item() == pytest.approx(expected, rel=0.01)  # bfloat16
     assert trainer.batch_loss(0)[1] == 512
+    taught = block_training.weighted_loss(trainer.model, batch, trainer.teacher).item()
+    trainer.teach_from = 0
+    assert trainer.batch_loss(0)[0].item() == taught != pytest.approx(expected, rel=1e-3)
+
+
+def test_the_causal_model_teaches_blocks_of_one_token_all_but_the_first(
+    start: Path, prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "autocast", lambda *_: nullcontext())
+    trainer, flat = trainer_of(start, prepared, 9), math.log(SHAPE.vocab_size)
+    teacher, batch = trainer.teacher, trainer.batch(0)
+    teacher.lm_head.weight.data *= 20  # far from flat, so that it says something
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(int(batch.masked.sum()), SHAPE.vocab_size, generator=generator)
+    nats = torch.nn.functional.cross_entropy(logits, batch.ids[batch.masked], reduction="none")
+    found = block_training.token_nats(logits, batch, teacher)
+    assert torch.equal(block_training.token_nats(logits, batch, None), nats)
+    assert 0 < batch.single.sum() < len(batch.single)
+    law = teacher(input_ids=batch.ids).logits.detach().softmax(-1)
+    assert float(torch.special.entr(law).sum(-1).mean()) < flat / 2
+    for row, (window, place) in enumerate(batch.masked.nonzero().tolist()):
+        expected = nats[row]
+        if batch.single[window] and place > 0:
+            soft = -(law[window, place - 1] * logits[row].log_softmax(-1)).sum()
+            expected = block_training.TAUGHT * soft + (1 - block_training.TAUGHT) * expected
+        assert float(found[row]) == pytest.approx(float(expected), abs=1e-4), (window, place)
+    assert not found.requires_grad and all(not key.startswith("teacher") for key in trainer.parameters)
 
 
 # ---- the start -------------------------------------------------------------------------------------------------------
