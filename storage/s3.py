@@ -93,6 +93,7 @@ class S3Store:
 
     def put(self, name: str, data: bytes) -> Stat:
         """See Store."""
+        failpoint("s3.before_put")
         try:
             answer = self._write(name, data, {})
         except ClientError as error:

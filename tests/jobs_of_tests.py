@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,27 @@ from storage.verbs import Store
 
 GOLDEN = Path(__file__).parent / "data" / "xlnet_asarm"
 VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
+
+
+PRELOADED = [
+    "jobs.run",
+    "decoders.registry",
+    "decoders.backbones.xlnet",
+    "storage.s3",
+    "ray",
+    "pandas",
+    "tests.local_pool",
+]
+"""What the server imports from which tests fork their processes: they share one, so the first to start it decides."""
+
+
+def forked(target: Callable[..., None], *arguments: str) -> ForkServerProcess:
+    """A process, started, that begins with everything imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    return process
 
 
 def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> Path:

@@ -7,7 +7,6 @@ session's Ray, so that a round costs little more than loading the model. Only pr
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -23,7 +22,7 @@ import pyarrow as pa
 import pytest
 
 from jobs.cli import main
-from tests.jobs_of_tests import rows_of, write_rows, write_spec
+from tests.jobs_of_tests import forked, rows_of, write_rows, write_spec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,17 +50,13 @@ class Crashes:
         self.rows = rows
         self.rng = random.Random(7)
         self.counted = 0
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["jobs.run", "decoders.registry", "ray"])
 
     def job(self, name: str, **changes: object) -> tuple[Path, Path]:
         """A fresh run directory: (spec, directory)."""
         return write_spec(self.folder, rows=self.rows, out=name, **changes), self.folder / name
 
     def start(self, spec: Path) -> ForkServerProcess:
-        process = self.context.Process(target=drive, args=(self.address, str(spec), f"{spec}.log"))
-        process.start()
-        return process
+        return forked(drive, self.address, str(spec), f"{spec}.log")
 
     def finish(self, spec: Path) -> None:
         process = self.start(spec)
