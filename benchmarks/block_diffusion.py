@@ -90,7 +90,7 @@ def frontier(bench: Bench, temperature: float) -> None:
         print(row(name, *_cells(bench, runs, baselines, (temperature, 1, name))), flush=True)
     if bench.other is not None:
         runs = bench.measured(Autoregressive(kind="autoregressive"), temperature, bench.other)
-        print(row(OTHER, *_speeds(runs, baselines), *_forwards(runs[-1])), flush=True)
+        print(row(OTHER, *_speeds(runs, baselines), *_forwards(runs[-1]), "", "", ""), flush=True)
     for size in bench.blocks:
         print(f"\n### Blocks of {size}, temperature {temperature:g}\n")
         print(header("decoder", *columns))
