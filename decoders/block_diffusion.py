@@ -16,9 +16,9 @@ Legend: B slots of this step, T places of a block, R flat rows, D width, V vocab
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +31,6 @@ from decoders.block_settings import BlockDiffusion as BlockDiffusionSettings
 from decoders.block_slots import BlockSlots, News
 from decoders.block_state import COMMIT, DRAFT, PREFILL, Blocks
 from decoders.state import Group
-
-# Logits that are looked at at once.
-_CPU_LOGITS: Final = 1 << 23
-_GPU_LOGITS: Final = 1 << 27
 
 Cells = tuple[Tensor, Tensor]
 """Numbers of slots and of places."""
@@ -124,11 +120,6 @@ class BlockDecoder(BlockSlots):
         return blocks.end_B.unsqueeze(1)
 
     # ---- reading -------------------------------------------------------------------------------------------------
-
-    def _chunks(self, num_rows: int) -> Iterator[slice]:
-        limit = _CPU_LOGITS if self.state.device.type == "cpu" else _GPU_LOGITS
-        step = max(64, limit // self.info.vocab_size)
-        return (slice(first, first + step) for first in range(0, num_rows, step))
 
     def _read(self, hidden_BTD: Tensor, blocks: Blocks, asked_BT: Tensor) -> Draft:
         """Draw a token at each place that is asked for."""

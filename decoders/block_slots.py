@@ -8,8 +8,9 @@ Knows nothing of models and schedules. Legend: B slots of this step, T places of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ from decoders.settings import Sampling
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident
 from decoders.stops import Stops
+
+# Logits that are looked at at once.
+_CPU_LOGITS: Final = 1 << 23
+_GPU_LOGITS: Final = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def block_size_of(settings: BlockSettings, info: ModelInfo) -> int:
 
 
 class BlockSlots(SlotDecoder):
-    """See the module's docstring."""
+    """See the module's docstring; an iteration reveals up to a block's tokens, and `bonus` more."""
 
     backbone: TokenBackbone
 
@@ -71,10 +76,11 @@ class BlockSlots(SlotDecoder):
         *,
         settings: BlockSettings,
         stops: Stops | None = None,
+        bonus: int = 0,
         **sizes: Any,
     ) -> None:
         self.size = block_size_of(settings, info)
-        super().__init__(backbone, info, sampling, max_commit=self.size, **sizes)
+        super().__init__(backbone, info, sampling, max_commit=self.size + bonus, **sizes)
         if info.mask_id is None:
             raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
         self.mask_id, self.stops, self.rules = info.mask_id, stops or Stops(), settings
@@ -110,6 +116,12 @@ class BlockSlots(SlotDecoder):
         # A prompt shorter than a block needs no prefill: its sample drafts at once.
         self._fresh = [slot for slot in self._fresh if int(self.blocks.phase_S[slot]) == PREFILL]
         return super()._next_group()
+
+    def _chunks(self, num_rows: int) -> Iterator[slice]:
+        """Cut rows into parts whose logits are looked at at once."""
+        limit = _CPU_LOGITS if self.state.device.type == "cpu" else _GPU_LOGITS
+        step = max(64, limit // self.info.vocab_size)
+        return (slice(first, first + step) for first in range(0, num_rows, step))
 
     # ---- revealing -----------------------------------------------------------------------------------------------
 

@@ -15,17 +15,17 @@ from decoders.autoregressive import Autoregressive
 from decoders.backbones.base import Model, TokenBackbone
 from decoders.backbones.packed import can_pack, pack_products
 from decoders.base import ModelInfo
-from decoders.block_diffusion import BlockDecoder, BlockDiffusion
-from decoders.block_settings import BlockDiffusion as BlockDiffusionSettings
+from decoders.block_diffusion import BlockDiffusion
 from decoders.block_settings import BlockSettings
 from decoders.block_settings import S2d2 as S2d2Settings
-from decoders.block_slots import block_size_of
+from decoders.block_slots import BlockSlots, block_size_of
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
 from decoders.masked_diffusion import MaskedDecoder
 from decoders.multiblock_jacobi import MultiblockJacobi
 from decoders.one_pass import OnePassDecoder
 from decoders.s2d2 import S2d2Decoder
+from decoders.s2d2_fused import FusedS2d2
 from decoders.self_speculative import SelfSpeculative
 from decoders.settings import Ancestral as AncestralSettings
 from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
@@ -52,7 +52,6 @@ _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     SelfSpeculativeSettings: SelfSpeculative,
     AncestralSettings: Ancestral,
 }
-_BLOCKS: dict[type[Settings], type[BlockDecoder]] = {BlockDiffusionSettings: BlockDiffusion, S2d2Settings: S2d2Decoder}
 
 
 def check_family(settings: Settings, info: ModelInfo) -> None:
@@ -96,6 +95,12 @@ def find_heads(settings: Settings, folder: Path, backbone: Model) -> DraftHeads 
         # The model's rows need no company to keep their bits, since its products are packed: nor may those of its head.
         pack_products(heads)
     return heads
+
+
+def _of_blocks(settings: BlockSettings) -> type[BlockSlots]:
+    if not isinstance(settings, S2d2Settings):
+        return BlockDiffusion
+    return FusedS2d2 if settings.fused else S2d2Decoder
 
 
 def build_decoder(
@@ -145,5 +150,5 @@ def build_decoder(
         case MaskedDiffusion() | AncestralSettings():
             return _MASKED[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
         case BlockSettings():
-            return _BLOCKS[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
+            return _of_blocks(settings)(backbone, info, sampling, settings=settings, stops=stops, **size)
     raise AssertionError(f"no decoder for {type(settings).__name__}")
