@@ -39,6 +39,7 @@ from recipes.block_layout import (
     draw_mask,
     visibility,
 )
+from tests.causal_jobs import job_spec, run_here
 from tests.decoders.masked_models import look_alone
 
 SHAPE = ar.SIZES["micro-test"].shape
@@ -429,3 +430,23 @@ def test_the_written_folder_is_an_sdar_checkpoint_with_the_trained_weights(
         expected = block_training.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0), seen)
     hidden: Any = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
     torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)
+
+
+PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
+
+
+def test_the_decoders_of_block_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
+    def completed(name: str, decoder: dict[str, Any]) -> dict[str, Any]:
+        sections: dict[str, Any] = {
+            "model": {"path": str(written[0]), "device": "cpu"},
+            "sampling": {"temperature": 1.0},
+        }
+        return run_here(job_spec(tmp_path, PROMPTS, **sections, decoder=decoder, output={"path": str(tmp_path / name)}))
+
+    blocks = completed("blocks", {"kind": "block_diffusion", "steps": 2})
+    single = completed("single", {"kind": "block_diffusion", "block_size": 1})
+    verified = completed("verified", {"kind": "s2d2", "causal_cache": True, "router": {"kind": "min_span", "span": 1}})
+    for name in ("one", "two"):
+        assert all((run[name]["status"], run[name]["new_tokens"]) == ("ok", 16) for run in (blocks, single, verified))
+        assert single[name]["tokens"] == verified[name]["tokens"]
+        assert blocks[name]["nfe"] < single[name]["nfe"]
