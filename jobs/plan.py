@@ -192,7 +192,8 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
 def _no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """Every row lacks what it needs: then the spec is wrong, not the rows."""
     rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
-    there = next(rows).values or {}
+    first = next(rows, None)
+    there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
         return UserError(
             "no row has a prompt or a text, but messages, which a chat reads; allowed: true", field="task.chat"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from actors.task import Columns, Task
 from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
+from jobs.places import place_problem
 from jobs.spec_errors import spec_error
 from jobs.spec_file import apply_override, read_mapping
 from jobs.task_rules import task_problem
@@ -90,7 +91,7 @@ class OutputSettings(Settings):
 
 def _endpoint(url: str) -> str:
     # The spec is copied into the run directory.
-    if "@" in url:
+    if "@" in url or "?" in url:
         raise ValueError("no credentials in the spec; they come from the environment, as boto3 finds them")
     return url
 
@@ -108,10 +109,17 @@ class S3Settings(Settings):
         return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
 
 
+def _shown(name: str) -> str:
+    # It heads tables on a terminal.
+    if not name.isprintable():
+        raise ValueError("has control characters")
+    return name
+
+
 class JobSpec(Settings):
     """A whole job."""
 
-    name: Text = "job"
+    name: Annotated[Text, AfterValidator(_shown)] = "job"
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     task: Annotated[Task, Field(discriminator="kind")]
     input: InputSettings
@@ -123,6 +131,13 @@ class JobSpec(Settings):
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
+
+    @model_validator(mode="after")
+    def _places_can_be(self) -> JobSpec:
+        problem = place_problem(self)
+        if problem:
+            raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _task_fits(self) -> JobSpec:

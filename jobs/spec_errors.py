@@ -87,7 +87,7 @@ def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: 
         )
     if item["type"] == "value_error":
         return _own_words(path, str(item["ctx"]["error"]))
-    value = f"{item['input']!r}"
+    value = f"{item['input']!r}" if path.partition(".")[0] != "s3" else "what stands there"  # it may be a key
     shown = value if len(value) <= 80 else f"{value[:77]}..."
     return path, f"{shown} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}"
 

@@ -12,6 +12,8 @@ import yaml
 from storage.errors import UserError
 
 MAX_BYTES = 4 * 2**20
+MAX_INT_BITS = 1024
+"""No key takes more than 64; Python refuses to print a number of some thousand digits, in error messages too."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,6 +30,21 @@ class _Loader(yaml.SafeLoader):
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value = int(super().construct_yaml_int(node))
+        if value.bit_length() > MAX_INT_BITS:
+            raise yaml.constructor.ConstructorError(None, None, "a number that is too long", node.start_mark)
+        return value
+
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        value = str(super().construct_yaml_str(node))
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise yaml.constructor.ConstructorError(None, None, "half of a UTF-16 pair", node.start_mark)
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 # YAML 1.1 asks for a dot in every float and so reads 1e-3 as a string.
 _Loader.add_implicit_resolver(
@@ -70,5 +87,15 @@ def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{what}: not YAML: {reason}") from None
+        raise UserError(f"{what}: not YAML: {_reason(error)}") from None
+    except (KeyError, AttributeError, TypeError):  # so PyYAML fails where a value is not of the type that its tag names
+        raise UserError(f"{what}: not YAML: a value does not fit its tag") from None
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong and where, without the lines around it, which may hold what is nobody's business."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        said = " ".join(filter(None, [error.context, error.problem]))
+        return f"line {mark.line + 1}, column {mark.column + 1}: {said}"
+    return " ".join(str(error).split())

@@ -43,5 +43,13 @@ class StoreError(Exception):
     """A store did not do what was asked, after its retries: unreachable, full, or refused."""
 
 
+def printable(text: str) -> str:
+    """The text with control characters, and what else a terminal might obey, written as escapes; line ends stay."""
+    if text.isprintable():
+        return text
+    kept = [one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text]
+    return "".join(kept)
+
+
 def _user_error(message: str, field: str | None) -> UserError:
     return UserError(message, field=field)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import RowError, UserError
+from storage.errors import RowError, UserError, printable
 from storage.input_file import FIELD, InputFile
 
 MAX_ROW_BYTES = 64 * 2**20
@@ -38,4 +38,5 @@ def failed(row: int, offset: int | None, kind: str, message: str) -> Row:
 
 def damaged(file: InputFile, row: int, reason: object) -> UserError:
     """The container itself is broken: what follows is lost, and rows must not vanish quietly."""
-    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {reason}", field=FIELD)
+    said = printable(" ".join(str(reason).split()))[:500]
+    return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {said}", field=FIELD)

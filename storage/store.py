@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 
 from storage.errors import StoreError, UserError
@@ -17,7 +18,7 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(url)
+        return LocalStore(os.path.expanduser(url))
     if scheme == "memory":
         return MemoryStore(rest)
     if scheme == "s3":

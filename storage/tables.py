@@ -18,6 +18,7 @@ from storage.errors import UserError
 from storage.input_file import InputFile
 from storage.inputs import local_path
 from storage.rows import Row, damaged, failed
+from storage.soundness import check_sound
 from storage.sources import open_bytes
 from storage.verbs import S3Options
 
@@ -25,6 +26,8 @@ BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096
 CACHED_GROUP_BYTES = 64 * 2**20
 _ARROW_FILE = b"ARROW1"
+_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What reading a damaged container raises; the last for the name of a column that is no UTF-8."""
 
 Columns = tuple[str, ...] | None
 """The file's columns to read, None for all; those that it lacks are passed over."""
@@ -35,9 +38,10 @@ def table_rows(file: InputFile, columns: Columns, s3: S3Options | None) -> Itera
     row = 0
     try:
         for batch in _batches(file, columns, s3):
+            check_sound(batch)
             yield from _rows_of(batch, range(row, row + batch.num_rows))
             row += batch.num_rows
-    except (pa.ArrowException, OSError) as error:
+    except _DAMAGE as error:
         raise damaged(file, row, error) from None
 
 
@@ -50,7 +54,7 @@ def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: 
             yield from _pick_dataset(file, rows, columns)
         else:
             yield from _pick_batches(_batches(file, columns, s3), 0, rows)
-    except (pa.ArrowException, OSError) as error:
+    except _DAMAGE as error:
         raise damaged(file, rows[0], error) from None
 
 
@@ -77,7 +81,12 @@ def _group_batches(opened: pq.ParquetFile, groups: list[int], columns: Columns) 
     num_rows = sum(metadata.row_group(group).num_rows for group in groups)
     size = max(1, min(BATCH_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
     names = _present(opened.schema_arrow.names, columns)
-    yield from opened.iter_batches(batch_size=size, row_groups=groups, columns=names)
+    found = 0
+    for batch in opened.iter_batches(batch_size=size, row_groups=groups, columns=names):
+        found += batch.num_rows
+        yield batch
+    if found != num_rows:  # a damaged page may end a column early, without a word
+        raise pa.ArrowInvalid(f"{found} rows, where the footer says {num_rows}")
 
 
 def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
@@ -131,6 +140,7 @@ def _pick_batches(batches: Iterator[pa.RecordBatch], first: int, rows: Sequence[
     for batch in batches:
         inside = wanted[: bisect_right(wanted, first + batch.num_rows - 1)]
         if inside:
+            check_sound(batch)
             yield from _rows_of(batch.take(pa.array([row - first for row in inside])), inside)
             wanted = wanted[len(inside) :]
         first += batch.num_rows
@@ -181,7 +191,7 @@ def _parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
     """An open file with its footer read. pre_buffer would hold whole row groups in memory, so it is off."""
     try:
         return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
-    except (pa.ArrowException, OSError) as error:
+    except _DAMAGE as error:
         raise UserError(str(damaged(file, 0, error))) from None
 
 

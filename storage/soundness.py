@@ -1,0 +1,54 @@
+"""Whether Arrow data from outside can be read at all: an offset that points nowhere ends the process, not the row.
+
+The IPC format has no checksums, so a flipped bit may stand anywhere. What is only a strange *value* (bytes that are no UTF-8, a
+time of day beyond the day) is sound: it fails its own row, later.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_types = pa.types
+
+
+def check_sound(batch: pa.RecordBatch) -> None:
+    """Return if every value of the batch can be reached; raises pa.ArrowInvalid where the memory of one can't."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid:
+        for column in batch.columns:
+            column.view(plain_form(column.type)).validate(full=True)
+
+
+def plain_form(kind: pa.DataType) -> pa.DataType:
+    """The type of the same memory in which any value is allowed: text as bytes, times and dates as whole numbers."""
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if _types.is_decimal(kind):
+        return pa.binary(kind.byte_width)
+    if _types.is_time(kind) or _types.is_date(kind):
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if _types.is_list(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if _types.is_large_list(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    if _types.is_fixed_size_list(kind):
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    if _types.is_struct(kind):
+        return pa.struct([_plain_field(field) for field in kind])
+    if _types.is_map(kind):
+        return pa.map_(_plain_field(kind.key_field), _plain_field(kind.item_field))
+    if _types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, plain_form(kind.value_type), kind.ordered)
+    return kind
+
+
+_PLAIN = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_form(field.type))

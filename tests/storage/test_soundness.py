@@ -1,0 +1,101 @@
+"""Arrow data whose offsets point nowhere is refused before it is touched; a strange value is no reason to."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage.errors import UserError
+from storage.reader import iterate, list_inputs, read_rows
+from storage.soundness import check_sound, plain_form
+
+TEXTS = ["one", "two", None, "three"]
+
+
+def stream_of(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+@pytest.mark.parametrize("offset", [2**30, -1, -(2**31)])
+def test_an_offset_that_points_nowhere_is_a_damaged_file(tmp_path: Path, offset: int) -> None:
+    data = stream_of(pa.table({"id": [0, 1, 2, 3], "text": TEXTS}))
+    offsets = struct.pack("<5i", 0, 3, 6, 6, 11)
+    assert data.count(offsets) == 1
+    path = tmp_path / "a.arrow"
+    path.write_bytes(data.replace(offsets, struct.pack("<5i", 0, 3, offset, 6, 11)))
+    (file,) = list_inputs(str(path))
+    with pytest.raises(UserError, match="damaged or not arrow"):
+        list(iterate(file))
+    with pytest.raises(UserError, match="damaged or not arrow"):
+        list(read_rows(file, [(1, None)]))
+
+
+def test_a_column_whose_name_is_no_utf8_is_a_damaged_file(tmp_path: Path) -> None:
+    data = stream_of(pa.table({"naïve": TEXTS}))
+    path = tmp_path / "a.arrow"
+    path.write_bytes(data.replace("naïve".encode(), b"na\xff\xfeve"))
+    (file,) = list_inputs(str(path))
+    with pytest.raises(UserError, match="damaged or not arrow"):
+        list(iterate(file, columns={"text": "text"}))
+
+
+def test_a_table_that_ends_early_is_a_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged page header may end a column without an error: rows must not vanish quietly."""
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "a.parquet")
+    (file,) = list_inputs(str(tmp_path / "a.parquet"))
+    whole = pq.ParquetFile.iter_batches
+
+    def less(self: pq.ParquetFile, **options: Any) -> Any:
+        return (batch.slice(1) for batch in whole(self, **options))
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", less)
+    for read in (lambda: list(iterate(file)), lambda: list(read_rows(file, [(3, None)]))):
+        with pytest.raises(UserError, match="3 rows, where the footer says 4"):
+            read()
+
+
+NOT_UTF8 = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"], pa.binary()).buffers())
+BEYOND_THE_DAY = pa.array([2**62], pa.int64()).view(pa.time64("ns"))
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        NOT_UTF8,
+        BEYOND_THE_DAY,
+        pa.array([1], pa.int64()).view(pa.date64()),
+        pa.ListArray.from_arrays([0, 1], NOT_UTF8),
+        pa.LargeListArray.from_arrays([0, 1], NOT_UTF8),
+        pa.FixedSizeListArray.from_arrays(NOT_UTF8, 1),
+        pa.StructArray.from_arrays([BEYOND_THE_DAY, NOT_UTF8], ["when", "text"]),
+        pa.MapArray.from_arrays([0, 1], pa.array(["key"]), NOT_UTF8),
+        pa.DictionaryArray.from_arrays(pa.array([0]), NOT_UTF8),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_a_strange_value_is_sound(column: pa.Array) -> None:
+    with pytest.raises(pa.ArrowInvalid):
+        column.validate(full=True)
+    check_sound(pa.record_batch({"x": column}))
+
+
+def test_every_text_and_time_has_a_plain_form() -> None:
+    kinds = [pa.string(), pa.large_string(), pa.string_view(), pa.time32("s"), pa.date32(), pa.decimal128(9, 2)]
+    assert [plain_form(kind) for kind in kinds] == [
+        pa.binary(),
+        pa.large_binary(),
+        pa.binary_view(),
+        pa.int32(),
+        pa.int32(),
+        pa.binary(16),
+    ]
+    assert plain_form(pa.list_(pa.struct({"a": pa.string()}))) == pa.list_(pa.struct({"a": pa.binary()}))
+    assert plain_form(pa.int64()) == pa.int64()
