@@ -58,6 +58,7 @@ def counted(outcome: Outcome) -> dict[str, Any]:
     return {
         "nfe": outcome.nfe,
         "nfe_draft": outcome.nfe_draft,
+        "nfe_kinds": outcome.nfe_kinds,
         "iterations": outcome.iterations,
         "proposed": outcome.proposed,
         "accepted": outcome.accepted,

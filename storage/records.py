@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 
 from storage.verbs import Store
 
-SCHEMA_VERSION = 2
-_ADDED = {"token_logprobs": 2}
+SCHEMA_VERSION = 3
+_ADDED = {"token_logprobs": 2, "nfe_kinds": 3}
 """The version that brought a column; the others are as old as the schema."""
 
 KEY_PREFIX = "draftmill."
@@ -75,6 +75,7 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
         pa.field("metrics", pa.map_(pa.string(), pa.float64())),
         pa.field("token_logprobs", pa.list_(pa.float32())),
+        pa.field("nfe_kinds", pa.map_(pa.string(), pa.int32())),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""
@@ -134,7 +135,8 @@ _DICTIONARY_COLUMNS = [
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
 
-    `metrics` may be a dict. A key that is no column, or a null where none may be, is our own mistake: AssertionError.
+    A map (`metrics`, `nfe_kinds`) may be a dict. A key that is no column, or a null where none may be, is our own mistake:
+    AssertionError.
     """
     names = set(schema.names)
     for row in rows:
