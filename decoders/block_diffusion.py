@@ -78,6 +78,13 @@ class BlockDecoder(BlockSlots):
             DRAFT: self._after_draft,
             COMMIT: self._after_commit,
         }
+        if self.rules.fused:
+            if self.info.shift:
+                raise ValueError(
+                    f"decoder.fused: models of family {self.info.family!r} say the first token of a block in the forward before "
+                    "it; allowed: false, or s2d2 over a causal cache that verifies always"
+                )
+            self._after[PREFILL] = self._after_draft
 
     # ---- one forward ---------------------------------------------------------------------------------------------
 
@@ -94,9 +101,23 @@ class BlockDecoder(BlockSlots):
 
     def _stretches(self, group: Group, phases_B: Tensor) -> list[Stretch]:
         """The rows of this step: of the prompts, or of every slot's block; a subclass may add more behind."""
+        slots_B, uncommitted_S = group.index_B, self.blocks.uncommitted_S
+        if group.fresh and not self.rules.fused:
+            return [self._prefill_rows(slots_B)]
+        blocks = self.blocks.at(slots_B)
+        # A prompt that is run with a draft stands behind it, as a block that is committed with one.
+        rows = self._block_rows(blocks, torch.where(phases_B == PREFILL, DRAFT, phases_B)).trimmed()
         if group.fresh:
-            return [self._prefill_rows(group.index_B)]
-        return [self._block_rows(self.blocks.at(group.index_B), phases_B).trimmed()]
+            return [rows, self._prefill_rows(slots_B)]
+        return [rows, self._before(blocks)] if bool(uncommitted_S[slots_B].any()) else [rows]
+
+    def _before(self, blocks: Blocks) -> Stretch:
+        """The blocks that are committed in the drafting forward of those after them."""
+        uncommitted_B1 = self.blocks.uncommitted_S[blocks.slots_B].unsqueeze(1)
+        positions_BT = torch.where(uncommitted_B1, blocks.positions_BT - self.size, 0)
+        tokens_BT = self.state.tokens_SW[blocks.slots_BT, positions_BT]
+        self.blocks.uncommitted_S[blocks.slots_B] = False
+        return self._finished(tokens_BT, positions_BT, uncommitted_B1.expand_as(positions_BT))
 
     def _prefill_rows(self, slots_B: Tensor) -> Stretch:
         start_B1 = self.blocks.start_S[slots_B].unsqueeze(1)

@@ -25,7 +25,8 @@ class BlockSettings(Settings):
     (`dynamic`); the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most
     `tau` nats (`entropy`, which knows no steps). With `sub_block` each block is denoised in parts of so many positions, from left
     to right. With `tau_edit` a revealed token is replaced where another is surer than that, in up to `post_steps` more steps
-    once no mask is left. With `causal_cache` what is finished sees only what is left of it, as in a causal model.
+    once no mask is left. With `causal_cache` what is finished sees only what is left of it, as in a causal model. With `fused` no
+    forward is spent on the prompt or on a finished block alone: they go with the draft of the block behind them.
     """
 
     block_size: _Count | None = None
@@ -36,6 +37,7 @@ class BlockSettings(Settings):
     tau_edit: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
     post_steps: int = Field(default=16, ge=0, le=2**20)
     causal_cache: bool = False
+    fused: bool = False
 
     @model_validator(mode="after")
     def _whole_sub_blocks(self) -> BlockSettings:
@@ -57,8 +59,8 @@ class S2d2(BlockSettings):
 
     `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
     decided front of the block causally (equation 4). `paper_compat` does what the public code does at temperature 0: it accepts
-    by the ratio of the untempered laws, and draws what it recovers. `fused` verifies and drafts in one forward a round: it takes
-    a causal cache and a router that verifies always.
+    by the ratio of the untempered laws, and draws what it recovers. `fused` also drafts in the verifications, where every span is
+    verified over a causal cache, without sub-blocks, editing and paper_compat.
     """
 
     kind: Literal["s2d2"]
@@ -68,12 +70,17 @@ class S2d2(BlockSettings):
     temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     causal_draft: bool = False
     paper_compat: bool = False
-    fused: bool = False
 
     @property
     def verifies_always(self) -> bool:
         """Whether every token comes out of a verification."""
         return isinstance(self.router, MinSpan) and self.router.span == 1
+
+    @property
+    def drafts_in_verifications(self) -> bool:
+        """Whether a verification can draft too: where no schedule reveals anything, and what it leaves in the cache is right."""
+        parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
+        return self.fused and self.causal_cache and self.verifies_always and not parts
 
     def check_temper(self, acceptance: str, temperature: float) -> None:
         """Raise ValueError where `temper` is set but no ratio of laws is looked at."""
@@ -83,18 +90,3 @@ class S2d2(BlockSettings):
                 f"decoder.temper: {self.temper:g} is the power of a ratio, which sampling.acceptance 'rejection' looks at "
                 "above temperature 0, and paper_compat at it; allowed without: 1"
             )
-
-    @model_validator(mode="after")
-    def _fused_is_lossless(self) -> S2d2:
-        if not self.fused:
-            return self
-        if not self.causal_cache:
-            raise ValueError("decoder.fused: a verification leaves causal keys and values; it takes causal_cache: true")
-        if not self.verifies_always:
-            raise ValueError("decoder.fused: every forward verifies; allowed router: {kind: min_span, span: 1}")
-        for name in ("sub_block", "tau_edit"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"decoder.fused: has no use for {name}; allowed with it: null")
-        if self.paper_compat:
-            raise ValueError("decoder.fused: the public code has nothing like it; allowed paper_compat with it: false")
-        return self

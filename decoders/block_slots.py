@@ -207,6 +207,13 @@ class BlockSlots(SlotDecoder):
             self._end_edited(group.part(finished_B))
         blocks.phase_S[slots_B] = torch.where(finished_B, COMMIT, DRAFT)
         blocks.done_S[slots_B] = self._ended(slots_B, finished_B)
+        if self.rules.fused:
+            self._take_along(slots_B[finished_B & ~blocks.done_S[slots_B]])
+
+    def _take_along(self, slots_B: Tensor) -> None:
+        """Enter the next block at once; its first draft commits this one."""
+        self.blocks.enter(slots_B, self.blocks.end_S[slots_B])
+        self.blocks.phase_S[slots_B], self.blocks.uncommitted_S[slots_B] = DRAFT, True
 
     def _ended(self, slots_B: Tensor, finished_B: Tensor) -> Tensor:
         """Whether nothing is left to do for a sample, bool [B]."""

@@ -65,7 +65,8 @@ class BlockState:
         """What the next forward does; denoising steps of the segment so far; steps since no mask is left."""
         self.drafts_S, self.masks_S = state.column(), state.column()
         """Drafting forwards so far; the masks that the block began with."""
-        self.done_S = state.column(dtype=torch.bool)
+        self.done_S, self.uncommitted_S = state.column(dtype=torch.bool), state.column(dtype=torch.bool)
+        """Whether nothing is left to do; whether the next draft takes the block before it along."""
         self.nfe_SK = state.column(len(KINDS))
         self.log_p_SW = torch.zeros(state.num_slots, 0, dtype=torch.float64, device=state.device)
 

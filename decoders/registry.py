@@ -100,7 +100,7 @@ def find_heads(settings: Settings, folder: Path, backbone: Model) -> DraftHeads 
 def _of_blocks(settings: BlockSettings) -> type[BlockSlots]:
     if not isinstance(settings, S2d2Settings):
         return BlockDiffusion
-    return FusedS2d2 if settings.fused else S2d2Decoder
+    return FusedS2d2 if settings.drafts_in_verifications else S2d2Decoder
 
 
 def build_decoder(

@@ -123,10 +123,10 @@ class S2d2Decoder(BlockDecoder):
     # ---- the rows of a verification ------------------------------------------------------------------------------
 
     def _stretches(self, group: Group, phases_B: Tensor) -> list[Stretch]:
-        stretches = super()._stretches(group, phases_B)
-        if group.fresh or not bool((phases_B == VERIFY).any()):
-            return stretches
-        return [*stretches, self._copies(self.blocks.at(group.index_B), phases_B).trimmed()]
+        rows, *more = super()._stretches(group, phases_B)
+        if not bool((phases_B == VERIFY).any()):
+            return [rows, *more]
+        return [rows, self._copies(self.blocks.at(group.index_B), phases_B).trimmed(), *more]
 
     def _block_rows(self, blocks: Blocks, phases_B: Tensor) -> Stretch:
         """In a verification the block up to the end of the span, with its drafts, causally."""

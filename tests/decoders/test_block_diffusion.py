@@ -119,6 +119,31 @@ def test_a_stop_string_that_crosses_blocks_ends_a_completion():
     assert {outcome.finish for outcome in stopped.values()} == {"length", "stop"}
 
 
+FUSED: dict[str, Any] = {
+    "one": BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True),
+    "blocks": BlockDiffusion(kind="block_diffusion", block_size=2, tau=0.5),
+    "parts": BlockDiffusion(kind="block_diffusion", block_size=4, sub_block=2),
+    "routed": S2d2(kind="s2d2", block_size=2, router={"kind": "score", "tau": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("sampling", ["greedy", "rejection"])
+def test_fused_spends_no_forward_on_what_is_decided(name, sampling):
+    """The same tokens; prompts and finished blocks go with drafts. At block size 1 this is one forward a token."""
+    info, requests, settings = table_info(), prompts(LENGTHS), FUSED[name]
+    apart = ours(requests, info, settings, SAMPLINGS[sampling], length=8)
+    for rows in (1, 5):
+        along = settings.model_copy(update={"fused": True})
+        fused = ours(requests, info, along, SAMPLINGS[sampling], rows=rows, length=8)
+        for index, outcome in fused.items():
+            kinds = dict(apart[index].nfe_kinds)
+            kinds["draft"] -= kinds["prefill"]
+            assert outcome.tokens.tolist() == apart[index].tokens.tolist()
+            assert outcome.nfe_kinds == kinds | {"commit": 0}
+            assert name != "one" or outcome.nfe == len(outcome.tokens)
+
+
 def test_a_log_probability_is_told_where_tokens_come_one_by_one():
     info, requests = table_info(), prompts([(1, 6), (3, 6)])
     known = {
@@ -181,13 +206,20 @@ def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
         build_decoder(table(), table_info(), settings, sampling, max_rows=1, max_tokens=64)
 
 
+def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
+    for settings in (
+        BlockDiffusion(kind="block_diffusion", block_size=2, fused=True),
+        S2d2(kind="s2d2", block_size=2, fused=True),
+    ):
+        with pytest.raises(ValueError, match=r"decoder\.fused: models of family"):
+            build_decoder(table(), table_info(shift=1), settings, GREEDY, max_rows=1, max_tokens=64)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"block_size": 4, "sub_block": 3}, "decoder.sub_block: 3"),
-        ({"fused": True}, "decoder.fused.*causal_cache"),
-        ({"fused": True, "causal_cache": True, "router": {"kind": "score"}}, "decoder.fused.*router"),
-        ({"fused": True, "causal_cache": True, "tau_edit": 0.5}, "decoder.fused.*tau_edit"),
+        ({"router": {"kind": "hysteresis", "on": 0, "off": 0}}, "decoder.router.off"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
