@@ -1,6 +1,7 @@
-# Three commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
+# Four commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a lost node (an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
 
@@ -18,7 +19,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check clean
+.PHONY: demo test soak check clean
 
 demo: $(READY)
 	.venv/bin/python examples/demo.py
@@ -26,6 +27,10 @@ demo: $(READY)
 # Two processes by default: each starts a Ray of its own, and a file's tests stay together for their fixtures' sake.
 test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+FAULTS := simulation crash crash_matrix s3_storm poison node_loss
+soak: $(READY)
+	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile $(FAULTS:%=tests/test_%.py)
 
 check: $(READY)
 	.venv/bin/ruff check .

@@ -39,8 +39,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--soak` is what `make soak` adds: tests marked soak run too, and those that count rounds do many more."""
-    parser.addoption("--soak", action="store_true", help="run the long tests, and more rounds of the others")
+    """`--soak` is what `make soak` adds."""
+    parser.addoption("--soak", action="store_true", help="run the tests marked soak, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import yaml
 
 from storage.commit import read_manifest
@@ -41,6 +42,11 @@ def forked(target: Callable[..., None], *arguments: str) -> ForkServerProcess:
     process = context.Process(target=target, args=arguments)
     process.start()
     return process
+
+
+def soak(values: Iterable[int]) -> list[Any]:
+    """Parameters of a test for `make soak` alone."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> Path:
@@ -75,3 +81,12 @@ def rows_of(run: Path | Store) -> pa.Table:
     assert manifest is not None
     tables = list(read_results(store, objects=[unit.object for unit in manifest.units]))
     return pa.concat_tables(tables, promote_options="default").drop_columns(sorted(TIMING_COLUMNS)).unify_dictionaries()
+
+
+def unequal(found: pa.Table, expected: pa.Table) -> list[str]:
+    """What differs between two results, in words; nothing if they are equal to the byte."""
+    if found.equals(expected):
+        return []
+    pairs = zip(expected.to_pylist(), found.to_pylist(), strict=False)
+    cells = [f"{a['id']}.{key}: {a[key]!r}, now {b[key]!r}" for a, b in pairs for key in a if a[key] != b[key]]
+    return [f"{expected.num_rows} rows, now {found.num_rows}", *cells[:20]]

@@ -1,4 +1,4 @@
-"""Killed with -9 at seeded moments and resumed: byte-identical rows, nothing twice, nothing missing.
+"""Killed, stopped and frozen at seeded moments on a real Ray: byte-identical rows, nothing twice, nothing missing.
 
 Drivers and workers are real processes. Drivers are forked from a server that has imported everything already and join the
 session's Ray, so that a round costs little more than loading the model. Only processes that were started here are killed.
@@ -22,12 +22,11 @@ import pyarrow as pa
 import pytest
 
 from jobs.cli import main
-from tests.jobs_of_tests import forked, rows_of, write_rows, write_spec
+from tests.jobs_of_tests import forked, rows_of, soak, unequal, write_rows, write_spec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = 48
-KILLS = {"driver": 10, "worker": 10}
 
 
 def drive(address: str, spec: str, log: str) -> None:
@@ -48,7 +47,7 @@ class Crashes:
         self.address = address
         self.folder = folder
         self.rows = rows
-        self.rng = random.Random(7)
+        self.rng = random.Random()
         self.counted = 0
 
     def job(self, name: str, **changes: object) -> tuple[Path, Path]:
@@ -105,24 +104,55 @@ def _command(process: psutil.Process) -> str:
         return ""
 
 
+Round = Callable[[ForkServerProcess, random.Random], int]
+
+
 def kill_driver(process: ForkServerProcess, rng: random.Random) -> int:
+    return end_driver(process, signal.SIGKILL)
+
+
+def stop_driver(process: ForkServerProcess, rng: random.Random) -> int:
+    return end_driver(process, signal.SIGTERM)
+
+
+def end_driver(process: ForkServerProcess, number: signal.Signals) -> int:
+    """Send it and wait; 1 if it ended of it, 0 if it had finished."""
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(30)
-    return int(process.exitcode == -signal.SIGKILL)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode in {0, 4, -signal.SIGKILL}
+    return int(process.exitcode != 0)
 
 
 def kill_worker(process: ForkServerProcess, rng: random.Random) -> int:
+    return signal_worker(rng, signal.SIGKILL)
+
+
+def freeze_worker(process: ForkServerProcess, rng: random.Random) -> int:
+    """It says nothing any more: after `workers.stall_s` it is killed, and its units are given to others."""
+    return signal_worker(rng, signal.SIGSTOP)
+
+
+def signal_worker(rng: random.Random, number: signal.Signals) -> int:
     alive = workers()
     if not alive:
         return 0
-    rng.choice(sorted(alive, key=lambda worker: worker.pid)).kill()
+    rng.choice(sorted(alive, key=lambda worker: worker.pid)).send_signal(number)
     return 1
 
 
-def disturb(crashes: Crashes, name: str, kill: Callable[[ForkServerProcess, random.Random], int], kills: int) -> Path:
+ROUNDS: dict[str, tuple[Round, int]] = {
+    "driver": (kill_driver, 9),
+    "worker": (kill_worker, 8),
+    "sigterm": (stop_driver, 2),
+    "frozen": (freeze_worker, 1),
+}
+"""Who ends, and how often for each seed; `make soak` takes ten seeds."""
+
+
+def disturb(crashes: Crashes, name: str, kill: Round, kills: int) -> Path:
     """Run a job to its end with kills at seeded counts of files; returns its directory. Adds the kills to `crashes`."""
-    spec, run = crashes.job(name)
+    spec, run = crashes.job(name, workers={"stall_s": 5.0})
     done, files = 0, 0
     process = crashes.start(spec)
     while done < kills:
@@ -138,19 +168,20 @@ def disturb(crashes: Crashes, name: str, kill: Callable[[ForkServerProcess, rand
     return run
 
 
-@pytest.mark.parametrize(("who", "kill"), [("driver", kill_driver), ("worker", kill_worker)])
-def test_a_killed_job_resumes_to_byte_identical_rows(
-    crashes: Crashes, expected: pa.Table, who: str, kill: Callable[[ForkServerProcess, random.Random], int]
-):
+@pytest.mark.parametrize("who", list(ROUNDS))
+@pytest.mark.parametrize("seed", [7, *soak(range(8, 17))])
+def test_a_killed_job_resumes_to_byte_identical_rows(crashes: Crashes, expected: pa.Table, who: str, seed: int):
+    crashes.rng = random.Random(seed)
+    kill, rounds = ROUNDS[who]
     total = 0
-    for number in range(10):
-        run = disturb(crashes, f"{who}-{number}", kill, kills=min(4, KILLS[who] - total))
+    for number in range(rounds + 9):
+        run = disturb(crashes, f"{who}-{seed}-{number}", kill, kills=min(4, rounds - total))
         total += crashes.counted
-        assert rows_of(run).equals(expected)
+        assert not unequal(rows_of(run), expected)
         assert main(["verify", str(run)]) == 0
-        if total >= KILLS[who]:
+        if total >= rounds:
             return
-    raise AssertionError(f"only {total} kills hit a running job")
+    raise AssertionError(f"only {total} of {rounds} hit a running job")
 
 
 def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes: Crashes, expected: pa.Table):

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +137,27 @@ def test_killed_between_a_file_and_its_record_where_conditions_are_ignored_the_r
     spec, store = matrix.on_s3("chain-careless", s3_server.new_bucket(), s3_options)
     matrix.kill_at(spec, CARELESS)
     matrix.check(store, "--s3-endpoint", s3_server.endpoint)
+
+
+@pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])
+def test_sigterm_outside_of_decoding_ends_with_4_too_and_gives_the_lease_back(matrix: Matrix, point: str):
+    spec, run = matrix.spec(f"term-{point}"), matrix.folder / f"term-{point}"
+    process = forked(run_here, str(spec), f"{point}=sleep:1:60", f"{spec}.log")
+    last = run / "data" / f"unit-{UNITS - 1:08d}.parquet" if point.startswith("commit") else run / "plan"
+    while not last.exists() or not list(run.glob("plan/*.parquet")):
+        assert process.is_alive()
+        time.sleep(0.005)  # the condition is polled, not assumed
+    for _ in range(15):  # one that comes while the loop ends lets it end: there is nothing left to drain
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(3)
+        if process.exitcode is not None:
+            break
+    assert process.exitcode == 4, Path(f"{spec}.log").read_text()
+    assert b'"expires_at_s": 0' in (run / LEASE).read_bytes()
+    assert not (run / "_manifest.json").exists()
+    assert matrix.process(spec) == 0
+    matrix.check(open_store(str(run)))
 
 
 @pytest.mark.soak

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import secrets
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from socket import SHUT_RDWR
@@ -44,11 +47,34 @@ class Fault:
 
 
 @dataclass
+class Storm:
+    """Every request goes wrong with a probability, in one of the ways that its method knows; `struck` counts them by kind.
+
+    `stall` keeps an answer back for `stall_s` and then hangs up, with nothing done.
+    """
+
+    rate: float
+    rng: random.Random
+    stall_s: float
+    struck: Counter[str] = field(default_factory=Counter)
+
+    def fault(self, method: str) -> str:
+        """The kind of this request's fault, empty for none."""
+        if self.rng.random() >= self.rate:
+            return ""
+        kinds = {"PUT": ("503", "500", "409", "reset", "lost", "stall"), "GET": ("503", "500", "reset", "cut", "stall")}
+        kind = self.rng.choice(kinds.get(method, ("503", "500", "reset")))
+        self.struck[kind] += 1
+        return kind
+
+
+@dataclass
 class FaultyApp:
     """A WSGI application in front of moto's."""
 
     app: Callable[..., Iterable[bytes]]
     faults: list[Fault] = field(default_factory=list)
+    storm: Storm | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
     lock: Any = field(default_factory=Lock)
     one_at_a_time: Any = field(default_factory=Lock)
@@ -59,7 +85,9 @@ class FaultyApp:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response(_STATUS[fault], [("Content-Type", "application/xml")])
             return [f"<Error><Code>{_CODES[fault]}</Code></Error>".encode()]
-        if fault == "reset":
+        if fault == "stall" and self.storm is not None:
+            time.sleep(self.storm.stall_s)
+        if fault in {"reset", "stall"}:
             return _hang_up(environ)
         if fault == "ignore_conditions":
             environ.pop("HTTP_IF_NONE_MATCH", None)
@@ -80,7 +108,7 @@ class FaultyApp:
             for fault in self.faults:
                 if fault.strikes(method, path):
                     return fault.kind
-        return ""
+            return self.storm.fault(method) if self.storm is not None else ""
 
 
 def _hang_up(environ: dict[str, Any]) -> Iterable[bytes]:
@@ -102,6 +130,11 @@ class S3Server:
         """Let the next matching requests go wrong, or every `every`th of them."""
         self.app.faults.append(Fault(kind, method, part, times, every))
 
+    def rage(self, rate: float, *, seed: int, stall_s: float) -> Storm:
+        """Let any request go wrong with this probability, from now on."""
+        self.app.storm = Storm(rate, random.Random(seed), stall_s)
+        return self.app.storm
+
     def new_bucket(self) -> str:
         """Make a bucket and return its name."""
         name = f"bucket-{secrets.token_hex(4)}"
@@ -111,6 +144,7 @@ class S3Server:
     def calm(self) -> None:
         """Forget faults and counted requests."""
         self.app.faults.clear()
+        self.app.storm = None
         self.app.requests.clear()
 
     def stop(self) -> None:
