@@ -53,12 +53,11 @@ def rule_of(key, sampling):
     return CoupledRule(key, sampling)
 
 
-def refer(requests, info, settings, sampling, **made):
+def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
     """The trails of the plain reference, by index."""
     model = PlainBlocks(table(info.mask_id, **made), info, settings, sampling)
     return {
-        request.index: decode_blocks(model, request.canvas.tolist(), rule_of(request.key, sampling))
-        for request in requests
+        request.index: plain(model, request.canvas.tolist(), rule_of(request.key, sampling)) for request in requests
     }
 
 

@@ -14,7 +14,8 @@ from decoders.choosers import RejectionRule, enumerate_law
 from decoders.sampling import log_law
 from decoders.settings import Sampling
 from tests.decoders.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
-from tests.decoders.support import texts
+from tests.decoders.golden_blocks import loaded
+from tests.decoders.support import decode, texts
 
 ONE = BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True)
 
@@ -125,3 +126,18 @@ def test_rejecting_samples_follow_the_law_of_block_size_one():
     assert expected.sum() == pytest.approx(num)
     # 7 degrees of freedom: above 29.9 once in ten thousand.
     assert (((counts - expected) ** 2) / expected).sum() < 29.9
+
+
+@pytest.mark.parametrize("folder", ["sdar", "fast_dllm_v2"])
+def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder):
+    """To the bit: confidences, routes and ratios included."""
+    info, backbone = loaded(golden / folder)
+    requests = prompts([(1, 14), (4, 20), (7, 18), (0, 9), (11, 26), (8, 17), (16, 21), (3, 4)] * 2, vocab_size=90)
+    settings = S2d2(kind="s2d2", block_size=8, sub_block=4, router={"kind": "score", "tau": -0.2}, tau=0.6)
+    found = []
+    for rows in (1, 3, 16):
+        backbone.forget()
+        outcomes = decode(backbone, info, settings, REJECTING, requests, rows=rows)
+        found.append([(o.tokens.tolist(), o.nfe_kinds, o.proposed, o.accepted) for _, o in sorted(outcomes.items())])
+    assert found[0] == found[1] == found[2]
+    assert sum(kinds["verify"] for _, kinds, _, _ in found[0]) > 5

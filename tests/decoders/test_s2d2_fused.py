@@ -7,9 +7,11 @@ import pytest
 
 from decoders.block_reference import PlainBlocks, law_at_size_one
 from decoders.block_settings import BlockDiffusion, S2d2
+from decoders.choosers import RejectionRule, enumerate_law
+from decoders.fused_reference import decode_fused
 from decoders.settings import Sampling
 from decoders.stops import Stops
-from tests.decoders.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
+from tests.decoders.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table, table_info
 from tests.decoders.golden_blocks import loaded
 from tests.decoders.support import decode, texts
 
@@ -34,6 +36,28 @@ def test_its_text_is_that_of_block_size_one(shift, size, sampling):
             assert outcome.nfe_kinds["commit"] == 0 and outcome.nfe == outcome.iterations
             assert sum(count * number for number, count in enumerate(outcome.accept_hist)) == len(outcome.tokens)
             assert outcome.logprob == pytest.approx(one[index].logprob, rel=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING])
+@pytest.mark.parametrize(("shift", "size"), [(0, 1), (0, 3), (1, 2), (0, 8)])
+def test_tokens_and_counts_are_those_of_the_plain_reference(shift, size, sampling):
+    info, requests = table_info(shift=shift), prompts(LENGTHS)
+    trails = refer(requests, info, fused(size), sampling, plain=decode_fused)
+    check(ours(requests, info, fused(size), sampling, rows=5), trails, requests)
+
+
+@pytest.mark.parametrize(
+    ("shift", "size", "canvas"), [(0, 2, [0, -1, -1, -1]), (0, 3, [-1, -1, -1]), (1, 2, [1, -1, -1, -1])]
+)
+def test_its_law_is_that_of_block_size_one(shift, size, canvas):
+    """To rounding, by every branch of every choice."""
+    info, prompt, length = table_info(2, shift=shift), [token for token in canvas if token >= 0], len(canvas)
+    model = PlainBlocks(table(2), info, fused(size), REJECTING)
+    law = enumerate_law(lambda chooser: tuple(decode_fused(model, canvas, RejectionRule(chooser)).canvas))
+    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), prompt, length)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    for completion in itertools.product(range(2), repeat=length - len(prompt)):
+        assert law.get((*prompt, *completion), 0.0) == pytest.approx(wanted(completion), abs=1e-12)
 
 
 def test_some_drafts_stand_and_some_do_not():
