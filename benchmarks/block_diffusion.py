@@ -198,7 +198,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--other", type=Path, default=BUILTIN / "ar-tiny", help="a causal model of about the same size")
     flags = parser.parse_args(arguments)
     if flags.quick:
-        flags.slots, flags.blocks, flags.taus, flags.samples, flags.new_tokens = [1, 2], [4], [0.85], 4, 12
+        flags.slots, flags.blocks, flags.taus, flags.samples, flags.new_tokens = [2], [4], [0.85], 4, 12
     return flags
 
 

@@ -57,15 +57,13 @@ def s2d2(size: int, router: str, **settings: Any) -> S2d2:
 
 
 def one_by_one(*, fused: bool) -> Settings:
-    """Autoregressive decoding by the block-diffusion model: two forwards a token, or one."""
-    if fused:
-        return s2d2(1, "always", fused=True)
-    return block_diffusion(1, "static", causal_cache=True)
+    """Autoregressive decoding by the block-diffusion model: two forwards a token, or one that also keeps the token before."""
+    return block_diffusion(1, "static", causal_cache=True, fused=fused)
 
 
 def decoders_of(size: int, taus: Sequence[float]) -> dict[str, Settings]:
     """Every decoder at one block size, by name."""
-    return {
+    apart = {
         **{
             f"static, {count} a step": block_diffusion(size, "static", steps=size // count)
             for count in (1, 2, 4)
@@ -73,9 +71,13 @@ def decoders_of(size: int, taus: Sequence[float]) -> dict[str, Settings]:
         },
         **{f"dynamic, tau={tau:g}": block_diffusion(size, "dynamic", tau=tau) for tau in taus},
         **{f"s2d2, {router}": s2d2(size, router) for router in ROUTERS},
-        "s2d2, always, fused": s2d2(size, "always", fused=True),
-        "s2d2, always, block cache": s2d2(size, "always", causal_cache=False, causal_draft=False),
     }
+    fused = {
+        "static, 1 a step, fused": block_diffusion(size, "static", fused=True),
+        **{f"dynamic, tau={tau:g}, fused": block_diffusion(size, "dynamic", tau=tau, fused=True) for tau in taus},
+        **{f"s2d2, {router}, fused": s2d2(size, router, fused=True) for router in ROUTERS},
+    }
+    return {**apart, **fused, "s2d2, always, block cache": s2d2(size, "always", causal_cache=False, causal_draft=False)}
 
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

@@ -94,12 +94,14 @@ def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(
 ) -> None:
     command = f"--quick --temperatures 0 --device cpu --model {golden / 'sdar'} --points {tmp_path / 'points.csv'}"
     flags = block_diffusion.parse(command.split())
-    block_diffusion.run(block_diffusion.bench_of(flags, block_requests(4, new=6), None), flags)
+    block_diffusion.run(block_diffusion.bench_of(flags, block_requests(3, new=6), None), flags)
     lines = capsys.readouterr().out.splitlines()
     tables = [line.split(" | ") for line in lines if line.startswith("| ")]
     assert len({len(cells) for cells in tables}) == 2, "rows as long as their headers"
-    lossless = [cells for cells in tables if cells[0] in {"| s2d2, always", f"| {TWO}", f"| {ONE}"}]
-    assert len(lossless) == 5 and all(cells[-1] == "100% |" for cells in lossless)
+    lossless = [
+        cells for cells in tables if cells[0] in {"| s2d2, always", "| s2d2, always, fused", f"| {TWO}", f"| {ONE}"}
+    ]
+    assert len(lossless) == 6 and all(cells[-1] == "100% |" for cells in lossless)
     points = list(csv.DictReader((tmp_path / "points.csv").open()))
-    assert len(points) == 2 * (2 + len(decoders_of(4, flags.taus)))
+    assert len(points) == 2 + len(decoders_of(4, flags.taus))
     assert {point["decoder"] for point in points} == {TWO, ONE, *decoders_of(4, flags.taus)}
