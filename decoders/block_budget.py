@@ -98,8 +98,7 @@ class BlockBudget:
             self._known.setdefault(self._size, _Known(won, took)).add(won, took, _TRIAL_WEIGHT)
 
     def _settle(self, num_slots: int, kv_tokens: int, tokens: int, seconds: float) -> None:
-        cost = self.cost.cost()
-        if cost is not None:
+        if self._size and (cost := self.cost.cost()) is not None:
             self._plain_s = float(cost.seconds(np.array([float(num_slots)]), kv_tokens)[0])
         self._ledger.spend(seconds)
         self._ledger.win(tokens)

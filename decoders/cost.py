@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Final
 
 import numpy as np
@@ -26,7 +26,7 @@ _MEMORY: Final = 16
 _LINE_WEIGHT: Final = 1.0
 # From so many cells on, the keys that are read can be told from the tokens that are computed.
 _CELLS_FOR_KEYS: Final = 5
-_FIT_EVERY: Final = 8
+_FIT_EVERY: Final = 16
 
 
 class _Cell:
@@ -41,7 +41,8 @@ class _Cell:
     def typical(self) -> tuple[int, float, float, float]:
         """(how many, tokens, kv tokens, seconds): the median of the seconds, since a busy machine holds some forwards up."""
         tokens, kv_tokens, seconds = zip(*self._forwards, strict=True)
-        return len(tokens), mean(tokens), mean(kv_tokens), median(seconds)
+        count = len(tokens)
+        return count, sum(tokens) / count, sum(kv_tokens) / count, median(seconds)
 
 
 @dataclass(frozen=True, slots=True)
