@@ -24,6 +24,8 @@ os.environ.update(
     RAY_AUTH_MODE="disabled",
     RAY_USAGE_STATS_ENABLED="0",
     RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+    # By default workers give way to everything else, and starve beside tests that run in another process.
+    RAY_worker_niceness="0",
     # Child processes see neither pytest's `pythonpath` nor changes to sys.path.
     PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     HF_HUB_OFFLINE="1",
