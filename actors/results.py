@@ -12,6 +12,10 @@ from actors.task import Complete, Score, Task
 from actors.text import Tokenizer
 from decoders.base import Outcome
 from storage.errors import RowError
+from storage.secrets import redacted
+
+MAX_ERROR_CHARS = 2000
+"""A message may quote its row, and a row may be long."""
 
 
 def decoded(
@@ -76,4 +80,5 @@ def counted(outcome: Outcome) -> dict[str, Any]:
 
 def failed(error: RowError) -> dict[str, Any]:
     """The columns of a failed row: no text, and nothing generated."""
-    return {"error_kind": error.kind, "error_stage": error.stage, "error": error.message, "new_tokens": 0}
+    message = redacted(error.message[: 10 * MAX_ERROR_CHARS])[:MAX_ERROR_CHARS]
+    return {"error_kind": error.kind, "error_stage": error.stage, "error": message, "new_tokens": 0}

@@ -18,6 +18,7 @@ from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.totals import Totals, add_effort
 from storage.errors import StoreError
+from storage.secrets import redacted
 from storage.verbs import Store
 
 LINES_PER_FILE = 2000
@@ -38,7 +39,8 @@ class AttemptsLog:
 
     def add(self, what: str, **facts: Any) -> None:
         """Add one line: `what` happened, and the facts."""
-        self._lines.append(json.dumps({"at_s": round(time.time(), 3), "what": what, **facts}, default=str))
+        told = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._lines.append(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
         self._dirty = True
 
     def maybe_flush(self, totals: Totals) -> None:

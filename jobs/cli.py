@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
-from storage.errors import StoreError, UserError, printable
+from storage.errors import StoreError, UserError
+from storage.secrets import presentable
 from storage.verbs import S3Options
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
@@ -43,7 +44,7 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
     hint = "" if isinstance(error, UserError) else " (--debug shows where)"
-    print(printable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
+    print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
     return code
 
 

@@ -77,7 +77,7 @@ def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
             found = read_compact(store)
             if found is None or found.source != source_of(passes, file_mb * MIB):
                 found = write_compact(store, passes, file_bytes=file_mb * MIB, lease=lease)
-            sweep(store, found)
+            sweep(store, found, lease)
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
@@ -128,10 +128,11 @@ def read_compact(store: Store) -> CompactManifest | None:
         raise StoreError(f"{store.url}/{MANIFEST} is damaged: {error}") from None
 
 
-def sweep(store: Store, manifest: CompactManifest) -> None:
+def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:
     """Delete what lies in the folder and does not count: files of an earlier size or pass, or of a run that broke off."""
     counting = {MANIFEST, *(file.object for file in manifest.files)}
     for name in [stat.name for stat in store.list(FOLDER) if stat.name not in counting]:
+        lease.check()  # what does not count for a driver that lost it may count for the next
         store.delete(name)
 
 

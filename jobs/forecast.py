@@ -17,6 +17,7 @@ from jobs.packing import auto_unit_rows, longest_first, padding_efficiency
 from jobs.prepare import Prepared
 from jobs.progress import duration
 from jobs.spec import JobSpec
+from storage.errors import printable
 
 SHOWN_CHARS = 1200
 BATCH = 32
@@ -84,12 +85,12 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
         return
     canvas = canvases[0].canvas
     todo = wanted(prepared.spec.task, canvas)
-    yield f"canvas    {canvases[0].id}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
+    yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
         yield "  prompt (a hole is [its tokens])"
-        yield from (f"  | {line}" for line in shown[:SHOWN_CHARS].splitlines())
+        yield from (f"  | {printable(line)}" for line in shown[:SHOWN_CHARS].splitlines())
         if len(shown) > SHOWN_CHARS:
             yield "  | ..."
 

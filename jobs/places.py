@@ -5,8 +5,12 @@ A message never repeats a URL that is refused: people paste signed ones, and pas
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from typing import Any
+
+from storage.inputs import glob_pattern
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
@@ -23,12 +27,17 @@ SCHEMES: dict[str, tuple[str, ...]] = {
 """The kinds of URL that each key takes, besides local paths (and `builtin:`, which is none)."""
 
 
+_WILD = re.compile(r"[*?\[]")
+
+
 def place_problem(data: Any) -> str | None:
-    """The first place in a spec (a pydantic model or a part of one) that can't be one, led by its key; None if all are fine."""
+    """The first place in a spec (a JobSpec) that can't be one, led by its key; None if all are fine."""
     for key, value in _places(data):
         problem = path_problem(value, SCHEMES[key])
         if problem:
             return f"{key}: {problem}"
+    if among_inputs(data.input.path, data.output.path):
+        return f"output.path: {data.output.path!r} lies among the inputs, {data.input.path!r}; choose a place outside of them"
     return None
 
 
@@ -45,6 +54,23 @@ def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
         allowed = ", ".join(["a local path", *(f"{name}://..." for name in schemes)])
         return f"{scheme[:40]}:// is not allowed; allowed: {allowed}"
     return None
+
+
+def among_inputs(inputs: str, output: str) -> bool:
+    """Whether a run at `output` would find its own result files at `inputs`: a folder around it, or a glob that matches them.
+
+    Going on with the job would then be refused, since its inputs have changed.
+    """
+    if inputs.startswith(("builtin:", "hf://")) or ("://" in inputs) != ("://" in output):
+        return False
+    inputs, output = _absolute(inputs), _absolute(output)
+    if _WILD.search(inputs):
+        return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
+    return f"{output}/".startswith(f"{inputs.rstrip('/')}/")
+
+
+def _absolute(path: str) -> str:
+    return path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
 def _places(data: Any) -> Iterator[tuple[str, str]]:

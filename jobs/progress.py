@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jobs.totals import Totals, ratio
+from storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
 BAR = 16
@@ -80,7 +81,7 @@ class Lines(Silence):
 
     def note(self, message: str) -> None:
         """See Display."""
-        print(message, file=self._stream, flush=True)
+        print(presentable(message), file=self._stream, flush=True)
 
 
 class LiveLine(Silence):
@@ -105,7 +106,7 @@ class LiveLine(Silence):
 
     def note(self, message: str) -> None:
         """See Display."""
-        self._console.print(Text(message))
+        self._console.print(Text(presentable(message)))
 
 
 def progress_line(totals: Totals) -> str:

@@ -44,10 +44,10 @@ class StoreError(Exception):
 
 
 def printable(text: str) -> str:
-    """The text with control characters, and what else a terminal might obey, written as escapes; line ends stay."""
+    """The text with control characters, and what else a terminal might obey, written as escapes; tabs and line ends stay."""
     if text.isprintable():
         return text
-    kept = [one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text]
+    kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]
     return "".join(kept)
 
 

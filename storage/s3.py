@@ -32,6 +32,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
+from storage.secrets import presentable
 from storage.verbs import AlreadyExists, Conflict, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
@@ -185,7 +186,8 @@ class S3Store:
 
     def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            _log.warning("%s: %s; trying again", self._where(name), state.outcome.exception())
+            said = presentable(str(state.outcome.exception()))
+            _log.warning("%s: %s; trying again", self._where(name), said)
 
     def _failed(self, name: str, error: ClientError) -> Exception:
         """Our error for one of S3's: NotFound, UserError where the user must act, else StoreError."""

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from storage.errors import StoreError
-from storage.input_file import InputFile
+from storage.errors import StoreError, UserError
+from storage.input_file import FIELD, InputFile
 from storage.inputs import local_path
 from storage.rows import damaged
 from storage.store import open_store
@@ -24,6 +24,11 @@ from storage.verbs import NotFound, S3Options, Store
 BUFFER_BYTES = 2**20
 BLOCK_BYTES = 4 * 2**20
 CACHED_BLOCKS = 16
+UNPACKED_BYTES = 2**30
+MAX_RATIO = 256
+"""A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
+below; a file that was made to fill a disk or a day does not."""
+
 SPOOL_BYTES = 4 * 2**30
 """A compressed input whose content is larger is read from the front each time, rather than fill the disk."""
 
@@ -103,12 +108,19 @@ class _Decompressed(io.RawIOBase):
             raise damaged(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
         buffer[: len(data)] = data
         self._size += len(data)
+        if self._size > UNPACKED_BYTES and self._size > MAX_RATIO * self._source.tell():
+            raise _bomb(self._file, self._size, self._source.tell())
         return len(data)
 
     def close(self) -> None:
         """See io.RawIOBase."""
         self._source.close()
         super().close()
+
+
+def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
+    sizes = f"{packed:,} bytes of {file.compression} unpack to {unpacked:,} and more, over {MAX_RATIO} times as much"
+    return UserError(f"{file.uri}: {sizes}; if that is meant, unpack the file first", field=FIELD)
 
 
 class RangeFile(io.RawIOBase):

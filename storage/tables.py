@@ -17,7 +17,9 @@ import pyarrow.parquet as pq
 from storage.errors import UserError
 from storage.input_file import InputFile
 from storage.inputs import local_path
-from storage.rows import Row, damaged, failed
+from storage.lines import too_long_message
+from storage.portions import is_bytes, portions, row_bytes
+from storage.rows import MAX_ROW_BYTES, Row, damaged, failed
 from storage.soundness import check_sound
 from storage.sources import open_bytes
 from storage.verbs import S3Options
@@ -25,6 +27,7 @@ from storage.verbs import S3Options
 BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096
 CACHED_GROUP_BYTES = 64 * 2**20
+SHARED_BYTES = 256 * 2**20
 _ARROW_FILE = b"ARROW1"
 _DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What reading a damaged container raises; the last for the name of a column that is no UTF-8."""
@@ -114,7 +117,20 @@ def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
 
 
-def _rows_of(batch: pa.RecordBatch | pa.Table, numbers: Sequence[int]) -> Iterator[Row]:
+def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int]) -> Iterator[Row]:
+    """The rows of a batch or table, as many at a time as memory holds."""
+    first = 0
+    for batch in table.to_batches() if isinstance(table, pa.Table) else (table,):
+        sizes = row_bytes(batch)
+        for start, stop in portions(sizes):
+            if sizes[start] > MAX_ROW_BYTES:  # then it is alone
+                yield failed(numbers[first + start], None, "bad_row", too_long_message("row"))
+            else:
+                yield from _portion_rows(batch.slice(start, stop - start), numbers[first + start : first + stop])
+        first += batch.num_rows
+
+
+def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row]:
     """The rows of a batch, one by one where the batch as a whole has no Python form."""
     try:
         values = batch.to_pylist()
@@ -125,7 +141,7 @@ def _rows_of(batch: pa.RecordBatch | pa.Table, numbers: Sequence[int]) -> Iterat
         yield Row(number, None, value)
 
 
-def _single_row(batch: pa.RecordBatch | pa.Table, number: int) -> Row:
+def _single_row(batch: pa.RecordBatch, number: int) -> Row:
     try:
         return Row(number, None, batch.to_pylist()[0])
     except UnicodeError as error:
@@ -190,7 +206,11 @@ def _present(names: list[str], columns: Columns) -> list[str] | None:
 def _parquet(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
     """An open file with its footer read. pre_buffer would hold whole row groups in memory, so it is off."""
     try:
-        return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
+        opened = pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
+        shared = _shared_texts(opened)
+        if not shared:
+            return opened
+        return pq.ParquetFile(open_bytes(file, s3=s3), read_dictionary=shared, pre_buffer=False, buffer_size=2**20)
     except _DAMAGE as error:
         raise UserError(str(damaged(file, 0, error))) from None
 
@@ -208,4 +228,17 @@ def _row_group(file: InputFile, s3: S3Options | None, group: int, columns: Colum
         num_bytes += batch.nbytes
         if num_bytes > CACHED_GROUP_BYTES:
             return None
-    return pa.Table.from_batches(kept)
+    return pa.Table.from_batches(kept).unify_dictionaries()
+
+
+def _shared_texts(opened: pq.ParquetFile) -> list[str]:
+    """The columns whose rows may share texts so large that a batch of copies would not fit in memory."""
+    metadata, found = opened.metadata, set()
+    texts = {field.name for field in opened.schema_arrow if is_bytes(field.type)}
+    for group in range(metadata.num_row_groups):
+        rows = min(BATCH_ROWS, metadata.row_group(group).num_rows)
+        for index in range(metadata.num_columns):
+            column = metadata.row_group(group).column(index)
+            if column.has_dictionary_page and rows * column.total_uncompressed_size > SHARED_BYTES:
+                found.add(column.path_in_schema)
+    return sorted(found & texts)

@@ -57,6 +57,34 @@ def test_what_is_no_place_is_refused_without_repeating_secrets(key: str, value: 
     assert SECRET not in said and said.isprintable() and len(said) < 300
 
 
+@pytest.mark.parametrize(
+    ("inputs", "output", "among"),
+    [
+        (".", "runs/a", True),
+        ("data", "data/run", True),
+        ("data/", "./data/../data/run", True),
+        ("data/**", "data/run", True),
+        ("data/**/*.parquet", "data/run", True),
+        ("s3://b/data", "s3://b/data/run", True),
+        ("s3://b/data/*/data/*", "s3://b/data/run", True),
+        ("data", "data-run", False),
+        ("data/rows.jsonl", "data/run", False),
+        ("data/*.jsonl", "data/run", False),
+        ("data/**/*.jsonl", "data/run", False),
+        ("s3://b/data", "data/run", False),
+        ("s3://b/data", "s3://c/data/run", False),
+        ("builtin:python-stdlib", "run", False),
+    ],
+)
+def test_results_do_not_lie_among_the_inputs(inputs: str, output: str, among: bool) -> None:
+    data = copy.deepcopy(SPEC) | {"input": {"path": inputs}, "output": {"path": output}}
+    if among:
+        with pytest.raises(UserError, match=r"output\.path: .* lies among the inputs"):
+            check_spec(data)
+    else:
+        check_spec(data)
+
+
 def test_places_are_what_they_were() -> None:
     for path in ("a b/ü.jsonl", "~/x", "../x", "s3://bucket/a@b/c?.jsonl", "builtin:x", "org/name", "x" * 255):
         assert path_problem(path, ("s3",)) is None, path

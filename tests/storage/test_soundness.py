@@ -99,3 +99,53 @@ def test_every_text_and_time_has_a_plain_form() -> None:
     ]
     assert plain_form(pa.list_(pa.struct({"a": pa.string()}))) == pa.list_(pa.struct({"a": pa.binary()}))
     assert plain_form(pa.int64()) == pa.int64()
+
+
+def write(name: str, table: pa.Table, folder: Path) -> Path:
+    path = folder / name
+    if name.endswith(".parquet"):
+        pq.write_table(table, path, dictionary_pagesize_limit=2**30)
+    else:
+        path.write_bytes(stream_of(table))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_path: Path, name: str) -> None:
+    rows, text = 3000, "x" * 2_000_000
+    shared = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+    if name == "a.parquet":  # as most writers leave it: the type says nothing of the dictionary
+        table = pa.table({"text": shared}, schema=pa.schema({"text": shared.type}))
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, dictionary_pagesize_limit=2**30, store_schema=False)
+        (tmp_path / name).write_bytes(sink.getvalue().to_pybytes())
+    else:
+        write(name, pa.table({"text": shared}), tmp_path)
+    del shared
+    (file,) = list_inputs(str(tmp_path / name))
+    before = pa.total_allocated_bytes()
+    for number, row in enumerate(iterate(file)):
+        assert row.values == {"text": text}
+        assert pa.total_allocated_bytes() - before < 200 * 2**20, "six gigabytes in all"
+        if number == 100:
+            break
+    assert [row.values for row in read_rows(file, [(2999, None), (7, None)])] == [{"text": text}] * 2
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+@pytest.mark.parametrize("coded", [False, True])
+def test_a_row_beyond_the_bound_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, coded: bool
+) -> None:
+    monkeypatch.setattr("storage.tables.MAX_ROW_BYTES", 500)
+    monkeypatch.setattr("storage.portions.PORTION_BYTES", 500)
+    texts = ["a" * 400, "b" * 501, None, "c" * 500, "d" * 200, "b" * 501]
+    column = pa.array(texts).dictionary_encode() if coded else pa.array(texts)
+    (file,) = list_inputs(str(write(name, pa.table({"text": column}), tmp_path)))
+    found = list(iterate(file))
+    assert [row.error.kind if row.error else None for row in found] == [None, "bad_row", None, None, None, "bad_row"]
+    assert [row.values and row.values["text"] for row in found] == [texts[0], None, None, *texts[3:5], None]
+    again = list(read_rows(file, [(row.row, None) for row in reversed(found)]))
+    assert [(row.row, row.values, str(row.error)) for row in reversed(again)] == [
+        (row.row, row.values, str(row.error)) for row in found
+    ]
