@@ -37,7 +37,7 @@ _SMALL, _NGRAM = ModelDrafter(kind="model", path="drafter"), NgramDrafter(kind="
 SPECULATIVE: dict[str, Speculative] = {
     **{f"speculative, model, k={k}": Speculative(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
     "speculative, model, k=auto": Speculative(kind="speculative", k="auto", drafter=_SMALL),
-    **{f"speculative, n-gram, k={k}": Speculative(kind="speculative", k=k, drafter=_NGRAM) for k in (3, 5)},
+    **{f"speculative, n-gram, k={k}": Speculative(kind="speculative", k=k, drafter=_NGRAM) for k in (2, 3, 5)},
     "speculative, n-gram, k=auto": Speculative(kind="speculative", k="auto", drafter=_NGRAM),
 }
 JACOBI: dict[str, Settings] = {
