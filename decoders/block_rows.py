@@ -17,40 +17,51 @@ Pure; knows nothing of models. Legend: B slots, T rows of a slot, W columns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from decoders.backbones.base import TokenRows
 
+_FIELDS: Final = ("tokens_BT", "positions_BT", "columns_BT", "limits_BT", "valid_BT")
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some rows of every slot: each sees the columns below its limit, and its own."""
+    """Some rows of every slot: each sees the columns below its limit and its own; where they are `together`, all of theirs."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
     columns_BT: Tensor
     limits_BT: Tensor
     valid_BT: Tensor
+    together: bool = False
 
     def trimmed(self) -> Stretch:
         """Without the places at the end that are padding in every slot; at least one is left."""
         length = max(
             int((self.valid_BT * torch.arange(1, self.valid_BT.shape[1] + 1, device=self.valid_BT.device)).max()), 1
         )
-        return Stretch(*(getattr(self, name)[:, :length] for name in self.__slots__))
+        return replace(self, **{name: getattr(self, name)[:, :length] for name in _FIELDS})
 
 
 def lined_up(slots_B: Tensor, stretches: list[Stretch]) -> TokenRows:
     """One forward over stretches that follow each other."""
-    fields = {name: torch.cat([getattr(one, name) for one in stretches], 1) for name in Stretch.__slots__}
+    fields = {name: torch.cat([getattr(one, name) for one in stretches], 1) for name in _FIELDS}
     columns_BT, valid_BT = fields["columns_BT"].masked_fill(~fields["valid_BT"], 0), fields["valid_BT"]
     limits_BT = fields["limits_BT"].masked_fill(~valid_BT, 0)
     width = int(torch.maximum(limits_BT, columns_BT + 1).max())
     columns_W = torch.arange(width, device=slots_B.device)
     visible_BTW = (columns_W < limits_BT.unsqueeze(2)) | (columns_W == columns_BT.unsqueeze(2))
+    first = 0
+    for one in stretches:
+        last = first + one.valid_BT.shape[1]
+        if one.together:
+            held_BTW = (columns_W == one.columns_BT.unsqueeze(2)) & one.valid_BT.unsqueeze(2)
+            visible_BTW[:, first:last] |= held_BTW.any(1, keepdim=True)
+        first = last
     return TokenRows(
         slots_B=slots_B,
         tokens_BT=fields["tokens_BT"].masked_fill(~valid_BT, 0),

@@ -4,12 +4,13 @@ Any known proposal is a valid draft. So a round's forward holds, for a slot with
 
     main     n-1 .. n+k     the last decided token and the drafts, each seeing what is left of it
     copies   n .. n+k       a mask at the place of each draft and behind the last: what the model at block size 1 says there
-    ahead    n+k .. n+2k    masks that see the drafts and each other, as in a block that is drafted
+    ahead    n+g .. n+g+k   masks that see the first g drafts and each other, as in a block that is drafted
 
 The copies judge the drafts and say one token more: the recovered one, or the bonus behind them all. The main rows leave the keys
 and values that a causal cache is to hold, those of the accepted drafts among them: no commit is needed. The next drafts are what
-the copies behind the refused draft said, whose left context had that draft in it, and from there on what the masks ahead said.
-The first forward runs the prompt with no draft. Models that predict the next token need no copies: their main rows say it.
+the masks ahead said; they stand as if g drafts were accepted, as many as in the last round. Where fewer were, what they saw is
+wrong anyway, and so is what the copies behind the refused draft saw, which say the next drafts then. The first forward runs the
+prompt with no draft. Models that predict the next token need no copies: their main rows say it.
 
 The text is that of block size 1 (and of `s2d2` over a causal cache, verifying always), token for token under coupled acceptance
 and at temperature 0, and its law by rejection: a draft is drawn before it is judged, by numbers that judge nothing.
@@ -40,12 +41,16 @@ from decoders.verdicts import Judge, Suspects
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A round: `num_B` drafts behind `decided_B` tokens, all but the last few of which are cached; canvases end at `length_B`."""
+    """A round: `num_B` drafts behind `decided_B` tokens, all but the last few of which are cached; canvases end at `length_B`.
+
+    The masks ahead stand as if `guess_B` drafts were accepted.
+    """
 
     slots_B: Tensor
     decided_B: Tensor
     cached_B: Tensor
     num_B: Tensor
+    guess_B: Tensor
     length_B: Tensor
     places_T: Tensor
 
@@ -75,7 +80,7 @@ class FusedS2d2(BlockSlots):
         state, size = self.state, self.size
         by_ratio = not self.draws.greedy and not self.draws.coupled
         self.judge = Judge(self.draws, self._logits, self._chunks, by_ratio, settings.temper)
-        self._num_S, self._tokens_ST = state.column(), state.column(size + 1)
+        self._num_S, self._guess_S, self._tokens_ST = state.column(), state.column(), state.column(size + 1)
         self._sure_ST = state.column(size + 1, dtype=torch.float64)
         self._hidden_STD = state.column(size + 1, self.backbone.width if by_ratio else 0, dtype=self.backbone.dtype)
 
@@ -98,7 +103,7 @@ class FusedS2d2(BlockSlots):
         drafts_BT = self._tokens_ST[window.slots_B]
         places_BT = window.places_T.expand_as(tokens_BT)
         self._reveal(group, News(places_BT, tokens_BT, log_p_BT, counts_B, drafts_BT, window.num_B))
-        self._propose(window, counts_B, tokens_BT, says_BTD, ahead_BTD)
+        self._propose(window, accepted_B, tokens_BT, says_BTD, ahead_BTD)
         self.state.cached_S[window.slots_B] = window.decided_B + counts_B - 1
         self.blocks.done_S[window.slots_B] = self._ended(window.slots_B, counts_B > 0)
 
@@ -110,6 +115,7 @@ class FusedS2d2(BlockSlots):
             decided_B=state.decided_S[slots_B],
             cached_B=state.cached_S[slots_B],
             num_B=self._num_S[slots_B],
+            guess_B=torch.minimum(self._guess_S[slots_B], self._num_S[slots_B]),
             length_B=state.length_S[slots_B],
             places_T=places_T,
         )
@@ -138,15 +144,16 @@ class FusedS2d2(BlockSlots):
         return Stretch(tokens_BT, positions_BT, positions_BT, positions_BT + 1, valid_BT)
 
     def _ahead(self, window: Window) -> Stretch:
-        first_B1 = (window.decided_B + window.num_B).unsqueeze(1)
-        positions_BT = first_B1 + window.places_T
-        end_B1 = torch.minimum(first_B1 + self.size + 1, window.length_B.unsqueeze(1))
+        positions_BT = (window.decided_B + window.guess_B).unsqueeze(1) + window.places_T
+        columns_BT = window.positions + 2 * (self.size + 1)
+        limits_BT = (window.decided_B + window.guess_B).unsqueeze(1).expand_as(positions_BT)
+        valid_BT = positions_BT < window.length_B.unsqueeze(1)
         masks_BT = torch.full_like(positions_BT, self.mask_id)
-        return Stretch(masks_BT, positions_BT, positions_BT, end_B1.expand_as(positions_BT), positions_BT < end_B1)
+        return Stretch(masks_BT, positions_BT, columns_BT, limits_BT, valid_BT, together=True)
 
     def _copies(self, window: Window) -> Stretch:
         positions_BT = window.positions
-        columns_BT = positions_BT + 2 * self.size + 1
+        columns_BT = positions_BT + self.size + 1
         copied_BT = window.is_asked & (positions_BT < 1) if self.info.shift else window.is_asked
         masks_BT = torch.full_like(positions_BT, self.mask_id)
         return Stretch(masks_BT, positions_BT, columns_BT, positions_BT, copied_BT)
@@ -212,24 +219,25 @@ class FusedS2d2(BlockSlots):
     # ---- the next drafts -----------------------------------------------------------------------------------------
 
     def _propose(
-        self, window: Window, counts_B: Tensor, tokens_BT: Tensor, says_BTD: Tensor, ahead_BTD: Tensor
+        self, window: Window, accepted_B: Tensor, tokens_BT: Tensor, says_BTD: Tensor, ahead_BTD: Tensor
     ) -> None:
         """Take the next round's drafts from what this round said of them."""
         slots_B, size = window.slots_B, self.size
-        places_BT = counts_B.unsqueeze(1) + torch.arange(size, device=slots_B.device)
+        places_BT = accepted_B.unsqueeze(1) + 1 + torch.arange(size, device=slots_B.device)
         positions_BT = window.decided_B.unsqueeze(1) + places_BT
-        wanted_BT = positions_BT < window.length_B.unsqueeze(1)
-        said_BT = places_BT <= window.num_B.unsqueeze(1)
-        ahead_BT = places_BT - self.info.shift - window.num_B.unsqueeze(1)
-        hidden_BTD = torch.where(said_BT.unsqueeze(2), _rows(says_BTD, places_BT), _rows(ahead_BTD, ahead_BT))
+        said_BT = (accepted_B < window.guess_B).unsqueeze(1) & (places_BT <= window.num_B.unsqueeze(1))
+        ahead_BT = places_BT - window.guess_B.unsqueeze(1)
+        wanted_BT = (positions_BT < window.length_B.unsqueeze(1)) & (ahead_BT <= size)
+        hidden_BTD = torch.where(
+            said_BT.unsqueeze(2), _rows(says_BTD, places_BT), _rows(ahead_BTD, ahead_BT - self.info.shift)
+        )
         # What a coupled verification said has been drawn already.
         next_BT = tokens_BT.gather(1, places_BT.clamp(max=size))
         open_BT = wanted_BT if self.judge.by_ratio else wanted_BT & ~said_BT
-        tokens_R, sure_R = self._draft(
-            slots_B.unsqueeze(1).expand_as(open_BT)[open_BT], positions_BT[open_BT], hidden_BTD[open_BT]
-        )
+        slots_BT = slots_B.unsqueeze(1).expand_as(open_BT)
+        tokens_R, sure_R = self._draft(slots_BT[open_BT], positions_BT[open_BT], hidden_BTD[open_BT])
         self._tokens_ST[slots_B, :size] = next_BT.masked_scatter(open_BT, tokens_R)
-        self._num_S[slots_B] = wanted_BT.sum(1)
+        self._num_S[slots_B], self._guess_S[slots_B] = wanted_BT.sum(1), accepted_B
         if self.judge.by_ratio:
             sure_BT = torch.ones_like(next_BT, dtype=torch.float64)
             self._sure_ST[slots_B, :size] = sure_BT.masked_scatter(open_BT, sure_R)
