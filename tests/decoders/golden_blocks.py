@@ -7,6 +7,7 @@ prefills of Fast-dLLM v2 are among it.
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,8 @@ def plain_settings(options):
 
 
 def s2d2_settings(case):
-    options, more = case["settings"], {}
+    options = case["settings"]
+    more: dict[str, Any] = {"router": ROUTERS[options["do_verify_policy"]](options)}
     if "token_acceptance_estimator" in options:
         more["estimator"] = ESTIMATORS[options["token_acceptance_estimator"]](options)
     if "score_penalty_coef" in options:
@@ -87,7 +89,6 @@ def s2d2_settings(case):
         kind="s2d2",
         causal_cache=options.get("cache_ver", False),
         causal_draft=options.get("draft_ver", False),
-        router=ROUTERS[options["do_verify_policy"]](options),
         **common(options),
         **more,
     )
@@ -154,12 +155,11 @@ def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
     if settings is None:
         settings = s2d2_settings(case) if case["kind"] == "s2d2" else plain_settings(options)
     sampling = Sampling(temperature=0.0, top_p=options.get("top_p") if case["kind"] == "s2d2" else None)
-    sizes = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
-    build = kind or build_decoder
-    decoder = (
-        kind(backbone, info, sampling, settings=settings, **sizes)
-        if kind is not None
-        else build(backbone, info, settings, sampling, **sizes)
+    sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
+    decoder: Any = (
+        build_decoder(backbone, info, settings, sampling, **sizes)
+        if kind is None
+        else kind(backbone, info, sampling, settings=settings, **sizes)
     )
     seen.clear()
     if case["kind"] == "s2d2":

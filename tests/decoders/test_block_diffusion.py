@@ -10,6 +10,7 @@ import torch
 from decoders.block_schedules import choose, share
 from decoders.block_settings import BlockDiffusion, S2d2
 from decoders.registry import build_decoder
+from decoders.router_settings import Hysteresis, Score
 from decoders.settings import Sampling
 from decoders.stops import Stops
 from tests.decoders.block_tables import GREEDY, REJECTING, SAMPLED, check, ours, prompts, refer, table, table_info
@@ -77,7 +78,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sampling):
     info, found = table_info(shift=shift), []
-    settings = S2d2(kind="s2d2", block_size=3, router={"kind": "hysteresis", "on": 0.6, "off": 0.2})
+    settings = S2d2(kind="s2d2", block_size=3, router=Hysteresis(kind="hysteresis", on=0.6, off=0.2))
     requests = prompts(LENGTHS)
     for rows, order in ((1, 1), (3, 1), (3, -1), (16, 1)):
         outcomes = ours(requests[::order], info, settings, SAMPLINGS[sampling], rows=rows)
@@ -123,7 +124,7 @@ FUSED: dict[str, Any] = {
     "one": BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True),
     "blocks": BlockDiffusion(kind="block_diffusion", block_size=2, tau=0.5),
     "parts": BlockDiffusion(kind="block_diffusion", block_size=4, sub_block=2),
-    "routed": S2d2(kind="s2d2", block_size=2, router={"kind": "score", "tau": 0.4}),
+    "routed": S2d2(kind="s2d2", block_size=2, router=Score(kind="score", tau=0.4)),
 }
 
 

@@ -11,6 +11,7 @@ from decoders.backbones.base import TokenRows
 from decoders.block_reference import PlainBlocks, decode_blocks, law_at_size_one
 from decoders.block_settings import BlockDiffusion, S2d2
 from decoders.choosers import RejectionRule, enumerate_law
+from decoders.router_settings import Score
 from decoders.sampling import log_law
 from decoders.settings import Sampling
 from tests.decoders.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
@@ -133,7 +134,7 @@ def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder):
     """To the bit: confidences, routes and ratios included."""
     info, backbone = loaded(golden / folder)
     requests = prompts([(1, 14), (4, 20), (7, 18), (0, 9), (11, 26), (8, 17), (16, 21), (3, 4)] * 2, vocab_size=90)
-    settings = S2d2(kind="s2d2", block_size=8, sub_block=4, router={"kind": "score", "tau": -0.2}, tau=0.6)
+    settings = S2d2(kind="s2d2", block_size=8, sub_block=4, router=Score(kind="score", tau=-0.2), tau=0.6)
     found = []
     for rows in (1, 3, 16):
         backbone.forget()

@@ -87,7 +87,7 @@ def test_a_prompt_of_exactly_one_block_is_read(golden):
 
 def changes(outcome):
     """What each forward wrote: (position, token), as it was seen afterwards."""
-    found = collections.defaultdict(list)
+    found: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
     for step in outcome.trace:
         found[step.nfe] += zip(step.positions, step.committed, strict=True)
     return [sorted(writes) for writes in found.values() if writes]
