@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.plan_table import FOLDER, ROW_SCHEMA, Part, epoch_of, part_bytes, part_name
+from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, Part, epoch_of, part_bytes, part_name
 from jobs.packing import auto_unit_rows, cut, longest_first
 from storage.failpoints import failpoint
 from storage.verbs import Store
@@ -111,14 +111,18 @@ class PlanWriter:
         lengths = rows["length"].to_numpy()
         order = np.arange(len(lengths)) if self._keep_order else longest_first(lengths)
         ordered = rows.take(pa.array(order)).combine_chunks()
-        for start, end in cut(lengths[order], max_rows=self.unit_rows):
-            self._close_unit(ordered.slice(start, end - start), int(lengths[order[start:end]].sum()))
+        units = cut(lengths[order], max_rows=self.unit_rows)
+        sizes = [end - start for start, end in units]
+        numbers = np.repeat(np.arange(len(self.sums.rows), len(self.sums.rows) + len(units), dtype=np.int32), sizes)
+        numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
+        sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
+        for start, end in units:
+            self._close_unit(numbered.slice(start, end - start), int(sums[end] - sums[start]))
 
     def _close_unit(self, rows: pa.Table, tokens: int) -> None:
-        number = np.full(rows.num_rows, len(self.sums.rows), dtype=np.int32)
         self.sums.rows.append(rows.num_rows)
         self.sums.tokens.append(tokens)
-        self._units.append(rows.add_column(0, pa.field("unit", pa.int32(), nullable=False), pa.array(number)))
+        self._units.append(rows)
         if len(self._units) == PART_UNITS:
             self._write_part()
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from actors.pool import Pool
 from jobs.attempts import AttemptsLog, read_sessions
@@ -50,6 +51,7 @@ from storage.verbs import Store
 SETTLE_S = 1.0
 """How long a store that ignores conditions is left alone before its files are looked over a last time."""
 
+AT_ONCE = 4096
 READERS = 16
 """Threads that ask the store for the facts of units committed earlier."""
 
@@ -122,7 +124,7 @@ def decode(run: Run) -> Finish:
         with ray_session(run.options.ray_address), run.stop.on_signals():
             finish, committed = _drive(run, left, totals)
     if finish.how == "done":
-        _write_manifest(run, committed, [stat.name for unit, stat in done.items() if unit not in committed])
+        _write_manifest(run, committed, [name for unit, name in done.items() if unit not in committed])
     return finish
 
 
@@ -132,9 +134,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     log = AttemptsLog(run.store, run.lease.epoch)
     pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
-        scheduler=Scheduler(
-            left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_
-        ),
+        scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
         pool=pool,
         display=run.display,
         totals=totals,
@@ -171,7 +171,9 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
 def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
     """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
     with ThreadPoolExecutor(READERS) as threads:
-        units = [*committed.values(), *threads.map(lambda name: committed_facts(run, name), earlier)]
+        units, names = list(committed.values()), iter(earlier)
+        while some := list(islice(names, AT_ONCE)):  # a future for each of a million would be gigabytes
+            units += threads.map(lambda name: committed_facts(run, name), some)
     if not run.conditional:
         _sweep(run, units)
     write_manifest(

@@ -22,6 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from storage.done import DoneUnits
 from storage.errors import StoreError
 from storage.failpoints import failpoint
 from storage.lease import Lease, LeaseLost
@@ -130,16 +131,16 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
     return _facts(int(found["unit"]), stat, found, found["sha256"])
 
 
-def done_units(store: Store, *, conditional: bool = True) -> dict[int, Stat]:
-    """Return the units that are committed, from one listing and nothing else; the Stat is of the file that commits.
+def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
+    """Return the units that are committed, from one listing and nothing else, with the names of what commits them.
 
     Of several records of a unit the last in the order of names counts, which has the highest epoch.
     """
-    done = {}
+    done = DoneUnits(unit_name)
     for stat in store.list("data/" if conditional else "commits/"):
         match = _UNIT_FILE.fullmatch(stat.name)
         if match:
-            done[int(match[1])] = stat
+            done.add(int(match[1]), stat.name)
     return done
 
 

@@ -205,7 +205,7 @@ def test_on_a_store_that_ignores_conditions_the_driver_records_which_file_counts
     job = driver(store, conditional=False)
     job.record = lambda unit: record_commit(store, unit)
     assert job.run() == Finish("done")
-    on_record = {unit: stat.name for unit, stat in done_units(store, conditional=False).items()}
+    on_record = dict(done_units(store, conditional=False))
     assert sorted(on_record) == list(range(6))
     objects = {committed.object for committed in job.committed.values()}
     assert len(objects) == 6 and objects <= {stat.name for stat in store.list("data/")}

@@ -72,7 +72,7 @@ def test_a_text_is_scored_alike_alone(
     store = open_store(str(scored[0] / "run"))
     plan = load_plan(store)
     assert plan is not None
-    committed = [read_unit(store, stat.name) for stat in done_units(store).values()]
+    committed = [read_unit(store, name) for name in done_units(store).values()]
     assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, tuple(committed)), samples=len(TEXTS)) == 1.0
     assert "3 equal (100.0%)" in capsys.readouterr().out
 
