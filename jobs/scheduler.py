@@ -89,8 +89,7 @@ class Scheduler:
             case WorkerDied(name, reason):
                 self._worker_died(name, reason)
             case Heard(name, spent, moved):
-                if moved:
-                    self._renew(name)
+                self._renew(name, moved)
                 self.books.note_spent(name, spent)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
@@ -117,8 +116,8 @@ class Scheduler:
             self.books.workers[name].up = True
             self.failed_starts = 0
 
-    def _renew(self, name: str) -> None:
-        if name in self.books.workers:
+    def _renew(self, name: str, moved: bool) -> None:
+        if moved and name in self.books.workers:
             for number in self.books.workers[name].leases:
                 self.books.leases[number].expires_s = self.now_s + self.limits.lease_s
 
@@ -268,10 +267,8 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Give idle workers what others hold: first what those have hardly begun, then what is oldest.
-
-        A unit that has failed is not copied: while one copy runs the failures of the other settle nothing, for ever.
-        """
+        """Give idle workers what others hold: first what those have hardly begun, then what is oldest."""
+        # Not a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
         slow = [lease for lease in self.books.leases.values() if not self.books.touched[lease.unit].suspect]
         slow.sort(key=lambda lease: (self.books.workers[lease.worker].leases[0] == lease.number, lease.number))
         for lease in slow:

@@ -20,6 +20,8 @@ from tests.simulation.disk import Broken, Handle
 from tests.simulation.schedules import drawn_job, play, simulated
 from tests.simulation.world import Fault, World
 
+pytestmark = pytest.mark.timeout(600)
+
 SCHEDULES = {True: 3500, False: 1500}
 """Drawn ones, by whether the store honours conditions; the numbered ones come on top."""
 
