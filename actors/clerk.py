@@ -171,12 +171,18 @@ class RowClerk:
 
 
 def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
-    """The worker's boundary for one row: whatever `call` raises is that row's error, of `kind` unless it has its own."""
+    """The boundary of one row: whatever `call` raises is that row's error, of `kind` unless it has its own.
+
+    Broad, since tokenizers raise bare Exceptions, their panics are no Exceptions at all, and a mistake of ours that one strange
+    row brings to light must not take its unit along. Only what ends a process (an interrupt, an exit) goes through.
+    """
     try:
         return call()
     except RowError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - a tokenizer may raise anything on a strange row; the others go on
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - see above
         return RowError(kind, stage, f"{type(error).__name__}: {error}")
 
 

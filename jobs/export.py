@@ -64,7 +64,7 @@ def export(
             counts = write_rows(passes, wanted, sinks)
             for sink in sinks:
                 sink.close()
-        except BaseException:
+        except BaseException:  # an interrupt too: nothing is kept of it, and it goes on
             for sink in sinks:
                 sink.abandon()
             raise

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from actors.canvas import Size
+from actors.clerk import guarded
 from actors.makers import Maker
 from actors.plan_table import ROW_SCHEMA
-from actors.rows import row_id, row_key
+from actors.rows import Values, row_id, row_key
 from jobs.spec import JobSpec
 from storage.errors import RowError
 from storage.reader import InputFile, Row, default_id, iterate
@@ -78,7 +80,7 @@ def _chars(value: Any) -> int:
 def _measured(spec: JobSpec, maker: Maker, file: InputFile, batch: Batch) -> pa.Table:
     named = [_named(spec, file, row) for row in batch.rows]
     good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
-    sizes = iter(maker.sizes(good))
+    sizes = iter(_sizes(maker, good))
     found = [next(sizes) if isinstance(key, int) else key for _, key in named]
     return table_of(
         batch.file,
@@ -87,6 +89,18 @@ def _measured(spec: JobSpec, maker: Maker, file: InputFile, batch: Batch) -> pa.
         ids=[name for name, _ in named],
         found=found,
     )
+
+
+def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
+    """The sizes of the rows' canvases; where the batch as a whole can't be measured, those of one row after the other."""
+    found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    if not isinstance(found, RowError):
+        return found
+    return [guarded(partial(_size, maker, *row), "tokenize", "tokenize_error") for row in rows]
+
+
+def _size(maker: Maker, values: Values, key: int) -> Size:
+    return maker.make(values, key).size
 
 
 def _named(spec: JobSpec, file: InputFile, row: Row) -> tuple[str, int | RowError]:

@@ -76,8 +76,7 @@ def _list_hub(path: str, name: str, options: dict[str, str]) -> InputFile:
 
     try:
         splits = datasets.get_dataset_split_names(name, options.get("config"), revision=options.get("revision"))
-    # The hub's errors have no common class, and all of them mean that the dataset can't be had.
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - its errors have no common class; each means that the dataset can't be had
         raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=FIELD) from None
     options = options | {"split": _chosen(path, options.get("split"), splits)}
     revision = options.get("revision") or _commit(name)
@@ -108,6 +107,6 @@ def _load(name: str, split: str, config: str | None, revision: str | None) -> An
 
     try:
         dataset = datasets.load_dataset(name, config, split=split, revision=revision)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - as above: the library's, Arrow's, the hub's, or those of a file's parser
         raise UserError(f"hf://{name} can't be loaded: {type(error).__name__}: {error}", field=FIELD) from None
     return dataset.with_format("arrow")

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from actors.text import Tokenizer
 from jobs import plan_writer
 from jobs.fingerprint import Hashes, results_key
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
@@ -267,3 +268,44 @@ def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Pa
 def test_a_million_units_cost_twelve_bytes_each() -> None:
     sums = plan_writer.UnitSums()
     assert sums.rows.itemsize + sums.tokens.itemsize == 12
+
+
+class Panic(BaseException):
+    """What a fault in the tokenizer's native code looks like: no Exception."""
+
+
+@pytest.mark.parametrize("trouble", [Exception("bare"), Panic("out of bounds"), MemoryError()], ids=repr)
+def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
+) -> None:
+    strange = "7" * (7 * 7 % 50)
+    encode, encode_batch = Tokenizer.encode, Tokenizer.encode_batch
+
+    def failing(self: Tokenizer, text: str) -> list[int]:
+        if text == strange:
+            raise trouble
+        return encode(self, text)
+
+    def failing_batch(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        if strange in texts:
+            raise trouble
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode", failing)
+    monkeypatch.setattr(Tokenizer, "encode_batch", failing_batch)
+    made = plan(spec_for(rows, output__unit_rows=64), open_store(f"memory://{trouble!r}"))
+    assert made.rows == 40 and made.errors == {"bad_json": 1, "tokenize_error": 1}
+    (bad,) = [row for row in made.unit_rows(0) if row.error_kind == "tokenize_error"]
+    assert bad.id == "r7"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_planning_is_no_rows_error(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+) -> None:
+    def interrupted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        raise stop
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", interrupted)
+    with pytest.raises(stop):
+        plan(spec_for(rows), open_store("memory://interrupted"))
