@@ -9,11 +9,13 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.clerk import guarded
 from actors.loading import build, load_networks
 from actors.makers import Maker, maker_for
 from actors.models import user_error
@@ -100,10 +102,7 @@ def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
     columns = spec.input.columns.wanted(spec.task)
     for file in prepared.inputs:
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
-            try:
-                yield _made(spec, maker, row, default_id(file, row.row))
-            except RowError as error:
-                yield error
+            yield guarded(partial(_made, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
 
 
 def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
