@@ -45,6 +45,8 @@ POLL_S = 0.2
 CLOSING_S = 5.0
 """What is kept of the grace to end the workers, write the log and let go of Ray."""
 
+TOO_MANY = "more samples failed than `errors` allows"
+
 MOST_GAP_S = 10.0
 """Seconds between two looks at the workers that count as their silence; the rest is time in which the driver stood still."""
 
@@ -105,7 +107,10 @@ def interruptible() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Driver:
-    """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here."""
+    """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here.
+
+    `hopeless` says of a number of failed samples whether there is no point in going on: then it drains.
+    """
 
     scheduler: Scheduler
     pool: Workers
@@ -116,6 +121,7 @@ class Driver:
     grace_s: float = 30.0
     clock: Callable[[], float] = time.monotonic
     record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
+    hopeless: Callable[[int], bool] = lambda failed: False
     committed: dict[int, CommittedUnit] = field(default_factory=dict)
     _looked_s: float | None = None
     _watched_s: float = 0.0
@@ -133,9 +139,14 @@ class Driver:
             self.display.show(self.totals)
             self.log.maybe_flush(self.totals)
             if self.scheduler.finished is not None:
-                return self.scheduler.finished
+                return self._judged(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
-                return Finish("drained", "the grace period is over")
+                return self._judged(Finish("drained", "the grace period is over"))
+
+    def _judged(self, finish: Finish) -> Finish:
+        """A job that was drained since it is hopeless ended as that."""
+        is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
+        return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def _watched(self) -> float:
         """Seconds in which the workers could make themselves heard. A driver that wakes up has not heard them for long,
@@ -192,6 +203,8 @@ class Driver:
         if receipt.unit not in self.committed:
             self.committed[receipt.unit] = self.record(committed)
             self.totals.received(receipt)
+            if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
+                self.stop.set(TOO_MANY)
             self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
 
     # ---- commands out

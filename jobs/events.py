@@ -125,9 +125,9 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Nothing is left to do: every unit is done, the job was drained, or it can't go on."""
+    """Nothing is left to do: every unit is done, the job was drained, too much of it failed, or it can't go on."""
 
-    how: Literal["done", "drained", "failed"]
+    how: Literal["done", "drained", "hopeless", "failed"]
     message: str = ""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -32,7 +32,7 @@ from jobs.scheduler import Scheduler
 from jobs.session import cluster_size, ray_session
 from jobs.spec import JobSpec
 from jobs.summary import read_summary, table_lines
-from jobs.thresholds import too_many_failed
+from jobs.thresholds import hopeless, too_many_failed
 from jobs.totals import Totals
 from storage.commit import (
     SUCCESS,
@@ -105,8 +105,11 @@ def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -
     """Say how a run ended that did not finish; returns the exit code."""
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to go on")
-    done = len(done_units(store, conditional=conditional))
-    print(f"draftmill: interrupted with {done:,} of {plan.units:,} units done; run it again to go on", file=sys.stderr)
+    done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
+    if finish.how == "hopeless":
+        print(f"draftmill: stopped with {done}: {finish.message}; allow more to go on", file=sys.stderr)
+        return TOO_MANY_FAILED
+    print(f"draftmill: interrupted with {done}; run it again to go on", file=sys.stderr)
     return INTERRUPTED
 
 
@@ -142,6 +145,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         stop=run.stop,
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),
+        hopeless=hopelessness(run),
     )
     try:
         finish = driver.run()
@@ -150,6 +154,16 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         log.flush(totals)
         pool.close()
     return finish, driver.committed
+
+
+def hopelessness(run: Run) -> Callable[[int], bool]:
+    """Whether so many failed samples of this session, and those on record of earlier ones, leave no point in going on."""
+    try:
+        before = read_sessions(run.store).committed.failed
+    except StoreError:  # the log is best effort
+        before = 0
+    is_first = run.plan.pass_ == 1  # a later pass has nothing but samples that failed
+    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
 
 
 def limits_of(spec: JobSpec) -> Limits:

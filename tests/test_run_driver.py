@@ -12,7 +12,7 @@ from actors.messages import Died, PoolNews, Receipt, Reported, TurnReport, Up, W
 from actors.runner import UnitRunner
 from actors.samples import Sample, tally_of
 from jobs.attempts import AttemptsLog, read_sessions
-from jobs.driver import Driver, StopFlag
+from jobs.driver import TOO_MANY, Driver, StopFlag
 from jobs.events import Finish
 from jobs.leases import Limits, UnitSize
 from jobs.progress import Lines
@@ -190,6 +190,13 @@ def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store:
     job.clock = lambda: float(next(now))  # behind the second look an hour and more has passed
     assert job.run() == Finish("done")
     assert isinstance(job.pool, FakePool) and len(job.pool.runners) == 2 and job.totals.deaths == 0
+
+
+def test_a_job_of_which_too_much_has_failed_is_drained_and_says_so(store: Store):
+    job = driver(store, units=30, workers=1)
+    job.hopeless = lambda failed: len(job.committed) > 3
+    assert job.run() == Finish("hopeless", TOO_MANY)
+    assert 4 < len(done_units(store)) < 10
 
 
 class CarelessStore(MemoryStore):

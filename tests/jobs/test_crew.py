@@ -7,7 +7,7 @@ import pytest
 from actors.pool import Seat
 from jobs.crew import crew
 from jobs.spec import ErrorSettings, WorkerSettings
-from jobs.thresholds import too_many_failed
+from jobs.thresholds import hopeless, too_many_failed
 from storage.errors import UserError
 
 
@@ -39,3 +39,10 @@ def test_a_worker_that_fits_nowhere_is_refused(settings, field):
 )
 def test_the_error_threshold_is_a_rate_and_a_count(failed, allowed, too_many):
     assert too_many_failed(failed, 100, ErrorSettings(**allowed)) == too_many
+    assert not hopeless(failed, 100, ErrorSettings(**allowed)), "a small job is finished, whatever fails"
+
+
+def test_a_large_job_is_hopeless_as_soon_as_more_has_failed_than_the_whole_of_it_may():
+    allowed = ErrorSettings(max_rate=0.01)
+    assert [hopeless(failed, 200_000, allowed) for failed in (999, 2000, 2001)] == [False, False, True]
+    assert hopeless(1000, 10**9, ErrorSettings(max_count=999))
