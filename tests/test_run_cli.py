@@ -76,4 +76,6 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     out = capsys.readouterr().out
-    assert all(command in out for command in ("run", "validate", "status", "verify", "rerun", "compact", "export", "models"))
+    assert all(
+        command in out for command in ("run", "validate", "status", "verify", "rerun", "compact", "export", "models")
+    )
