@@ -69,7 +69,7 @@ class PlanWriter:
         self._epoch = epoch
         self._held: list[pa.Table] = []
         self._held_rows = 0
-        self._units: list[pa.Table] = []
+        self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
 
     def add(self, rows: pa.Table) -> None:
         """Take rows in, in tables of any size."""
@@ -117,12 +117,12 @@ class PlanWriter:
         numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
         sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
         for start, end in units:
-            self._close_unit(numbered.slice(start, end - start), int(sums[end] - sums[start]))
+            self._close_unit(numbered, start, end, int(sums[end] - sums[start]))
 
-    def _close_unit(self, rows: pa.Table, tokens: int) -> None:
-        self.sums.rows.append(rows.num_rows)
+    def _close_unit(self, window: pa.Table, start: int, end: int, tokens: int) -> None:
+        self.sums.rows.append(end - start)
         self.sums.tokens.append(tokens)
-        self._units.append(rows)
+        self._units.append((window, start, end))
         if len(self._units) == PART_UNITS:
             self._write_part()
 
@@ -131,7 +131,7 @@ class PlanWriter:
             return
         name, units = part_name(len(self.parts), self._epoch), len(self._units)
         failpoint("plan.before_part")
-        self._store.put(name, part_bytes(self._units))
-        rows = sum(unit.num_rows for unit in self._units)
+        self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end in self._units))
+        rows = sum(end - start for _, start, end in self._units)
         self.parts.append(Part(name, len(self.sums.rows) - units, units, rows))
         self._units = []
