@@ -94,7 +94,8 @@ class DraftBudget:
         self._rate, self._drafted_s = 0.0, 0.0
         self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
         self._num_probes, self._num_tries = 0, 0
-        self._ledger, self._plain_s, self._num_slots, self._fresh, self._drafting = Ledger(), 0.0, 1, False, False
+        self._ledger, self._plain_s, self._num_slots = Ledger(), 0.0, 1
+        self._fresh, self._joined, self._drafting = False, False, False
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
@@ -124,24 +125,28 @@ class DraftBudget:
 
     def pass_by(self) -> None:
         """A step went by in which nobody looked for drafts."""
-        self._begin_step(fresh=False)
+        self._begin_step(fresh=False, joined=False)
         self._num_planned += self._resting
 
-    def _begin_step(self, *, fresh: bool) -> None:
+    def _begin_step(self, *, fresh: bool, joined: bool) -> None:
         """Settle the step before, which is over."""
-        self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
-        self._fresh, self._drafting = fresh, False
+        if self._joined:
+            self._ledger.drop()
+        else:
+            self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
+        self._fresh, self._joined, self._drafting = fresh, joined, False
 
     def _may_try(self) -> bool:
         return self._ledger.allows(self._plain_s)
 
-    def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool) -> Tensor:
+    def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Tensor:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
 
         `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
-        judged by the rate of the other steps, since the prompts have to be read anyway.
+        judged by the rate of the other steps, since the prompts have to be read anyway. `joined` says that some slots' prompts
+        are in it, so that what it takes says nothing about its drafts.
         """
-        self._begin_step(fresh=fresh)
+        self._begin_step(fresh=fresh, joined=joined)
         most = most_B.clamp(max=self.most).cpu().numpy()
         cost = self.target.cost()
         if not fresh and cost is not None and most.any():

@@ -12,6 +12,7 @@ D width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,8 @@ from decoders.stops import Stops
 
 FINISHES: Final = ("length", "eos", "stop")
 _LENGTH, _EOS, _STOP = range(3)
+# One new sample among so many: enough of them fill a forward of their own.
+_FEW_PROMPTS: Final = 4
 
 
 def rows_between(state: SlotState, slots_B: Tensor, start_B: Tensor, end_B: Tensor) -> TokenRows:
@@ -45,9 +48,14 @@ def rows_between(state: SlotState, slots_B: Tensor, start_B: Tensor, end_B: Tens
 
 
 class CausalDecoder(SlotDecoder):
-    """A decoder of completions; `stops` says what ends one before its last hole."""
+    """A decoder of completions; `stops` says what ends one before its last hole.
+
+    With `joins_prompts`, the prompts of a few new samples run with the rows of the others: alone they would take a forward in
+    which the others wait. On a GPU they run alone, since there attention computes a whole rectangle of rows.
+    """
 
     backbone: TokenBackbone
+    joins_prompts = True
 
     def __init__(self, *args: Any, stops: Stops | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -63,6 +71,13 @@ class CausalDecoder(SlotDecoder):
         super()._start(slot, request)
 
     # ---- forwards ------------------------------------------------------------------------------------------------
+
+    def _next_group(self) -> Group:
+        few = 0 < _FEW_PROMPTS * len(self._fresh) <= self._num_dense
+        if not (few and self.joins_prompts and self.state.device.type == "cpu"):
+            return super()._next_group()
+        self._fresh = []
+        return replace(super()._next_group(), joined=True)
 
     def _forward(self, group: Group, end_B: Tensor) -> Tensor:
         """Run the columns [cached, end) of each slot, under plain causal visibility; returns all hidden states [B, T, D].

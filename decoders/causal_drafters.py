@@ -123,7 +123,7 @@ class ModelDrafter:
         logits_RV = self._fitted(self.counting.logits(hidden_RTD[each_R, ranks_R - start_R - 1]))
         law_RV, tokens_R = self._draw(logits_RV, slots_R, ranks_R, decided_R)
         state.tokens_SW[slots_R, ranks_R] = tokens_R
-        if self._costs is not None and not group.fresh:
+        if self._costs is not None and not (group.fresh or group.joined):
             self._costs.observe(rows.num_valid(), int(ranks_R.sum()), time.perf_counter() - began_s)
         return law_RV
 

@@ -135,7 +135,7 @@ class DiffusionDrafter:
                 if laws_BKV is None:
                     laws_BKV = law_RV.new_zeros(*step_BK.shape, law_RV.shape[1])
                 laws_BKV[now_BK] = law_RV
-        if self._drawing is not None and self._drawing_s and not group.fresh:
+        if self._drawing is not None and self._drawing_s and not (group.fresh or group.joined):
             self._drawing.observe(int(counts_B.max()), int(counts_B.sum()), self._drawing_s)
         return counts_B, laws_BKV
 
@@ -180,7 +180,7 @@ class DiffusionDrafter:
         if self._head is not None:
             self._drawing_s += drawing_s
             drawing_s = 0.0
-        if self._costs is not None and not group.fresh:
+        if self._costs is not None and not (group.fresh or group.joined):
             self._costs.observe(num_drafts, num_kv, forward_s + drawing_s)
 
     def _drawn(self, hidden_RD: Tensor, masks: _Masks) -> Tensor:

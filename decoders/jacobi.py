@@ -126,7 +126,7 @@ class Jacobi(JacobiDecoder):
 
     def _advance(self, group: Group) -> None:
         # A step with prompts says little about the steps after it.
-        if self.sizes is None or group.fresh:
+        if self.sizes is None or group.fresh or group.joined:
             self._refine(group)
         else:
             self._refine_at_best(group, self.sizes)

@@ -45,6 +45,11 @@ class Ledger:
         self._was_drafting = drafting
         self._step_s, self._step_tokens = 0.0, 0
 
+    def drop(self) -> None:
+        """The step is over, and nobody knows what it would have taken without drafts."""
+        self._was_drafting = False
+        self._step_s, self._step_tokens = 0.0, 0
+
     def allows(self, plain_step_s: float) -> bool:
         """Whether there is something left to try with, where a step without drafts takes `plain_step_s`."""
         return self._balance_s + _SHARE * self._total_s + _AT_FIRST * plain_step_s >= 0.0

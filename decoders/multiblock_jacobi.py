@@ -73,6 +73,9 @@ class MultiblockJacobi(JacobiDecoder):
     block: the drafts of the real-active block, then those of the pseudo-active blocks (accepted tokens and drafts alike).
     """
 
+    # Look-ups in a new sample's empty pool would be counted.
+    joins_prompts = False
+
     def __init__(self, *args: Any, settings: MultiblockJacobiSettings, **kwargs: Any) -> None:
         self.block_size, self.blocks = settings.block_size, settings.blocks
         self.spawn_at = math.ceil(settings.spawn_ratio * settings.block_size)

@@ -232,12 +232,12 @@ class SlotDecoder(ABC):
         if self.budget is None:
             return most_B
         num_kv = int(self.state.decided_S[group.index_B].sum())
-        return self.budget.plan(group.index_B, most_B, kv_tokens=num_kv, fresh=group.fresh)
+        return self.budget.plan(group.index_B, most_B, kv_tokens=num_kv, fresh=group.fresh, joined=group.joined)
 
     @contextmanager
     def _timed(self, group: Group) -> Iterator[None]:
         """Tell the budget what the enclosed forward of the target took, with all that belongs to it; prompts don't count."""
-        if self.budget is None or group.fresh:
+        if self.budget is None or group.fresh or group.joined:
             yield
             return
         num_rows, num_kv = self.counting.useful_rows, int(self.state.decided_S[group.index_B].sum())

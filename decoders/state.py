@@ -26,16 +26,20 @@ from decoders.noise import key_words
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The slots of one step: on the host, on the device, and whether this is their first forward."""
+    """The slots of one step: on the host, on the device, and whether this is their first forward.
+
+    `joined` says that it is the first forward of some of them, whose prompts go with the others' rows.
+    """
 
     slots: list[int]
     index_B: Tensor
     fresh: bool
+    joined: bool = False
 
     def part(self, keep_B: Tensor) -> Group:
         """The slots where `keep_B` (bool)."""
         index_B = self.index_B[keep_B]
-        return Group(index_B.tolist(), index_B, self.fresh)
+        return Group(index_B.tolist(), index_B, self.fresh, self.joined)
 
 
 class SlotState:

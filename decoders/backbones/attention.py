@@ -14,7 +14,7 @@ G = H / K, d head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -30,7 +30,14 @@ from decoders.backbones.cache import SlotCache
 _CPU_SCORES: Final = 1 << 20
 _GPU_SCORES: Final = 1 << 28
 _LEAST_ROWS: Final = 64
+# What it takes to copy a slot's keys and values, in lines of attention; below which share of a rectangle it is cut.
+_COPY: Final = 8
+_WORTH_CUTTING: Final = 0.75
 _EXACT_DTYPES: Final = (torch.float32, torch.float64)
+
+
+Band = tuple[Tensor | None, slice]
+"""Some slots (None: all of them) and some of their lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,8 @@ class Layout:
     """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
     `rectangle_N` is None where the valid rows fill the rectangle in order. Fewer query rows of a key head than `min_queries`
-    are filled up with what is thrown away. `sights` are keyed by window and `windows` gives
-    the window of each layer, None for one that sees everything.
+    are filled up with what is thrown away. `bands` are the parts of the rectangle that hold rows (`cut_ragged`). `sights` are
+    keyed by window and `windows` gives the window of each layer, None for one that sees everything.
     """
 
     cache: SlotCache
@@ -57,8 +64,27 @@ class Layout:
     min_queries: int
     places: Tensor
     rectangle_N: Tensor | None
+    bands: tuple[Band, ...]
     windows: tuple[int | None, ...]
     sights: Mapping[int | None, Sight]
+
+
+def cut_ragged(valid_BT: Tensor) -> tuple[Band, ...]:
+    """Cut a rectangle into the lines that nearly all slots have, and those of the few slots that have more.
+
+    Where one slot has many rows, every other one would have as many lines of nothing. The few are copied out of the cache, so
+    that is done only where it saves a good part. On a GPU, where looking means waiting, the rectangle stays whole.
+    """
+    whole: tuple[Band, ...] = ((None, slice(0, valid_BT.shape[1])),)
+    if valid_BT.device.type != "cpu" or valid_BT.shape[0] == 1:
+        return whole
+    lines_B = (valid_BT * torch.arange(1, valid_BT.shape[1] + 1)).amax(1)
+    lines = lines_B.tolist()
+    most = max(lines)
+    cost, cut = min((len(lines) * at + (most - at + _COPY) * sum(one > at for one in lines), at) for at in {*lines})
+    if cost > _WORTH_CUTTING * len(lines) * most:
+        return whole
+    return ((None, slice(0, cut)), ((lines_B > cut).nonzero().squeeze(1), slice(cut, most)))
 
 
 def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype) -> Sight:
@@ -102,19 +128,34 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
         spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
         spread[layout.rectangle_N] = query_NHd
     query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
-    parts = _parts(query_BTHd, sight.bias_BTW.shape[2])
-    if len(parts) == 1:
-        mixed = attend(query_BTHd, key, value, sight.bias_BTW)
+    if len(layout.bands) == 1:
+        mixed = _in_parts(attend, query_BTHd, key, value, sight.bias_BTW)
     else:
+        # Whatever lies outside of the bands stays as it is: no row is gathered from there.
         mixed = torch.empty_like(query_BTHd)
-        for some, lines in parts:
-            mixed[some, lines] = attend(query_BTHd[some, lines], key[some], value[some], sight.bias_BTW[some, lines])
+        for slots, lines in layout.bands:
+            some: slice | Tensor = slice(None) if slots is None else slots
+            band = _in_parts(attend, query_BTHd[some, lines], key[some], value[some], sight.bias_BTW[some, lines])
+            mixed[some, lines] = band
     mixed = mixed.flatten(0, 1)
     return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
 
 
+def _in_parts(
+    attend: Callable[..., Tensor], query_BTHd: Tensor, key: Tensor, value: Tensor, bias_BTW: Tensor
+) -> Tensor:
+    """Attend so many slots and lines at once that their scores stay small."""
+    parts = _parts(query_BTHd, bias_BTW.shape[2])
+    if len(parts) == 1:
+        return attend(query_BTHd, key, value, bias_BTW)
+    mixed = torch.empty_like(query_BTHd)
+    for some, lines in parts:
+        mixed[some, lines] = attend(query_BTHd[some, lines], key[some], value[some], bias_BTW[some, lines])
+    return mixed
+
+
 def _parts(query_BTHd: Tensor, num_columns: int) -> list[tuple[slice, slice]]:
-    """Cut the rectangle into parts (slots, lines) whose scores are few enough to be held at once."""
+    """Cut a rectangle into parts (slots, lines) whose scores are few enough to be held at once."""
     num_slots, num_rows, num_heads, _ = query_BTHd.shape
     limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
     rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
@@ -144,7 +185,7 @@ def attend_grouped(
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
-    query_BTKGd = query_BTHd.view(num_slots, num_rows, key_heads, group, width)
+    query_BTKGd = query_BTHd.reshape(num_slots, num_rows, key_heads, group, width)
     query_BKRd = query_BTKGd.transpose(1, 2).reshape(num_slots, key_heads, num_rows * group, width)
     if query_BTHd.device.type == "cpu" and query_BTHd.dtype in _EXACT_DTYPES:
         missing = max(0, min_queries - num_rows * group)

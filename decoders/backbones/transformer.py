@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from decoders.backbones.attention import Layout, Sight, see, slot_attention
+from decoders.backbones.attention import Layout, Sight, cut_ragged, see, slot_attention
 from decoders.backbones.base import TokenRows
 from decoders.backbones.cache import SlotCache, as_slice
 from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
@@ -154,6 +154,7 @@ class ModuleBackbone:
             min_queries=self.rules.min_queries,
             places=self.cache.places(slots_N, columns_N),
             rectangle_N=rectangle_N,
+            bands=((None, slice(0, num_lines)),) if fills else cut_ragged(rows.valid_BT),
             windows=self.windows,
             sights=self._sights(rows, visible_BTW, rectangle_N),
         )

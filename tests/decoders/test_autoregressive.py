@@ -9,6 +9,7 @@ import torch
 from decoders.backbones.token_table import TokenTable
 from decoders.base import Request
 from decoders.noise import TARGET, gumbel_rows, key_words, sample_key
+from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, Sampling
 from decoders.stops import Stops
 from tests.decoders.support import decode, texts, token_info, toy_prompts
@@ -98,3 +99,34 @@ def test_a_canvas_that_is_no_prompt_and_holes_is_refused(canvas):
     request = Request(0, sample_key(0, "a"), np.array(canvas, dtype=np.int32))
     with pytest.raises(ValueError, match="prompt of at least one token"):
         decode(table, token_info(VOCAB), AR, Sampling(), [request])
+
+
+def steps_until_done(decoder, requests, *, rows):
+    """How many forwards it takes when every free slot is refilled at once, and all outcomes."""
+    waiting, outcomes, steps = list(requests), {}, 0
+    while waiting or decoder.active:
+        while waiting and decoder.active < rows:
+            decoder.admit([waiting.pop(0)])
+        outcomes.update({outcome.index: outcome for outcome in decoder.step()})
+        steps += 1
+    return steps, outcomes
+
+
+def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
+    rows, rng = 8, np.random.default_rng(0)
+    table = TokenTable(vocab_size=VOCAB, num_positions=9, seed=3)
+    requests = [
+        Request(index, sample_key(0, str(index)), np.array([1] + [-1] * int(rng.integers(2, 8)), dtype=np.int32))
+        for index in range(40)
+    ]
+    info, sampling, size = token_info(VOCAB), Sampling(), {"max_rows": rows, "max_tokens": 1 << 20}
+    joined, apart = (build_decoder(table, info, AR, sampling, **size) for _ in range(2))
+    apart.joins_prompts = False
+    few, outcomes = steps_until_done(joined, requests, rows=rows)
+    many, others = steps_until_done(apart, requests, rows=rows)
+    assert texts(outcomes) == texts(others)
+    assert [o.nfe for o in outcomes.values()] == [len(o.tokens) for o in outcomes.values()]
+    assert {i: o.nfe for i, o in outcomes.items()} == {i: o.nfe for i, o in others.items()}
+    # Of the forwards that start a few samples, none is taken from the others.
+    assert few < many - 5
+    assert few >= sum(len(tokens) for tokens in texts(outcomes).values()) / rows

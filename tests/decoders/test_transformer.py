@@ -172,6 +172,43 @@ def test_attention_in_parts_is_the_same_attention(tmp_path, monkeypatch):
             torch.testing.assert_close(parts[slot], whole[slot], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("lines", "cut"),
+    [
+        ([1] * 15 + [40], 1),  # one long prompt among single rows
+        ([3, 2, 3, 3, 1, 3, 3, 3, 2, 3, 60, 50], 3),  # two among drafts
+        ([5, 4, 5, 5], None),  # nearly even: whole
+        ([20, 40], None),  # to copy one of two slots saves too little
+    ],
+)
+def test_a_ragged_rectangle_is_cut_where_a_few_slots_have_many_rows(lines, cut):
+    valid_BT = torch.arange(max(lines)) < torch.tensor(lines).unsqueeze(1)
+    bands = attention.cut_ragged(valid_BT)
+    seen_BT = torch.zeros_like(valid_BT, dtype=torch.int64)
+    for slots, where in bands:
+        seen_BT[slice(None) if slots is None else slots, where] += 1
+    assert (seen_BT <= 1).all() and bool(seen_BT[valid_BT].all()), "every row stands in one band"
+    assert [where.stop for slots, where in bands if slots is None] == [cut or max(lines)]
+    assert len(bands) == (1 if cut is None else 2)
+
+
+def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
+    save_random(tmp_path, "llama")
+    texts = {slot: random_tokens(48 if slot == 2 else 3, seed=slot) for slot in range(10)}
+    cuts, cut_ragged = [], attention.cut_ragged
+
+    def counted(valid_BT):
+        cuts.append(cut_ragged(valid_BT))
+        return cuts[-1]
+
+    monkeypatch.setattr(transformer, "cut_ragged", counted)
+    ragged = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
+    assert any(len(bands) == 2 for bands in cuts), "nothing was cut"
+    monkeypatch.setattr(transformer, "cut_ragged", lambda valid_BT: ((None, slice(0, valid_BT.shape[1])),))
+    whole = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
+    assert all(torch.equal(ragged[slot], whole[slot]) for slot in texts)
+
+
 def test_a_row_that_sees_nothing_has_attention_output_zero(tmp_path):
     save_random(tmp_path / "one")
     save_random(tmp_path / "zero")
