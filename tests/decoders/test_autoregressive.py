@@ -1,6 +1,7 @@
 """The baseline of causal decoding: its law by enumeration, its batches, its ends."""
 
 import itertools
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -119,8 +120,8 @@ def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
         Request(index, sample_key(0, str(index)), np.array([1] + [-1] * int(rng.integers(2, 8)), dtype=np.int32))
         for index in range(40)
     ]
-    info, sampling, size = token_info(VOCAB), Sampling(), {"max_rows": rows, "max_tokens": 1 << 20}
-    joined, apart = (build_decoder(table, info, AR, sampling, **size) for _ in range(2))
+    size: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
+    joined, apart = (cast(Any, build_decoder(table, token_info(VOCAB), AR, Sampling(), **size)) for _ in range(2))
     apart.joins_prompts = False
     few, outcomes = steps_until_done(joined, requests, rows=rows)
     many, others = steps_until_done(apart, requests, rows=rows)
