@@ -65,9 +65,13 @@ def ray_session(address: str | None, *, num_cpus: int | None = None) -> Iterator
 def _own_sigterm() -> Iterator[None]:
     """Ray takes SIGTERM for itself and would end the process with a code of its own: put back what was there."""
     before = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, before)
+    try:
+        yield
+    except SystemExit:  # its answer to a SIGTERM while it starts
+        raise KeyboardInterrupt from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _start_local(num_cpus: int | None) -> None:

@@ -1,0 +1,37 @@
+"""SIGTERM before, while and after Ray starts: an interruption like Ctrl-C, never an end of its own kind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from jobs.driver import StopFlag, interruptible
+from jobs.session import _own_sigterm
+
+
+def test_sigterm_interrupts_as_ctrl_c_does_and_only_inside():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_ray_does_with_the_signal_is_undone_and_its_own_exit_is_an_interruption():
+    with interruptible():
+        ours = signal.getsignal(signal.SIGTERM)
+        with _own_sigterm():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray takes it while it starts
+        assert signal.getsignal(signal.SIGTERM) is ours
+        with pytest.raises(KeyboardInterrupt), _own_sigterm():
+            sys.exit(15)
+
+
+def test_in_the_drivers_loop_a_signal_is_a_flag_and_a_second_one_is_urgent():
+    with interruptible(), StopFlag().on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (stop.reason, stop.urgent) == ("SIGTERM", False)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.reason, stop.urgent) == ("SIGTERM", True)
