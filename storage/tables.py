@@ -232,13 +232,12 @@ def _row_group(file: InputFile, s3: S3Options | None, group: int, columns: Colum
 
 
 def _shared_texts(opened: pq.ParquetFile) -> list[str]:
-    """The columns whose rows may share texts so large that a batch of copies would not fit in memory."""
-    metadata, found = opened.metadata, set()
-    texts = {field.name for field in opened.schema_arrow if is_bytes(field.type)}
-    for group in range(metadata.num_row_groups):
-        rows = min(BATCH_ROWS, metadata.row_group(group).num_rows)
-        for index in range(metadata.num_columns):
-            column = metadata.row_group(group).column(index)
-            if column.has_dictionary_page and rows * column.total_uncompressed_size > SHARED_BYTES:
-                found.add(column.path_in_schema)
-    return sorted(found & texts)
+    """The columns whose rows may share texts so large that a batch of copies would not fit in memory: all texts, where it may be.
+
+    What the footer says of single columns would tell more, but with a damaged one merely asking ends the process.
+    """
+    metadata = opened.metadata
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    if all(min(BATCH_ROWS, group.num_rows) * group.total_byte_size <= SHARED_BYTES for group in groups):
+        return []
+    return [field.name for field in opened.schema_arrow if is_bytes(field.type)]

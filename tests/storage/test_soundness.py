@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,37 @@ def test_a_row_beyond_the_bound_fails_alone(
     assert [(row.row, row.values, str(row.error)) for row in reversed(again)] == [
         (row.row, row.values, str(row.error)) for row in found
     ]
+
+
+FLIPPER = """
+import sys
+from pathlib import Path
+from storage.errors import UserError
+from storage.reader import iterate, list_inputs, read_rows
+
+whole, outcomes = Path(sys.argv[1]).read_bytes(), [0, 0]
+for place in range(len(whole)):
+    for mask in (0x01, 0x80, 0xFF):
+        path = Path(sys.argv[1]).with_name(f"{place}-{mask}{Path(sys.argv[1]).suffix}")
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ mask]) + whole[place + 1 :])
+        (file,) = list_inputs(str(path))
+        try:
+            rows = list(iterate(file))
+            list(read_rows(file, [(row.row, None) for row in rows]))
+            outcomes[0] += 1
+        except UserError:
+            outcomes[1] += 1
+        path.unlink()
+print(*outcomes)
+"""
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_any_byte_of_a_table_may_be_another_one(tmp_path: Path, name: str) -> None:
+    """Rows or a clear error, for each byte with one bit, another bit, or all of them turned; in a process of its own,
+    since what goes wrong may end it."""
+    path = write(name, pa.table({"id": ["a", "b", None], "tokens": [[1, 2], None, [3]]}), tmp_path)
+    done = subprocess.run([sys.executable, "-c", FLIPPER, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    read, refused = map(int, done.stdout.split())
+    assert read + refused == 3 * path.stat().st_size and refused > 100 and read > 100
