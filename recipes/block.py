@@ -79,8 +79,9 @@ def describe(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: bloc
         "model": trainer.schedule.describe(),
         "teacher": f"the same causal model, from step {flags.teach_from} on: {block_training.TAUGHT:.0%} of the loss of blocks "
         "of one token are the cross-entropy with its law of the next token",
-        "blocks": ", ".join(f"{block} tokens ({share:.0%} of the windows)" for block, share in shares)
-        + f"; the clean copy causal in {block_layout.CAUSAL_SHARE:.0%} of the windows, and where blocks have one token",
+        "blocks": "of "
+        + ", ".join(f"{block} ({share:.0%} of the windows)" for block, share in shares)
+        + f" tokens; the clean copy causal in {block_layout.CAUSAL_SHARE:.0%} of the windows, and where blocks have one token",
         "masks": f"a uniform number n of each block's B tokens at random, in {block_layout.SUFFIX_SHARE:.0%} of the blocks "
         "the last n; a token counts B / n",
         "windows": "anywhere in the packed files (begin token, file, end token), across files where they fall so; blocks "

@@ -26,7 +26,7 @@ LENGTHS = (128, 256, 512)
 WINDOW = 256
 LAYOUTS = (Layout(1, causal=True), *(Layout(block, causal) for block in BLOCKS[1:] for causal in (False, True)))
 DRAWS = 2
-TAUS = (0.5, 0.7, 0.9)
+TAUS = (0.1, 0.3, 0.5, 0.9)
 PACED = tuple(Layout(block, causal=False) for block in BLOCKS[1:])
 PACE_WINDOWS = 32
 
