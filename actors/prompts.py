@@ -52,14 +52,21 @@ class PromptMaker:
 
     def _completed(self, values: Values, task: Complete) -> Canvas:
         prompt = self._given(values) if self.columns.tokens is not None else self._prompt(values)
-        if not len(prompt):
-            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, and the tokenizer no begin token")
+        self._check_prompt(prompt)
         most, room = self.info.max_length, task.max_new_tokens
         if most is not None:
             room = min(room, most - len(prompt))
         if room < 1:
             raise RowError("too_long", STAGE, f"{len(prompt)} tokens of prompt leave no room; the model takes {most}")
         return Canvas(np.append(prompt, np.full(room, HOLE, dtype=np.int32)), ((len(prompt), len(prompt) + room),))
+
+    def _check_prompt(self, prompt: NDArray[np.int32]) -> None:
+        """A model with masks needs no token to begin with, and would take a mask in the prompt for one to be filled."""
+        mask = self.info.mask_id
+        if mask is None and not len(prompt):
+            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, and the tokenizer no begin token")
+        if mask is not None and bool((prompt == mask).any()):
+            raise RowError("bad_tokens", STAGE, f"id {mask} is the model's mask, which a prompt can't hold")
 
     def _scored(self, values: Values) -> Canvas:
         if self.columns.tokens is not None:

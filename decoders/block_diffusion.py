@@ -79,11 +79,6 @@ class BlockDecoder(BlockSlots):
             COMMIT: self._after_commit,
         }
         if self.rules.fused:
-            if self.info.shift:
-                raise ValueError(
-                    f"decoder.fused: models of family {self.info.family!r} say the first token of a block in the forward before "
-                    "it; allowed: false, or s2d2 over a causal cache that verifies always"
-                )
             self._after[PREFILL] = self._after_draft
 
     # ---- one forward ---------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ class BlockSettings(Settings):
     causal_cache: bool = False
     fused: bool = False
 
+    @property
+    def drafts_in_verifications(self) -> bool:
+        """Whether verifications also draft, so that no block is drafted apart."""
+        return False
+
     @model_validator(mode="after")
     def _whole_sub_blocks(self) -> BlockSettings:
         if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:

@@ -63,6 +63,16 @@ def block_size_of(settings: BlockSettings, info: ModelInfo) -> int:
     return size
 
 
+def check_blocks(settings: BlockSettings, info: ModelInfo) -> None:
+    """Raise ValueError where the model's blocks can't be decoded as the settings say."""
+    block_size_of(settings, info)
+    if settings.fused and info.shift and not settings.drafts_in_verifications:
+        raise ValueError(
+            f"decoder.fused: models of family {info.family!r} say the first token of a block in the forward before it; "
+            "allowed: false, or s2d2 over a causal cache that verifies always, without sub_block, tau_edit and paper_compat"
+        )
+
+
 class BlockSlots(SlotDecoder):
     """See the module's docstring; an iteration reveals up to a block's tokens, and `bonus` more."""
 
@@ -79,6 +89,7 @@ class BlockSlots(SlotDecoder):
         bonus: int = 0,
         **sizes: Any,
     ) -> None:
+        check_blocks(settings, info)
         self.size = block_size_of(settings, info)
         super().__init__(backbone, info, sampling, max_commit=self.size + bonus, **sizes)
         if info.mask_id is None:

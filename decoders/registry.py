@@ -18,7 +18,7 @@ from decoders.base import ModelInfo
 from decoders.block_diffusion import BlockDiffusion
 from decoders.block_settings import BlockSettings
 from decoders.block_settings import S2d2 as S2d2Settings
-from decoders.block_slots import BlockSlots, block_size_of
+from decoders.block_slots import BlockSlots, check_blocks
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
 from decoders.masked_diffusion import MaskedDecoder
@@ -63,7 +63,7 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
     if isinstance(settings, AncestralSettings):
         predictor_of(settings, info.family)
     if isinstance(settings, BlockSettings):
-        block_size_of(settings, info)
+        check_blocks(settings, info)
 
 
 def stored_heads(settings: Settings, folder: Path) -> DraftHeads | None:

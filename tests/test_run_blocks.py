@@ -16,7 +16,13 @@ from storage.store import open_store
 from tests.causal_jobs import job_spec, run_here
 
 MASK, ROOM = 95, 11
-PROMPTS = {"one": [5], "short": [5, 11, 3], "whole": [9, 9, 2, 40], "long": list(range(10, 23))}
+PROMPTS: dict[str, list[int]] = {
+    "none": [],
+    "one": [5],
+    "short": [5, 11, 3],
+    "whole": [9, 9, 2, 40],
+    "long": list(range(10, 23)),
+}
 ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,13 @@ def chatting(chat_folder: Path) -> Tokenizer:
 def maker(
     *, tokenizer: Tokenizer | None = None, columns: dict[str, str] | None = None, score: bool = False, **task: Any
 ) -> PromptMaker:
-    max_length = task.pop("max_length", 64)
+    info = replace(model_info(max_length=task.pop("max_length", 64)), mask_id=task.pop("mask_id", None))
     setting: Complete | Score = (
         Score.model_validate({"kind": "score"} | task, strict=True)
         if score
         else Complete.model_validate({"kind": "complete"} | task, strict=True)
     )
-    return PromptMaker(
-        setting, Columns(**(columns or {})), tokenizer or byte_level(), model_info(max_length=max_length)
-    )
+    return PromptMaker(setting, Columns(**(columns or {})), tokenizer or byte_level(), info)
 
 
 def made(make: PromptMaker, values: dict[str, Any]) -> Canvas:
@@ -161,6 +160,18 @@ def test_a_tokenizer_is_what_its_file_says_whatever_the_type_of_the_model(chat_f
     found = load_tokenizer(folder)
     assert found is not None and found.encode(text) == byte_level().encode(text)
     assert typed(text).input_ids[1:] != found.encode(text), "transformers puts Qwen2's own rules in the file's place"
+
+
+def test_a_model_with_masks_begins_without_a_prompt_and_takes_none_that_holds_its_mask() -> None:
+    """It would fill such a mask, or believe it open: SGLang had to learn to refuse them, too."""
+    make = maker(columns={"tokens": "ids"}, mask_id=8)
+    canvas = made(make, {"ids": []})
+    assert (prompt(canvas), canvas.num_masked) == ([], 64)
+    assert prompt(made(maker(mask_id=8), {"prompt": ""})) == []
+    with pytest.raises(RowError, match="id 8 is the model's mask") as caught:
+        make.make({"ids": [7, 8]}, 1)
+    assert caught.value.kind == "bad_tokens"
+    assert prompt(made(maker(columns={"tokens": "ids"}), {"ids": [7, 8]})) == [7, 8]
 
 
 def test_tokens_are_a_prompt_as_they_are() -> None:

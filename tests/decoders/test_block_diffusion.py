@@ -9,7 +9,7 @@ import torch
 
 from decoders.block_schedules import choose, share
 from decoders.block_settings import BlockDiffusion, S2d2
-from decoders.registry import build_decoder
+from decoders.registry import build_decoder, check_family
 from decoders.router_settings import Hysteresis, Score
 from decoders.settings import Sampling
 from decoders.stops import Stops
@@ -86,11 +86,12 @@ def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sam
     assert found[0] == found[1] == found[2] == found[3]
 
 
+@pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("kind", ["block_diffusion", "s2d2"])
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling):
-    """What is left of it does not change; nothing behind it is waited for."""
-    info, ends, sooner = table_info(), set(), 0
+def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling, shift):
+    """What is left of it does not change; nothing behind it is waited for. With `shift` a block's first token may be one."""
+    info, ends, sooner = table_info(shift=shift), set(), 0
     settings: Any = {"block_diffusion": BlockDiffusion, "s2d2": S2d2}[kind](kind=kind, block_size=3)
     requests = prompts([(p, 6) for p in (0, 1, 2, 3, 4)] * 8)
     whole = ours(requests, info, settings, SAMPLINGS[sampling])
@@ -208,12 +209,15 @@ def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
 
 
 def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
+    """Known before a model is loaded."""
     for settings in (
         BlockDiffusion(kind="block_diffusion", block_size=2, fused=True),
         S2d2(kind="s2d2", block_size=2, fused=True),
     ):
+        check_family(settings, table_info())
         with pytest.raises(ValueError, match=r"decoder\.fused: models of family"):
-            build_decoder(table(), table_info(shift=1), settings, GREEDY, max_rows=1, max_tokens=64)
+            check_family(settings, table_info(shift=1))
+    check_family(S2d2(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
 
 
 @pytest.mark.parametrize(
