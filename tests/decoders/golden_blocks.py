@@ -155,6 +155,8 @@ def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
     if settings is None:
         settings = s2d2_settings(case) if case["kind"] == "s2d2" else plain_settings(options)
     sampling = Sampling(temperature=0.0, top_p=options.get("top_p") if case["kind"] == "s2d2" else None)
+    if options.get("top_k"):
+        sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])
     sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
     decoder: Any = (
         build_decoder(backbone, info, settings, sampling, **sizes)
