@@ -19,7 +19,6 @@ Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from decoders.cost import Cost, CostTable
 from decoders.ledger import Ledger
+from decoders.offers import Offers, lines_a_slot
 from decoders.state import SlotState
 from decoders.survival import Survival
 
@@ -46,14 +46,12 @@ _PROBE_AFTER, _PROBE_AT_MOST = 16, 1024
 _PROBE_DRAFTS: Final = 2
 # How many slots try, and how many tries make an answer.
 _EVIDENCE: Final = 8
-# How much larger than all before a step may be.
-_GROWTH: Final = 2.0
 # What drafting must win over not drafting, to be worth trusting estimates.
 _MARGIN: Final = 1.1
 # What is tried in full when it is time to try again.
 _NEARLY: Final = 0.9
 # Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
-_TRY_EVERY, _HOPE = 8, 1.1
+_TRY_EVERY: Final = 8
 # Prices of a row, in tokens: from nearly nothing to what no draft is worth.
 _PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
 # Where allocations are cut: each depth costs a forward of the drafter.
@@ -87,6 +85,8 @@ class DraftBudget:
         self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
         self._drawing = drawing or CostTable()
         self.survival = Survival(state, most)
+        # Where a slot's rows are its drafts and one more, a forward's attention is as wide as they are ragged.
+        self._ragged, self._lines = rows is None, 1.0
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
@@ -107,7 +107,7 @@ class DraftBudget:
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
         """A step with one forward of the target took so long; what was `drafted` in it is taken off."""
         self._ledger.spend(seconds)
-        self.target.observe(tokens, kv_tokens, max(seconds - self._drafted_s, 0.0))
+        self.target.observe(tokens, round(kv_tokens * self._lines), max(seconds - self._drafted_s, 0.0))
         self._drafted_s = 0.0
 
     def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
@@ -134,7 +134,7 @@ class DraftBudget:
             self._ledger.drop()
         else:
             self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
-        self._fresh, self._joined, self._drafting = fresh, joined, False
+        self._fresh, self._joined, self._drafting, self._lines = fresh, joined, False, 1.0
 
     def _may_try(self) -> bool:
         return self._ledger.allows(self._plain_s)
@@ -154,6 +154,8 @@ class DraftBudget:
             self._plain_s, self._num_slots = float(cost.seconds(num_rows, kv_tokens)[0]), len(most)
         counts = (self._plan_fresh if fresh else self._plan_regular)(slots_B, most, kv_tokens)
         self._drafting = bool(counts.any())
+        if self._ragged and self._drafting:
+            self._lines = float(lines_a_slot(1 + counts[None])[0])
         return torch.from_numpy(counts).to(most_B.device)
 
     def _plan_fresh(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
@@ -196,7 +198,7 @@ class DraftBudget:
         self._resting, self._next_probe = True, self._num_planned + self._wait
         return np.zeros_like(most)
 
-    def _probe(self, most: Counts, offers: _Offers) -> Counts:
+    def _probe(self, most: Counts, offers: Offers) -> Counts:
         """After a rest: what nearly pays, in full; else let some slots draft a little."""
         self._wait = min(2 * self._wait, _PROBE_AT_MOST)
         self._resting, self._num_tries = False, 0
@@ -211,7 +213,7 @@ class DraftBudget:
 
     # ---- the allocation ------------------------------------------------------------------------------------------
 
-    def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> _Offers | None:
+    def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Offers | None:
         """The allocations to choose from; None while a cost is not known at all."""
         cost = self.target.cost()
         drafting = None if self.drafter is None else self.drafter.cost()
@@ -222,13 +224,13 @@ class DraftBudget:
         rows_BE, each_B = self._slot_rows(len(most)), np.arange(len(most))
         choices_CB = self._ladder(gain_BE, rows_BE / self._priced_rows)
         forwards_CB = self._forwards_E[choices_CB]
-        return _Offers(
+        return Offers(
             counts_CB=choices_CB,
             gain_C=(gain_BE[each_B, choices_CB] / forwards_CB).sum(1),
             rows_C=(rows_BE[each_B, choices_CB] / forwards_CB).sum(1),
             drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens) + self._drawing_seconds(choices_CB),
             cost=cost,
-            kv_tokens=kv_tokens,
+            kv_C=kv_tokens * (lines_a_slot(1 + choices_CB) if self._ragged else np.ones(len(choices_CB))),
         )
 
     def _drafting_seconds(self, counts_CB: Counts, drafting: Cost | None, kv_tokens: int) -> Numbers:
@@ -260,39 +262,3 @@ class DraftBudget:
         depths_D = _DEPTHS[self.most >= _DEPTHS]
         choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
         return choices_LDB.reshape(-1, len(gain_BE))
-
-
-@dataclass(frozen=True, slots=True)
-class _Offers:
-    """Allocations, what each wins and takes in a forward; the last one drafts nothing."""
-
-    counts_CB: Counts
-    gain_C: Numbers
-    rows_C: Numbers
-    drafting_C: Numbers
-    cost: Cost
-    kv_tokens: int
-
-    def _rates(self, seconds_C: Numbers) -> Numbers:
-        """Tokens per second, 0 for allocations that are too much larger than all that was met."""
-        near_C = self.rows_C <= max(_GROWTH * self.cost.most_tokens, self.rows_C[-1])
-        return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
-
-    def fastest(self, margin: float) -> tuple[Counts, float]:
-        """The allocation with most tokens per second, and how many; none unless that is `margin` times the rate of none."""
-        rate_C = self._rates(self.cost.seconds(self.rows_C, self.kv_tokens))
-        drafting_C = np.where(self.counts_CB.any(1), rate_C, 0.0)
-        best = int(drafting_C.argmax())
-        best = best if drafting_C[best] >= margin * rate_C[-1] else len(rate_C) - 1
-        return self.counts_CB[best], float(rate_C[best])
-
-    def hopeful(self, rate: float, otherwise: Counts) -> Counts:
-        """An allocation of a size never met that might beat the rate by far, if there is one."""
-        hope_C = self._rates(self.cost.at_least(self.rows_C, self.kv_tokens))
-        best = int(hope_C.argmax())
-        return self.counts_CB[best] if hope_C[best] > _HOPE * rate else otherwise
-
-    def worth(self, rate: float) -> Counts:
-        """The allocation that wins most beyond what its time is worth at this rate."""
-        seconds_C = self.cost.per_token * self.rows_C + self.drafting_C
-        return self.counts_CB[int((self.gain_C - rate * seconds_C).argmax())]

@@ -25,7 +25,7 @@ _MEMORY: Final = 16
 # How many forwards the line's word is worth against those of a cell.
 _LINE_WEIGHT: Final = 1.0
 # From so many cells on, the keys that are read can be told from the tokens that are computed.
-_CELLS_FOR_KEYS: Final = 5
+_CELLS_FOR_KEYS, _KEYS_VARY = 5, 0.2
 _FIT_EVERY: Final = 16
 
 
@@ -62,7 +62,7 @@ class Cost:
         within_N: Numbers = np.interp(tokens_N, self.tokens_P, self.seconds_P)
         return within_N + self.per_token * beyond_N + self.per_kv_token * kv_tokens
 
-    def at_least(self, tokens_N: Numbers, kv_tokens: float) -> Numbers:
+    def at_least(self, tokens_N: Numbers, kv_tokens: Numbers | float) -> Numbers:
         """The same, but sizes that were never met are as cheap as they can be: no dearer than the next smaller one that was."""
         octaves_NP = np.abs(np.log2(tokens_N)[:, None] - np.log2(self.tokens_P))
         unmet_N = octaves_NP.min(1) > 0.5 / _CELLS_PER_OCTAVE
@@ -111,7 +111,9 @@ def _fit(cells: list[_Cell]) -> Cost:
         # One size says nothing of others: half of it may be what every forward takes.
         found = np.array([seconds_P[0] / 2, seconds_P[0] / 2 / features[0, 1], 0.0])
     else:
-        columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS else [0, 1]
+        # Keys of about one number can't be told from what every forward takes.
+        varied = float(np.ptp(features[:, 2])) > _KEYS_VARY * float(features[:, 2].mean())
+        columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS and varied else [0, 1]
         found = _non_negative(features * weights_P[:, None], seconds_P * weights_P, columns)
     line_P = features[:, :2] @ found[:2]
     own_P = np.maximum(seconds_P - found[2] * features[:, 2], 0.0)
