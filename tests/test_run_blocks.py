@@ -27,7 +27,7 @@ ALWAYS = {"kind": "s2d2", "block_size": 4, "causal_cache": True}
 
 
 def decoded(folder: Path, decoder: dict[str, Any], **sections: Any) -> dict[str, dict[str, Any]]:
-    rows = [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
+    rows = sections.pop("rows", None) or [{"id": name, "ids": ids} for name, ids in PROMPTS.items()]
     name = f"run-{len(list(folder.glob('run-*')))}"
     spec = job_spec(
         folder,
@@ -72,6 +72,49 @@ def test_prompts_of_every_length_are_completed_and_forwards_are_told_by_kind(wor
         assert found["fused"][name]["logprob"] == pytest.approx(found["one"][name]["logprob"], rel=1e-5)
         assert found["fused"][name]["nfe"] < found["always"][name]["nfe"]
         assert found["plain"][name]["logprob"] is None and dict(found["plain"][name]["nfe_kinds"])["verify"] == 0
+
+
+def wrote(folder: Path, case: dict[str, Any], decoder: dict[str, Any]) -> tuple[list[int], dict[str, int]]:
+    """What a job makes of a recorded prompt, and its forwards by kind."""
+    prompt, options = case["prompt"], case["settings"]
+    room = -(-(len(prompt) + options["gen_length"]) // options["block_length"]) * options["block_length"] - len(prompt)
+    row = decoded(
+        folder,
+        {"block_size": options["block_length"], "steps": options["denoising_steps"]} | decoder,
+        rows=[{"id": case["name"], "ids": prompt}],
+        task={"kind": "complete", "max_new_tokens": room, "ignore_eos": True},
+        sampling={"temperature": 0.0},
+    )[case["name"]]
+    return [*prompt, *row["tokens"]], dict(row["nfe_kinds"])
+
+
+def test_a_job_gives_the_public_codes_runs(world: Path, golden: Path) -> None:
+    """As a user would write them, the mask suppressed; all but the last store pass, after which nothing comes."""
+    runs: list[tuple[str, str, dict[str, Any]]] = [
+        ("sdar/generate.json", "gen.B4.low_confidence_static.t0.9.s4.p8", {"schedule": "static"}),
+        ("sdar/generate.json", "gen.B8.low_confidence_dynamic.t0.3.s8.p13", {"tau": 0.3}),
+        (
+            "s2d2/cases.json",
+            "ssd.B8.s8.hyst_entropy_dynamic.low_confidence_dynamic.AR.onehot",
+            {
+                "causal_cache": True,
+                "causal_draft": True,
+                "tau": 0.85,
+                "router": {"kind": "hysteresis", "on": 1.0, "off": 0.3},
+                "estimator": {"kind": "entropy"},
+                "cost": {"kind": "dynamic", "c": 1.0},
+            },
+        ),
+    ]
+    for file, name, decoder in runs:
+        (case,) = [case for case in json.loads((golden / file).read_text())["cases"] if case["name"] == name]
+        decoder["kind"] = "s2d2" if case["kind"] == "s2d2" else "block_diffusion"
+        text, kinds = wrote(world, case, decoder)
+        theirs = case["nfe"]
+        assert text == case["output"], name
+        assert kinds == {kind: theirs[kind] for kind in ("prefill", "draft", "verify")} | {
+            "commit": theirs["store"] - 1
+        }
 
 
 def test_traces_tell_every_step(world: Path) -> None:

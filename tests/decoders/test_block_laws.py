@@ -129,12 +129,16 @@ def test_rejecting_samples_follow_the_law_of_block_size_one():
     assert (((counts - expected) ** 2) / expected).sum() < 29.9
 
 
-@pytest.mark.parametrize("folder", ["sdar", "fast_dllm_v2"])
-def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder):
-    """To the bit: confidences, routes and ratios included."""
+@pytest.mark.parametrize(
+    ("folder", "more"),
+    [("sdar", {}), ("fast_dllm_v2", {"sub_block": 4}), ("llada2", {"tau_edit": 0.9, "post_steps": 2})],
+    ids=["sdar", "fast_dllm_v2", "llada2"],
+)
+def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder, more):
+    """To the bit: confidences, routes, edits and ratios included."""
     info, backbone = loaded(golden / folder)
     requests = prompts([(1, 14), (4, 20), (7, 18), (0, 9), (11, 26), (8, 17), (16, 21), (3, 4)] * 2, vocab_size=90)
-    settings = S2d2(kind="s2d2", block_size=8, sub_block=4, router=Score(kind="score", tau=-0.2), tau=0.6)
+    settings = S2d2(kind="s2d2", block_size=8, router=Score(kind="score", tau=-0.2), tau=0.6, **more)
     found = []
     for rows in (1, 3, 16):
         backbone.forget()
