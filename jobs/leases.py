@@ -33,7 +33,8 @@ class Limits:
     `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers a unit may take with it before it
     runs alone. `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker
     wanted, and `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job
-    gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further one.
+    gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further one. `lease_s` is for
+    a worker that gets nowhere, `start_s` for one that does not come up.
     """
 
     attempts: int = 3
@@ -42,6 +43,7 @@ class Limits:
     starts: int = 2
     fruitless: int = 30
     lease_s: float = 600.0
+    start_s: float = 1800.0
     rest_s: float = 1.0
     max_rest_s: float = 60.0
 
@@ -89,6 +91,7 @@ class Worker:
 
     name: str
     up: bool = False
+    hired_s: float = 0.0
     leases: list[int] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
 
@@ -119,9 +122,9 @@ class Ledger:
         self._num_leases = 0
         self._num_workers = 0
 
-    def hire(self) -> Worker:
+    def hire(self, now_s: float) -> Worker:
         """Enter a worker that is starting, under a name that was never used."""
-        worker = Worker(f"w{self._num_workers}")
+        worker = Worker(f"w{self._num_workers}", hired_s=now_s)
         self._num_workers += 1
         self.workers[worker.name] = worker
         return worker
@@ -168,6 +171,19 @@ class Ledger:
         worker = self.workers.pop(name, None)
         return (worker, [self.release(number) for number in worker.leases]) if worker else None
 
+    @property
+    def num_up(self) -> int:
+        """Number of workers that are up."""
+        return sum(worker.up for worker in self.workers.values())
+
+    def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
+        """The workers that hang, at work or at their start, and in what words."""
+        stuck = {lease.worker for lease in self.leases.values() if lease.expires_s < now_s}
+        waiting = {w.name for w in self.workers.values() if not w.up and w.hired_s + limits.start_s < now_s}
+        return [(name, f"no progress for {limits.lease_s:.0f} s") for name in sorted(stuck)] + [
+            (name, f"not up after {limits.start_s:.0f} s") for name in sorted(waiting)
+        ]
+
     def hands(self) -> list[Worker]:
         """The workers that may be given something: up, and not alone with a suspect; fewest leases first."""
         free = [w for w in self.workers.values() if w.up and not any(self.is_alone(number) for number in w.leases)]
@@ -182,6 +198,13 @@ class Ledger:
             self.delicate.add(number)
         else:
             heapq.heappush(self.waiting, (-unit.size.tokens, number))
+
+    def wake(self, now_s: float) -> None:
+        """Let the units whose rest is over be leased again."""
+        for number, unit in self.touched.items():
+            if unit.resting_until_s is not None and unit.resting_until_s <= now_s:
+                unit.resting_until_s = None
+                self.enqueue(number)
 
     def next_waiting(self) -> int | None:
         """Take the longest waiting unit."""

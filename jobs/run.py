@@ -168,7 +168,8 @@ def hopelessness(run: Run) -> Callable[[int], bool]:
 
 def limits_of(spec: JobSpec) -> Limits:
     """What the scheduler bears before it does something about it, where a spec may say so."""
-    return Limits(attempts=spec.errors.attempts, lease_s=spec.workers.stall_s)
+    workers = spec.workers
+    return Limits(attempts=spec.errors.attempts, lease_s=workers.stall_s, start_s=workers.start_s)
 
 
 def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:

@@ -102,12 +102,8 @@ class Scheduler:
 
     def _tick(self, now_s: float) -> None:
         self.now_s = max(self.now_s, now_s)
-        for number, unit in self.books.touched.items():
-            if unit.resting_until_s is not None and unit.resting_until_s <= self.now_s:
-                unit.resting_until_s = None
-                self.books.enqueue(number)
-        for name in sorted({lease.worker for lease in self.books.leases.values() if lease.expires_s < self.now_s}):
-            reason = f"no progress for {self.limits.lease_s:.0f} s"
+        self.books.wake(self.now_s)
+        for name, reason in self.books.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
 
@@ -129,7 +125,10 @@ class Scheduler:
         self.deaths_in_a_row += worker.up
         self.failed_starts += not worker.up
         if self.failed_starts >= self.limits.starts * self.target:
-            self._finish("failed", f"workers can't start: {reason}")
+            # A device or machine that is no good must not end a job that goes on without it.
+            self.failed_starts, self.target = 0, self.books.num_up
+            if not self.target:
+                self._finish("failed", f"workers can't start: {reason}")
         elif self.deaths_in_a_row >= max(self.limits.fruitless, 3 * self.target):
             self._finish("failed", f"workers keep dying: {reason}")
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
@@ -239,7 +238,7 @@ class Scheduler:
 
     def _staff(self) -> None:
         while len(self.books.workers) < min(self.target, self.remaining):
-            self._out.append(StartWorker(self.books.hire().name))
+            self._out.append(StartWorker(self.books.hire(self.now_s).name))
 
     def _assign(self) -> None:
         """Delicate work first, on workers that hold nothing else; then the waiting units; then copies."""

@@ -64,13 +64,15 @@ class BatchingSettings(Settings):
 class WorkerSettings(Settings):
     """How many workers, and what each of them gets; a fraction of a GPU is allowed.
 
-    A worker that moves nothing forward for `stall_s` seconds is killed, and its units are given to others.
+    A worker that moves nothing forward for `stall_s` seconds is killed, and its units are given to others; so is one that
+    does not come up in `start_s` seconds, which include its wait for a place and its loading of the model.
     """
 
     count: Auto | Positive = "auto"
     gpus: Auto | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
     stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
+    start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
 
 
 class ErrorSettings(Settings):

@@ -222,6 +222,25 @@ def test_workers_that_never_start_end_the_job():
     assert finish == Finish("failed", "workers can't start: no such model")
 
 
+def test_a_worker_that_hangs_at_its_start_is_replaced_and_in_the_end_done_without():
+    scheduler = Scheduler(sizes(9, 8, 7, 6), workers=2, limits=Limits(starts=1, start_s=100.0, lease_s=1e6))
+    assert scheduler.on(Tick(0.0)) == [StartWorker("w0"), StartWorker("w1")]
+    scheduler.on(Tick(50.0))
+    scheduler.on(WorkerUp("w0"))
+    assert scheduler.on(Tick(99.0)) == []
+    assert scheduler.on(Tick(100.5)) == [KillWorker("w1", "not up after 100 s"), StartWorker("w2")]
+    assert scheduler.on(Tick(200.0)) == []
+    assert scheduler.on(Tick(201.0)) == [KillWorker("w2", "not up after 100 s")], "w0 goes on alone"
+    assert scheduler.target == 1 and scheduler.finished is None
+    scheduler.books.check_integrity()
+
+
+def test_a_job_none_of_whose_workers_comes_up_ends():
+    scheduler = Scheduler(sizes(9, 8), workers=2, limits=Limits(starts=1, start_s=100.0))
+    scheduler.on(Tick(0.0))
+    assert scheduler.on(Tick(101.0))[-1] == Finish("failed", "workers can't start: not up after 100 s")
+
+
 def test_draining_keeps_the_units_that_run_and_gives_back_the_next():
     scheduler = Scheduler(sizes(9, 8, 7), workers=1)
     first, second, third = holding(scheduler, spent=2)
@@ -267,6 +286,8 @@ class World:
         elif isinstance(command, Revoke):
             held = self.up[command.worker]
             self.up[command.worker] = [work for work in held if work.lease != command.lease]
+        elif isinstance(command, KillWorker) and command.worker in self.starting:
+            self.starting.remove(command.worker)
         elif isinstance(command, KillWorker):
             self.zombies += [work for work in self.up.pop(command.worker) if not self.is_poisoned(work)]
         elif isinstance(command, Quarantine):
