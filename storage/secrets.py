@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 
 from storage.errors import printable
 
@@ -37,5 +38,10 @@ def presentable(text: str) -> str:
 
 def _secrets() -> list[str]:
     """Values of the environment, longest first: one may be a part of another."""
-    found = {value for name, value in os.environ.items() if _NAMES.search(name) and len(value) >= MIN_CHARS}
-    return sorted(found, key=len, reverse=True)
+    values = {os.environ.get(name, "") for name in os.environ if _is_secret(name)}
+    return sorted((value for value in values if len(value) >= MIN_CHARS), key=len, reverse=True)
+
+
+@lru_cache(maxsize=4096)  # every line of a log asks, about the same names
+def _is_secret(name: str) -> bool:
+    return _NAMES.search(name) is not None
