@@ -8,10 +8,12 @@ With --invariance N, N samples are decoded again, each alone, and compared token
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pyarrow as pa
 
@@ -20,7 +22,7 @@ from jobs.compact_check import check_compact
 from jobs.passes import Pass, Rows, failed_rows, finished, left_failed, passes_of
 from jobs.plan import Plan
 from jobs.thresholds import too_many_failed
-from storage.commit import SUCCESS, CommittedUnit, Manifest
+from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
 from storage.errors import StoreError
 from storage.records import parquet_metadata, read_parquet, schema_of
 from storage.store import open_store
@@ -122,7 +124,8 @@ def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str
         return [f"{name}: can't be read: {error}"]
     findings.units += 1
     findings.bytes += len(data)
-    findings.statuses.update(table.column("status").to_pylist())
+    if "status" in table.column_names:
+        findings.statuses.update(table.column("status").to_pylist())
     return [f"{name}: {problem}" for problem in _unit_problems(plan, committed, ids, data, table, store)]
 
 
@@ -132,6 +135,8 @@ def _unit_problems(
     stat = store.stat(committed.object)
     if hashlib.sha256(data).hexdigest() != committed.sha256:
         yield "its SHA-256 is not the manifest's"
+    if len(data) != committed.bytes:
+        yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
     if stat is not None and stat.etag != committed.etag:
         yield f"its etag is {stat.etag}, the manifest has {committed.etag}"
     version = plan.results["schema_version"]
@@ -173,14 +178,28 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     held = (len(manifest.units), manifest.total("rows"))
     if held != (plan.units, plan.rows):
         problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
+    summed = {"units": held[0]} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
+    if _said_in(store, MANIFEST).get("totals") != summed:
+        problems.append("the manifest's totals are not the sums over its units")
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
+    elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
+        problems.append("_SUCCESS is damaged or of another job")
     objects = {unit.object for unit in manifest.units}
     files = [stat.name for stat in store.list("data/") if stat.name.endswith(".parquet")]
     strangers = sorted(name for name in files if name not in objects)
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems
+
+
+def _said_in(store: Store, name: str) -> dict[str, Any]:
+    """A JSON file; empty if it is none."""
+    try:
+        found = json.loads(store.get(name))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _counted(statuses: Counter[str]) -> str:

@@ -129,35 +129,6 @@ def test_bad_rows_are_failed_rows_and_too_many_of_them_is_exit_code_3(ray_sessio
     assert main(["verify", str(tmp_path / "run")]) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "message"),
-    [
-        ("a flipped byte", lambda data: data[:200] + bytes([data[200] ^ 1]) + data[201:], "BROKEN"),
-        ("a file cut short", lambda data: data[:-20], "can't be read"),
-    ],
-)
-def test_verify_sees(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name, spoil, message):
-    import shutil
-
-    run = shutil.copytree(finished / "run", tmp_path / "copy")
-    victim = run / "data" / "unit-00000001.parquet"
-    victim.write_bytes(spoil(victim.read_bytes()))
-    assert main(["verify", str(run)]) == 1
-    assert message in capsys.readouterr().out
-
-
-def test_verify_sees_a_missing_file_and_a_stranger(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    import shutil
-
-    run = shutil.copytree(finished / "run", tmp_path / "copy")
-    data = run / "data"
-    shutil.copy(data / "unit-00000001.parquet", data / "unit-00000077.parquet")
-    (data / "unit-00000002.parquet").unlink()
-    assert main(["verify", str(run)]) == 1
-    out = capsys.readouterr().out
-    assert "unit-00000002.parquet: can't be read" in out and "not in the manifest, first data/unit-00000077" in out
-
-
 def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", str(tmp_path)]) == 2
     assert main(["status", str(tmp_path)]) == 2

@@ -1,0 +1,203 @@
+"""What `draftmill verify` is for: every kind of damage to a finished run, made on purpose, is found and said in words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from storage.store import open_store
+from tests.jobs_of_tests import write_rows, write_spec
+from tests.local_pool import without_ray
+
+ROWS, UNIT_ROWS = 12, 4
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three units."""
+    folder = tmp_path_factory.mktemp("sound")
+    rows = write_rows(folder / "rows.jsonl", ROWS, longest=8)
+    spec = write_spec(folder, rows=rows, output={"path": str(folder / "run"), "unit_rows": UNIT_ROWS})
+    with without_ray():
+        assert main(["run", str(spec), "--quiet"]) == 0
+    return folder / "run"
+
+
+def copied(sound: Path, run: Path) -> Path:
+    """A copy of the run whose manifest has the etags of the copied files."""
+    shutil.copytree(sound, run)
+
+    def update(manifest: Any) -> None:
+        for one in manifest["units"]:
+            one["etag"] = etag_of(run / one["object"])
+
+    edited("_manifest.json", update)(run)
+    return run
+
+
+def etag_of(path: Path) -> str:
+    """As a store on disk makes it."""
+    stat = open_store(str(path.parent)).stat(path.name)
+    assert stat is not None
+    return stat.etag
+
+
+def unit(run: Path, number: int = 1) -> Path:
+    return run / "data" / f"unit-{number:08d}.parquet"
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Damage:
+    """A JSON file of which something is changed."""
+
+    def damage(run: Path) -> None:
+        found = json.loads((run / name).read_text())
+        change(found)
+        (run / name).write_text(json.dumps(found))
+
+    return damage
+
+
+def set_in_manifest(key: str, value: Any) -> Damage:
+    return edited("_manifest.json", lambda found: found["units"][1].update({key: value}))
+
+
+def bytes_of(change: Callable[[bytes], bytes]) -> Damage:
+    """A unit's file of which some bytes are changed."""
+    return lambda run: void(unit(run).write_bytes(change(unit(run).read_bytes())))
+
+
+def flipped(at: float) -> Damage:
+    """One bit, so far (0 to 1) into the file."""
+
+    def flip(data: bytes) -> bytes:
+        place = int(at * (len(data) - 1))
+        return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+    return bytes_of(flip)
+
+
+def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True) -> Damage:
+    """Other rows in a unit's file; `covered`: by one who also writes its new hash, etag and size into the manifest."""
+
+    def damage(run: Path) -> None:
+        table = pq.read_table(unit(run))
+        pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), unit(run))
+        data = unit(run).read_bytes()
+        facts = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "etag": etag_of(unit(run))}
+        if covered:
+            edited("_manifest.json", lambda found: found["units"][1].update(facts))(run)
+
+    return damage
+
+
+def column(table: pa.Table, name: str, value: Any) -> pa.Table:
+    """The table with the first value of a column replaced."""
+    index, field = table.column_names.index(name), table.schema.field(name)
+    values = [value, *table.column(name).to_pylist()[1:]]
+    return table.set_column(index, field, pa.array(values, field.type))
+
+
+def metadata(key: str, value: str) -> Damage:
+    """Another word in what a unit's file says of itself."""
+
+    def damage(run: Path) -> None:
+        table = pq.read_table(unit(run))
+        told = {**table.schema.metadata, f"draftmill.{key}".encode(): value.encode()}
+        pq.write_table(table.replace_schema_metadata(told), unit(run))
+
+    return damage
+
+
+def void(_: object) -> None:
+    """Whatever came back is not wanted."""
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a bit of the data": (flipped(0.1), ""),
+    "a bit of the middle": (flipped(0.5), ""),
+    "a bit of the footer": (flipped(0.9), ""),
+    "a file cut short": (bytes_of(lambda data: data[:-30]), "can't be read"),
+    "an empty file": (bytes_of(lambda data: b""), "can't be read"),
+    "another kind of file": (bytes_of(lambda data: b"not a table" * 50), "can't be read"),
+    "a file that is gone": (lambda run: unit(run).unlink(), "can't be read"),
+    "a file too many": (lambda run: void(shutil.copy(unit(run), unit(run, 9))), "not in the manifest"),
+    "the file of another unit": (lambda run: void(shutil.copy(unit(run, 2), unit(run))), "SHA-256"),
+    "a row twice": (rows_changed(lambda t: pa.concat_tables([t, t.slice(0, 1)])), "twice or were never planned"),
+    "a row in the place of another": (
+        rows_changed(lambda t: pa.concat_tables([t.slice(0, 3), t.slice(0, 1)])),
+        "1 planned rows are missing",
+    ),
+    "a row less": (rows_changed(lambda t: t.slice(1)), "1 planned rows are missing"),
+    "rows in another order": (rows_changed(lambda t: t.take([1, 0, 2, 3])), "order of the plan"),
+    "a row that was not planned": (rows_changed(lambda t: column(t, "id", "other")), "never planned"),
+    "a status": (rows_changed(lambda t: column(t, "status", "failed")), "rows are ok, the manifest has"),
+    "a status that there is not": (rows_changed(lambda t: column(t, "status", "odd")), "rows are ok"),
+    "rows of another unit": (rows_changed(lambda t: column(t, "unit", 7)), "rows name another unit"),
+    "rows of another pass": (rows_changed(lambda t: column(t, "pass", 2)), "rows name another pass"),
+    "a column less": (rows_changed(lambda t: t.drop_columns(["status"])), "schema"),
+    "a column more": (rows_changed(lambda t: t.append_column("more", t["id"])), "schema"),
+    "a text, its hash left": (rows_changed(lambda t: column(t, "text", "x"), covered=False), "SHA-256"),
+    "the fingerprint of a file": (metadata("fingerprint", "f00"), "its fingerprint is"),
+    "a manifest's fingerprint": (edited("_manifest.json", lambda m: m.update(fingerprint="f00")), "of another job"),
+    "a unit not listed": (edited("_manifest.json", lambda m: m["units"].pop()), "the manifest does not list it"),
+    "a unit listed twice": (edited("_manifest.json", lambda m: m["units"].append(m["units"][0])), "twice"),
+    "a unit that was not planned": (
+        edited("_manifest.json", lambda m: m["units"].append(m["units"][0] | {"unit": 9})),
+        "not in the plan",
+    ),
+    "a hash": (set_in_manifest("sha256", "0" * 64), "SHA-256"),
+    "an etag": (set_in_manifest("etag", "0"), "etag"),
+    "a size": (set_in_manifest("bytes", 7), "bytes"),
+    "a number of rows": (set_in_manifest("rows", 5), "rows"),
+    "a number of failed rows": (set_in_manifest("failed", 1), "rows are failed"),
+    "totals that are not the sum": (edited("_manifest.json", lambda m: m["totals"].update(ok=1)), "totals"),
+    "a manifest that is no JSON": (lambda run: void((run / "_manifest.json").write_text("{")), "damaged"),
+    "a manifest of another shape": (lambda run: void((run / "_manifest.json").write_text("[]")), "damaged"),
+    "_SUCCESS gone": (lambda run: (run / "_SUCCESS").unlink(), "no _SUCCESS"),
+    "_SUCCESS of another job": (edited("_SUCCESS", lambda s: s.update(fingerprint="f00")), "_SUCCESS"),
+    "_SUCCESS empty": (lambda run: void((run / "_SUCCESS").write_text("")), "_SUCCESS"),
+}
+
+
+def test_verify_finds_a_sound_run_sound(sound: Path):
+    assert main(["verify", str(sound)]) == 0
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_verify_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
+    run = copied(sound, tmp_path / "run")
+    damage, words = DAMAGES[kind]
+    damage(run)
+    assert main(["verify", str(run)]) == 1
+    told = capsys.readouterr()
+    assert "unexpected" not in told.err
+    assert words in told.out + told.err
+
+
+@pytest.mark.parametrize("name", ["_plan.json", "plan"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"PAR1 and no more"])
+def test_a_damaged_plan_is_said_in_words(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
+):
+    run = shutil.copytree(sound, tmp_path / "run")
+    path = run / name if name.startswith("_") else next((run / name).iterdir())
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    for command in (["verify", str(run)], ["status", str(run)], ["compact", str(run)], ["rerun", str(run), "--failed"]):
+        code = main(command)
+        told = capsys.readouterr().err
+        assert "unexpected" not in told, f"{command[0]}: {told}"
+        assert code in {0, 1, 2} and (code or command[0] != "verify")
