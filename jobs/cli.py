@@ -7,6 +7,7 @@ more samples failed than allowed; 4 interrupted, resumable; 1 anything unexpecte
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def _driver_arguments(command: argparse.ArgumentParser) -> None:
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
     command.add_argument(
         "--grace-seconds",
-        type=float,
+        type=_seconds,
         default=grace_s,
         metavar="S",
         help="time from SIGTERM to the end: running units may go on for all but 5 s of it",
@@ -116,7 +117,7 @@ def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
 def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("verify", parents=[common], help="check a run's promises from the store alone")
     _store_arguments(command)
-    command.add_argument("--invariance", type=int, default=0, metavar="N", help="decode N samples again, alone")
+    command.add_argument("--invariance", type=_count, default=0, metavar="N", help="decode N samples again, alone")
     command.set_defaults(command=_verify)
 
 
@@ -136,6 +137,22 @@ def _add_compact(commands: Commands, common: argparse.ArgumentParser) -> None:
     _store_arguments(command)
     command.add_argument("--file-mb", type=_megabytes, default=128, metavar="N", help="MiB of a file, at most (128)")
     command.set_defaults(command=_compact)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a number from 0")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number from 0")
+    return int(text)
 
 
 def _megabytes(text: str) -> int:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
+from storage.errors import StoreError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 """Where the packages lie: the checkout, or the environment's site-packages."""
@@ -80,7 +80,10 @@ def _start_local(num_cpus: int | None) -> None:
     # Workers see neither our sys.path nor our working folder's: only what stands in PYTHONPATH when Ray starts.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    _init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+    try:
+        _init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+    except Exception as error:  # on a busy machine Ray gives up with just that
+        raise StoreError(f"Ray did not start: {error}; run it again to go on") from error
 
 
 def _connect(address: str) -> None:

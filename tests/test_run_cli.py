@@ -12,6 +12,7 @@ import pytest
 
 from jobs import cli
 from tests.jobs_of_tests import write_rows, write_spec
+from tests.local_pool import without_ray
 
 
 @pytest.mark.ray
@@ -48,6 +49,22 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nobody listens at 127.0.0.1:1")
 
 
+def test_a_ray_that_does_not_start_is_said_in_words_and_the_run_can_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def too_busy(**options: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("jobs.session._init", too_busy)
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    assert cli.main(["run", str(spec), "--quiet"]) == 1
+    assert capsys.readouterr().err.startswith("draftmill: Ray did not start: The current node timed out")
+    monkeypatch.undo()
+    with without_ray():
+        assert cli.main(["run", str(spec), "--quiet"]) == 0
+
+
 def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     spec = write_spec(tmp_path, rows=tmp_path / "missing.jsonl")
     assert cli.main(["run", str(spec)]) == 2
@@ -64,6 +81,17 @@ def test_something_unexpected_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
     with pytest.raises(KeyError):
         cli.main(["models", "--debug"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run x.yaml --grace-seconds -3", "run x.yaml --grace-seconds nan", "rerun run --failed --grace-seconds soon",
+     "verify run --invariance -1", "compact run --file-mb 0"],
+)  # fmt: skip
+def test_a_number_that_makes_no_sense_is_refused_with_what_is_allowed(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(command.split())
+    assert refused.value.code == 2 and "is not allowed; allowed: " in capsys.readouterr().err
 
 
 def test_models_names_families_decoders_and_builtin_models(capsys: pytest.CaptureFixture[str]):
