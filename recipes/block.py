@@ -23,18 +23,6 @@ from recipes import absorbing, block_folder, block_layout, block_quality, block_
 START = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 
-def plan_from(flags: argparse.Namespace) -> loop.Schedule:
-    return loop.Schedule(
-        steps=flags.steps or 2900,
-        seed=flags.seed,
-        batch_tokens=flags.batch_tokens or 1024,
-        lengths=(128, 256, 512),
-        length_shares=(0.40, 0.45, 0.15),
-        learning_rate=flags.learning_rate or 1.5e-3,
-        decay_share=flags.decay_share,
-    )
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.block", description="Train a block-diffusion language model.")
     loop.add_flags(parser)
@@ -50,7 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     device, pace = loop.set_up(flags)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.start)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
-    trainer = block_training.Trainer(flags.start, plan_from(flags), prepared.train, device, flags.teach_from)
+    trainer = block_training.Trainer(
+        flags.start,
+        loop.schedule_of(flags, steps=2900, batch_tokens=1024, learning_rate=1.5e-3),
+        prepared.train,
+        device,
+        flags.teach_from,
+    )
     if not loop.run_visibly(trainer, flags.checkpoint_dir, pace):
         return 3
     block_folder.save_model(flags.out, trainer.model, absorbing.shape_of(flags.start), flags.start)

@@ -259,6 +259,21 @@ def describe_machine(threads: int) -> dict[str, str]:
     return {"hardware": hardware, "versions": f"torch {torch.__version__}"}
 
 
+def schedule_of(flags: argparse.Namespace, *, steps: int, batch_tokens: int, learning_rate: float) -> Schedule:
+    """The schedule of a model that starts from a causal one: most of its steps have windows of 256 tokens or more.
+
+    Flags that are given come before these numbers.
+    """
+    return Schedule(
+        steps=flags.steps or steps,
+        seed=flags.seed,
+        batch_tokens=flags.batch_tokens or batch_tokens,
+        length_shares=(0.40, 0.45, 0.15),
+        learning_rate=flags.learning_rate or learning_rate,
+        decay_share=flags.decay_share,
+    )
+
+
 def set_up(flags: argparse.Namespace) -> tuple[torch.device, Pace]:
     """Give torch its threads and memory; the device to train on and the pace that the flags ask for."""
     torch.set_num_threads(flags.threads)

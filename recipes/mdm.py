@@ -25,18 +25,6 @@ from recipes.masking import MAX_SPANS
 START = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 
-def plan_from(flags: argparse.Namespace) -> loop.Schedule:
-    return loop.Schedule(
-        steps=flags.steps or 4100,
-        seed=flags.seed,
-        batch_tokens=flags.batch_tokens or 2048,
-        lengths=(128, 256, 512),
-        length_shares=(0.40, 0.45, 0.15),
-        learning_rate=flags.learning_rate or 2e-3,
-        decay_share=flags.decay_share,
-    )
-
-
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.mdm", description="Train a masked-diffusion language model.")
     loop.add_flags(parser)
@@ -51,7 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     device, pace = loop.set_up(flags)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.start)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
-    trainer = absorbing.Trainer(absorbing.model_from(flags.start), plan_from(flags), prepared.train, device)
+    trainer = absorbing.Trainer(
+        absorbing.model_from(flags.start),
+        loop.schedule_of(flags, steps=4100, batch_tokens=2048, learning_rate=2e-3),
+        prepared.train,
+        device,
+    )
     if not loop.run_visibly(trainer, flags.checkpoint_dir, pace):
         return 3
     absorbing_folder.save_model(flags.out, trainer.model, absorbing.shape_of(flags.start), flags.start)
