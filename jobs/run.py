@@ -29,7 +29,7 @@ from jobs.plan import Plan
 from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Display, make_display
 from jobs.scheduler import Scheduler
-from jobs.session import cluster_size, ray_session
+from jobs.session import check_reachable, cluster_size, ray_session
 from jobs.spec import JobSpec
 from jobs.summary import read_summary, table_lines
 from jobs.thresholds import hopeless, too_many_failed
@@ -45,7 +45,7 @@ from storage.commit import (
 )
 from storage.errors import StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost
-from storage.store import open_store, probe
+from storage.store import open_store, probe, sweep
 from storage.verbs import Store
 
 SETTLE_S = 1.0
@@ -87,10 +87,12 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     if prepared.plan is not None and store.exists(SUCCESS):
         print(f"{store.url} is finished already")
         return close(spec, store)
+    check_reachable(options.ray_address)
     conditional = probe(store)
     stop = StopFlag()
     try:
         with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+            sweep(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)

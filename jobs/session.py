@@ -87,7 +87,7 @@ def _start_local(num_cpus: int | None) -> None:
 
 
 def _connect(address: str) -> None:
-    _check_reachable(address)
+    check_reachable(address)
     # The packages travel as one folder, whatever else lies beside them (an environment, runs, data).
     # (Ray matches the folder itself as ".", which must not be excluded.)
     excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
@@ -98,9 +98,9 @@ def _connect(address: str) -> None:
         raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str | None) -> None:
     """Ray itself would go on trying for ever; a host:port that nobody listens on is a UserError within seconds."""
-    host, colon, port = address.rpartition(":")
+    host, colon, port = (address or "").rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
         return
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -97,6 +98,16 @@ class LocalStore:
         """See Store."""
         with _translated(self._path(name)) as path:
             path.unlink(missing_ok=True)
+
+    def sweep(self, *, older_s: float = 3600.0) -> None:
+        """Delete the temporary files that killed writers left; no living one takes so many seconds over a file."""
+        for folder, _, files in os.walk(self.root):
+            for name in files:
+                if name.startswith(TEMPORARY):
+                    path = Path(folder, name)
+                    with suppress(OSError):  # what can't be deleted does no harm
+                        if time.time() - path.stat().st_mtime > older_s:
+                            path.unlink()
 
     def _path(self, name: str) -> Path:
         return self.root / checked_name(name)

@@ -29,6 +29,14 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
     raise UserError(f"{url!r} is not a place to store: use a local path, s3://bucket/prefix or memory://NAME")
 
 
+def sweep(store: Store) -> None:
+    """Delete what killed writers left half written. Only a local folder can hold such: S3 has an object whole or not at all,
+    and no upload in parts is ever begun.
+    """
+    if isinstance(store, LocalStore):
+        store.sweep()
+
+
 def probe(store: Store) -> bool:
     """True if the store honours conditional creation: of two creates of one name, the second is refused.
 

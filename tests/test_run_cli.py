@@ -47,6 +47,7 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nobody listens at 127.0.0.1:1")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_ray_that_does_not_start_is_said_in_words_and_the_run_can_go_on(

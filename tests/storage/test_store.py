@@ -13,7 +13,7 @@ import pytest
 from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
 from storage.sources import BLOCK_BYTES, open_object
-from storage.store import open_store, probe
+from storage.store import open_store, probe, sweep
 from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
 
@@ -197,3 +197,15 @@ def test_a_temporary_file_that_a_killed_writer_left_is_not_listed(tmp_path: Path
     store.create("data/a", b"x")
     (tmp_path / "data" / ".tmp-123-abc").write_bytes(b"half")
     assert [stat.name for stat in store.list("data/")] == ["data/a"]
+
+
+def test_what_killed_writers_left_is_swept_when_nobody_can_still_write_it(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.create("data/a", b"x")
+    old, new = tmp_path / "data" / ".tmp-123-abc", tmp_path / "data" / ".tmp-124-def"
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    sweep(store)
+    assert not old.exists() and new.exists() and store.get("data/a") == b"x"
+    sweep(open_store(str(tmp_path / "nowhere")))
