@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,6 +18,9 @@ MOST = 5
 """More problems than this are only counted."""
 
 _LED_BY_PATH = re.compile(r"^(?:[a-z0-9_]+(?:\.[a-z0-9_]+)+): ")
+# How much of a value is shown; and what a message of ours quotes at a length that only a value has.
+_LONGEST: Final = 80
+_QUOTED: Final = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"")
 _TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -83,17 +86,24 @@ def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: 
     if item["type"] == "union_tag_invalid":
         return (
             path,
-            f"{item['ctx']['tag']!r} is not known; allowed: {item['ctx']['expected_tags'].replace(chr(39), '')}",
+            f"{_short(repr(item['ctx']['tag']))} is not known; allowed: {item['ctx']['expected_tags'].replace(chr(39), '')}",
         )
     if item["type"] == "value_error":
         return _own_words(path, str(item["ctx"]["error"]))
     value = f"{item['input']!r}" if path.partition(".")[0] != "s3" else "what stands there"  # it may be a key
-    shown = value if len(value) <= 80 else f"{value[:77]}..."
-    return path, f"{shown} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}"
+    return (
+        path,
+        f"{_short(value)} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}",
+    )
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
 
 
 def _own_words(path: str, message: str) -> tuple[str, str]:
-    """A message of our validators may lead with the path it is about."""
+    """A message of our validators may lead with the path it is about, and quotes what the user wrote, however long."""
+    message = _QUOTED.sub(lambda quoted: _short(quoted[0]), message)
     led = _LED_BY_PATH.match(message)
     return (led[0][:-2], message[led.end() :]) if led else (path, message)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from storage.verbs import S3Options
@@ -43,6 +44,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--soak` is what `make soak` adds."""
     parser.addoption("--soak", action="store_true", help="run the tests marked soak, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What hypothesis makes up is the same in every `make test`, so that it judges a change; `make soak` looks further."""
+    hypothesis.settings.register_profile("test", derandomize=True, database=None)
+    if not config.getoption("--soak"):
+        hypothesis.settings.load_profile("test")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -178,3 +178,12 @@ def test_a_wrong_override_is_refused(override: str, message: str) -> None:
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_a_valid_spec(path: Path) -> None:
     assert load_spec(path).name
+
+
+@pytest.mark.parametrize("quote", ["", "'"])
+def test_a_message_shows_the_beginning_of_a_long_value(quote: str) -> None:
+    spec = {**GOOD, "model": {"path": "m", "device": f"x{quote}/" * 2000}}
+    with pytest.raises(UserError) as caught:
+        check_spec(spec)
+    message = str(caught.value)
+    assert len(message) < 300 and "x" in message and "allowed: auto, cpu, cuda, cuda:N" in message
