@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.task import Columns, Complete, Score
 from decoders.noise import sample_key
-from storage.errors import RowError
+from storage.errors import RowError, listed
 
 Values = Mapping[str, Any]
 
@@ -19,7 +19,7 @@ MAX_ID_CHARS = 4096
 
 def missing(values: Values, column: str) -> RowError:
     """The error of a row without a value in a column that it needs."""
-    what = "is null" if column in values else f"is not there; the row has {', '.join(map(repr, values)) or 'nothing'}"
+    what = "is null" if column in values else f"is not there; the row has {listed(values)}"
     return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
 
 

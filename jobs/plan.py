@@ -27,7 +27,7 @@ from jobs.leases import UnitSize
 from jobs.plan_writer import PlanWriter
 from jobs.spec import JobSpec, check_spec
 from jobs.survey import survey
-from storage.errors import UserError
+from storage.errors import UserError, brief, listed
 from storage.failpoints import failpoint
 from storage.reader import InputFile, default_id, iterate, read_rows
 from storage.records import SCHEMA_VERSION
@@ -201,9 +201,8 @@ def _no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.named() or {expected: expected}
     name, column = next((pair for pair in needed.items() if there.get(pair[1]) is None), (expected, expected))
-    listed = ", ".join(map(repr, there)) or "nothing"
     return UserError(
-        f"no row has a value in a column {column!r}; the first has {listed}", field=f"input.columns.{name}"
+        f"no row has a value in a column {column!r}; the first has {listed(there)}", field=f"input.columns.{name}"
     )
 
 
@@ -218,7 +217,7 @@ def _expected_column(task: Task, there: dict[str, Any]) -> str:
 def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:
     name = _id_at(spec, inputs[second[0]], second[1])
     places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
-    return UserError(f"the id {name!r} occurs twice: {places}; ids must be unique", field="input.columns.id")
+    return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+MOST_CHARS = 80
+MOST_NAMES = 12
 
 
 class UserError(ValueError):
@@ -41,6 +45,18 @@ class RowError(Exception):
 
 class StoreError(Exception):
     """A store did not do what was asked, after its retries: unreachable, full, or refused."""
+
+
+def brief(text: str) -> str:
+    """As much of what stands in an input as a message can bear, in quotes."""
+    return repr(text) if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]!r}... ({len(text):,} characters)"
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first of many names from an input, in quotes, and how many more there are."""
+    known = list(names)
+    more = f" and {len(known) - MOST_NAMES:,} more" if len(known) > MOST_NAMES else ""
+    return ", ".join(map(brief, known[:MOST_NAMES])) + more if known else "nothing"
 
 
 def printable(text: str) -> str:

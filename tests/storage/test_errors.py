@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from storage.errors import RowError, UserError
+from storage.errors import RowError, UserError, brief, listed
 from storage.lease import LeaseHeld
 from storage.verbs import AlreadyExists, Stat
 
@@ -34,3 +34,10 @@ def test_a_row_error_has_kind_stage_and_message() -> None:
 def test_an_error_survives_the_way_between_processes(error: Exception) -> None:
     again = copy.copy(error)  # by the same protocol that messages between workers use
     assert type(again) is type(error) and str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_messages_quote_little_of_what_is_long() -> None:
+    assert brief("short") == "'short'" and brief("x" * 10**6) == f"'{'x' * 80}'... (1,000,000 characters)"
+    assert listed([]) == "nothing" and listed({"a": 1, "b": 2}) == "'a', 'b'"
+    many = listed("y" * 1000 for _ in range(5000))
+    assert many.endswith(" and 4,988 more") and len(many) < 2000
