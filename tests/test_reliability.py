@@ -17,7 +17,8 @@ def test_every_test_that_the_table_of_faults_names_exists():
 
 
 def test_every_row_of_the_table_of_faults_names_a_test():
-    lines = (ROOT / "docs" / "reliability.md").read_text().splitlines()
+    faults, _, _ = (ROOT / "docs" / "reliability.md").read_text().partition("## How much is tried")
+    lines = faults.splitlines()
     rows = [line for line in lines if line.startswith("| ") and not line.startswith("| fault")]
     assert len(rows) > 20
     assert not [row for row in rows if "::test_" not in row]

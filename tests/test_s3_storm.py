@@ -61,8 +61,8 @@ def test_a_job_in_a_storm_of_faults_ends_complete_with_nothing_twice(
     same = [name for name in calm.column_names if name != "unit"]  # units of four rows there
     assert not unequal(found.sort_by("id").select(same), calm.sort_by("id").select(same))
     for folder in ("data", "traces"):
-        names = [stat.name for stat in store.list(f"{folder}/")]
-        assert names == [f"{folder}/unit-{unit:08d}.parquet" for unit in range(UNITS)]
+        names = [stat.name.partition(".")[0] for stat in store.list(f"{folder}/")]  # a careless server's have suffixes
+        assert names == [f"{folder}/unit-{unit:08d}" for unit in range(UNITS)]
     assert main(["verify", store.url, "--s3-endpoint", s3_server.endpoint]) == 0
 
 
