@@ -25,6 +25,8 @@ class NodeBudget(DraftBudget):
 
     def __init__(self, state: SlotState, most: int, *, mixed: bool) -> None:
         super().__init__(state, most)
+        # A node's rows fill lines of their own.
+        self._ragged = False
         self._nodes_E = np.array([num_nodes(count, mixed=mixed) for count in range(most + 1)], dtype=np.float64)
         self._rows_BE: Numbers = np.zeros((0, most + 1))
 

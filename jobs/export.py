@@ -55,19 +55,18 @@ def export(
         errors = errors or errors_beside(out)
     check_places(store.url, kind, out, errors)
     with ExitStack() as stack:
-        sinks = [
+        sinks: list[Sink] = [
             sink_for(kind, stack.enter_context(written(place, overwrite=overwrite)), passes[0].plan, wanted)
             for place in (out, errors)
             if place is not None
         ]
-        try:
+        with ExitStack() as unfinished:  # whatever goes wrong, an interrupt too: nothing is kept of it
+            for sink in sinks:
+                unfinished.callback(sink.abandon)
             counts = write_rows(passes, wanted, sinks)
             for sink in sinks:
                 sink.close()
-        except BaseException:  # an interrupt too: nothing is kept of it, and it goes on
-            for sink in sinks:
-                sink.abandon()
-            raise
+            unfinished.pop_all()
     if out != STDOUT:
         print(f"{out}: {counts[0]:,} samples")
     if errors is not None and out != STDOUT:

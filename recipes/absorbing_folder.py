@@ -7,20 +7,18 @@ that of the causal model that training started from.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from decoders.backbones.load import load_weights
 from decoders.backbones.masked_families import LLADA, llada_shapes
-from recipes import absorbing, absorbing_quality, folder, loop
+from recipes import absorbing, absorbing_quality, folder
 from recipes.absorbing_quality import Report
 from recipes.causal import MAX_LENGTH, Shape
-from recipes.causal_folder import TOKENIZER_FILES
+from recipes.causal_folder import write_beside
 from recipes.corpus import BOS_ID, EOS_ID, MASK_ID, PAD_ID
 
 SIZES = {
@@ -79,16 +77,10 @@ def llama_names(config: dict[str, Any]) -> dict[str, str]:
 
 def save_model(out: Path, model: LlamaForCausalLM, shape: Shape, tokenizer: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors; copy the files of the `tokenizer`'s folder."""
-    out.mkdir(parents=True, exist_ok=True)
     config, weights = llada_config(shape), model.state_dict()
-    tensors = {theirs: weights[ours].cpu().half().contiguous() for theirs, ours in llama_names(config).items()}
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # safetensors leaves the file readable by its owner alone
-    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    loop.write_json(out / "config.json", config)
-    loop.write_json(out / "generation_config.json", ends)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, out / name)
+    write_beside(out, config, tokenizer)
+    tensors = {theirs: weights[ours] for theirs, ours in llama_names(config).items()}
+    folder.write_half(tensors, out / "model.safetensors")
 
 
 def load_model(path: Path, device: torch.device) -> LlamaForCausalLM:

@@ -7,7 +7,6 @@ The tokenizer is that of the causal model that training started from.
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
-from recipes import block_quality, block_training, folder, loop
+from recipes import block_quality, block_training, folder
 from recipes.block_layout import BLOCK
 from recipes.block_quality import Report
 from recipes.causal import MAX_LENGTH, Shape
-from recipes.causal_folder import TOKENIZER_FILES
+from recipes.causal_folder import write_beside
 from recipes.corpus import BOS_ID, EOS_ID, MASK_ID, PAD_ID
 
 
@@ -55,14 +54,8 @@ def sdar_config(shape: Shape) -> dict[str, Any]:
 
 def save_model(out: Path, model: Qwen3ForCausalLM, shape: Shape, tokenizer: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors; copy the files of the `tokenizer`'s folder."""
-    out.mkdir(parents=True, exist_ok=True)
-    config = sdar_config(shape)
-    ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    loop.write_json(out / "config.json", config)
-    loop.write_json(out / "generation_config.json", ends)
+    write_beside(out, sdar_config(shape), tokenizer)
     folder.save_half(model, out / "model.safetensors")
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, out / name)
 
 
 def load_model(path: Path, device: torch.device) -> Qwen3ForCausalLM:

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen2ForCausalLM
@@ -20,12 +21,16 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 def save_model(out: Path, model: Qwen2ForCausalLM, shape: Shape, tokenizer: Path) -> None:
     """Write config.json, generation_config.json and model.safetensors; copy the files of the `tokenizer`'s folder."""
+    write_beside(out, qwen2_config(shape), tokenizer)
+    folder.save_half(model, out / "model.safetensors")
+
+
+def write_beside(out: Path, config: dict[str, Any], tokenizer: Path) -> None:
+    """All of a model folder but its weights: `config`, what of it ends a text, and the files of the `tokenizer`'s folder."""
     out.mkdir(parents=True, exist_ok=True)
-    config = qwen2_config(shape)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     loop.write_json(out / "config.json", config)
     loop.write_json(out / "generation_config.json", ends)
-    folder.save_half(model, out / "model.safetensors")
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, out / name)
 

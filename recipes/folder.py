@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from decoders.heads import DraftHeads, HeadKind
@@ -48,8 +49,13 @@ def xlnet_config(shape: Shape) -> dict[str, Any]:
 
 def save_half(module: nn.Module, path: Path) -> None:
     """Store every parameter in float16 under its own name."""
-    tensors = {name: tensor.detach().cpu().half().contiguous() for name, tensor in distinct_tensors(module).items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_half(distinct_tensors(module), path)
+
+
+def write_half(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Store tensors in float16."""
+    halves = {name: tensor.detach().cpu().half().contiguous() for name, tensor in tensors.items()}
+    save_file(halves, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors leaves the file readable by its owner alone
 
 

@@ -41,17 +41,15 @@ from recipes.block_layout import (
 )
 from tests.causal_jobs import job_spec, run_here
 from tests.decoders.masked_models import look_alone
+from tests.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
 
-SHAPE = ar.SIZES["micro-test"].shape
 CPU = torch.device("cpu")
 CASES = [Layout(1, True), Layout(4, False), Layout(4, True), Layout(16, False)]
 
 
 @pytest.fixture(scope="module")
 def few() -> list[corpus.SourceFile]:
-    """Some training files and two held-out ones."""
-    train, held_out = corpus.split(corpus.standard_library())
-    return train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
+    return few_files()
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +59,7 @@ def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model to start from, with queries', keys' and values' own weights."""
-    folder = tmp_path_factory.mktemp("causal") / "ar-test"
-    causal_folder.save_model(folder, causal.new_model(SHAPE, 0), SHAPE, ar.TOKENIZER)
-    return folder
+    return small_causal_model(tmp_path_factory.mktemp("causal"))
 
 
 @pytest.fixture(autouse=True)
@@ -73,16 +68,7 @@ def one_thread() -> None:
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> block_training.Trainer:
-    plan = loop.Schedule(
-        steps=steps,
-        seed=seed,
-        batch_tokens=512,
-        lengths=(16, 32),
-        length_shares=(0.5, 0.5),
-        warmup=2,
-        learning_rate=5e-3,
-    )
-    return block_training.Trainer(start, plan, prepared.train, CPU)
+    return block_training.Trainer(start, short_schedule(steps, seed), prepared.train, CPU)
 
 
 def random_model(seed: int = 0) -> Qwen3ForCausalLM:
@@ -91,10 +77,6 @@ def random_model(seed: int = 0) -> Qwen3ForCausalLM:
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3, generator=generator)
     return model
-
-
-def no_report(step: int, *values: float) -> None:
-    """Training reports nothing here."""
 
 
 # ---- the doubled sequence --------------------------------------------------------------------------------------------

@@ -17,16 +17,14 @@ from decoders.backbones.load import inspect_model, load_backbone
 from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
 from tests.causal_jobs import job_spec, run_here
 from tests.decoders.masked_models import look_alone
+from tests.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
 
-SHAPE = ar.SIZES["micro-test"].shape
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def few() -> list[corpus.SourceFile]:
-    """Some training files and two held-out ones."""
-    train, held_out = corpus.split(corpus.standard_library())
-    return train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
+    return few_files()
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +34,7 @@ def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model to start from, with queries', keys' and values' own weights."""
-    folder = tmp_path_factory.mktemp("causal") / "ar-test"
-    causal_folder.save_model(folder, causal.new_model(SHAPE, 0), SHAPE, ar.TOKENIZER)
-    return folder
+    return small_causal_model(tmp_path_factory.mktemp("causal"))
 
 
 @pytest.fixture(autouse=True)
@@ -48,20 +43,7 @@ def one_thread() -> None:
 
 
 def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
-    plan = loop.Schedule(
-        steps=steps,
-        seed=seed,
-        batch_tokens=512,
-        lengths=(16, 32),
-        length_shares=(0.5, 0.5),
-        warmup=2,
-        learning_rate=5e-3,
-    )
-    return absorbing.Trainer(absorbing.model_from(start), plan, prepared.train, CPU)
-
-
-def no_report(step: int, *values: float) -> None:
-    """Training reports nothing here."""
+    return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
 
 
 # ---- what is masked --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Knows nothing of caches and masks. Legend: N rows, D width, E experts, K experts
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -39,7 +40,7 @@ class GatedMLP(nn.Module):
         return mixed
 
 
-class Mixture(nn.Module):
+class Mixture(nn.Module, ABC):
     """A layer of experts; what decides between them is the subclass's.
 
     Choices, weights and sums are in float32 or better. `padded` says over how many rows a product of so many runs; whoever
@@ -53,9 +54,9 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList(GatedMLP(width, inner) for _ in range(num_experts))
         self.padded: Callable[[int], int] = lambda count: count
 
+    @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, best first (int64 [N, K]), and their weights (float32 or better, [N, K])."""
-        raise NotImplementedError
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Mix every row's experts; shape and dtype stay."""
