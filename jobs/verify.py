@@ -37,12 +37,22 @@ ROWS_AT_ONCE = 4096
 
 @dataclass(slots=True)
 class Findings:
-    """What was checked, and what was found wrong."""
+    """What was checked, and what was found wrong.
+
+    `same`: unit files whose bytes are the manifest's; `moved`: those of them whose etag is another.
+    """
 
     units: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
     problems: list[str] = field(default_factory=list)
+    same: int = 0
+    moved: list[str] = field(default_factory=list)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the run was copied: then every file is a new one to its store, with the bytes of the old."""
+        return bool(self.moved) and len(self.moved) == self.same
 
 
 def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
@@ -110,6 +120,8 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
         else:
             findings.problems += check_unit(store, plan, committed, ids, findings)
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
+    if not findings.is_copy:
+        findings.problems += findings.moved
     findings.problems += check_whole(store, plan, manifest)
     return findings
 
@@ -126,19 +138,20 @@ def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str
     findings.bytes += len(data)
     if "status" in table.column_names:
         findings.statuses.update(table.column("status").to_pylist())
-    return [f"{name}: {problem}" for problem in _unit_problems(plan, committed, ids, data, table, store)]
+    is_same = hashlib.sha256(data).hexdigest() == committed.sha256
+    stat = store.stat(name)
+    if is_same:
+        findings.same += 1
+        if stat is not None and stat.etag != committed.etag:
+            findings.moved.append(f"{name}: its etag is {stat.etag}, the manifest has {committed.etag}")
+    problems = [] if is_same else ["its SHA-256 is not the manifest's"]
+    problems += _unit_problems(plan, committed, ids, data, table)
+    return [f"{name}: {problem}" for problem in problems]
 
 
-def _unit_problems(
-    plan: Plan, committed: CommittedUnit, ids: list[str], data: bytes, table: pa.Table, store: Store
-) -> Iterator[str]:
-    stat = store.stat(committed.object)
-    if hashlib.sha256(data).hexdigest() != committed.sha256:
-        yield "its SHA-256 is not the manifest's"
+def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: bytes, table: pa.Table) -> Iterator[str]:
     if len(data) != committed.bytes:
         yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
-    if stat is not None and stat.etag != committed.etag:
-        yield f"its etag is {stat.etag}, the manifest has {committed.etag}"
     version = plan.results["schema_version"]
     if not table.schema.remove_metadata().equals(schema_of(version)):
         yield "its schema is not that of the result table"
@@ -213,6 +226,8 @@ def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence
         print(f"  {line}")
     print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
     print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
+    if findings.is_copy:
+        print("  the run was copied: its files have other etags than the manifest says, and the same bytes")
     for problem in findings.problems[:SHOWN]:
         print(f"  BROKEN: {problem}")
     if len(findings.problems) > SHOWN:

@@ -201,3 +201,17 @@ def test_a_damaged_plan_is_said_in_words(
         told = capsys.readouterr().err
         assert "unexpected" not in told, f"{command[0]}: {told}"
         assert code in {0, 1, 2} and (code or command[0] != "verify")
+
+
+def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = shutil.copytree(sound, tmp_path / "run")
+    assert main(["verify", str(run)]) == 0
+    assert "the run was copied" in capsys.readouterr().out
+    with unit(run).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    assert main(["verify", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert unit(run).name in told and "etag is" not in told
