@@ -1,7 +1,7 @@
 # Four commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a lost node (an hour)
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
 

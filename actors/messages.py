@@ -155,4 +155,19 @@ class Reported:
     report: TurnReport
 
 
-PoolNews = Up | Died | Reported
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The worker's node was told to go, in `left_s` seconds at the latest; None where nobody said when."""
+
+    worker: str
+    left_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class HomeLeaving:
+    """The driver's own node was told to go."""
+
+    left_s: float | None
+
+
+PoolNews = Up | Died | Reported | Leaving | HomeLeaving

@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError, RayError
 
 from actors.job import Job
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
+from actors.notices import Notices
 from actors.worker import DecodeWorker
 
 IN_FLIGHT = 2
@@ -58,6 +59,7 @@ class Pool:
         self._members: dict[str, Member] = {}
         self._job = ray.put(job)
         self._threads = seat.threads
+        self._notices = Notices()
         self._actor: Any = ray.remote(worker_class).options(
             num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0
         )
@@ -101,16 +103,16 @@ class Pool:
     def poll(self, timeout_s: float) -> list[PoolNews]:
         """Wait until something happens, at most `timeout_s`; returns what did, in order per worker."""
         owners = {ref: name for name, member in self._members.items() for ref in (member.ready, *member.turns) if ref}
-        if not owners:
-            return []
-        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s)
+        if not owners:  # nothing can happen
+            time.sleep(timeout_s)
+        ready, _ = ray.wait(list(owners), num_returns=1, timeout=timeout_s) if owners else ([], [])
         if ready:
             ready, _ = ray.wait(list(owners), num_returns=len(owners), timeout=0)
         arrived = set(ready)
         news: list[PoolNews] = []
         for name in sorted({owners[ref] for ref in arrived}):
             news += self._read(name, arrived)
-        return news
+        return news + self._notices.of({name: member.actor for name, member in self._members.items() if member.place})
 
     def _turn(self, member: Member, units: list[WorkUnit]) -> None:
         member.turns.append(member.actor.turn.remote(units, member.forget))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
-from actors.messages import Died, Failure, PoolNews, Receipt, Reported, Up, WorkUnit
+from actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
 from jobs.attempts import AttemptsLog
 from jobs.events import (
     Assign,
@@ -24,6 +24,7 @@ from jobs.events import (
     Finish,
     Heard,
     KillWorker,
+    LetGo,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -32,6 +33,7 @@ from jobs.events import (
     UnitDone,
     UnitFailed,
     WorkerDied,
+    WorkerLeaving,
     WorkerUp,
 )
 from jobs.progress import Display
@@ -71,10 +73,17 @@ class StopFlag:
 
     reason: str | None = None
     urgent: bool = False
+    _warned: bool = False
 
     def set(self, reason: str) -> None:
         """Ask the driver to stop; the first reason stays."""
-        self.urgent = self.reason is not None
+        self.urgent = self.reason is not None and not self._warned
+        self._warned = False
+        self.reason = self.reason or reason
+
+    def warn(self, reason: str) -> None:
+        """Ask the driver to stop before the signal that is to come, which then is the first one and not urgent."""
+        self._warned = self._warned or self.reason is None
         self.reason = self.reason or reason
 
     @contextmanager
@@ -173,6 +182,13 @@ class Driver:
                 self._tell(WorkerUp(worker))
             case Died(worker, reason):
                 self._worker_died(worker, reason)
+            case Leaving(worker, left_s):
+                self.log.add("worker_leaving", worker=worker, left_s=left_s)
+                self.display.note(f"worker {worker} is on a node that is drained{within(left_s)}")
+                self._tell(WorkerLeaving(worker))
+            case HomeLeaving(left_s):
+                self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
+                self.stop.warn("this node is drained")
             case Reported(worker, report):
                 self.totals.reported(report)
                 for item in report.news:
@@ -222,6 +238,10 @@ class Driver:
                 self.totals.worker_died()
                 self.log.add("worker_killed", worker=worker, reason=reason)
                 self.display.note(f"worker {worker} killed: {reason}")
+            case LetGo(worker):
+                self.pool.kill(worker)
+                self.totals.worker_left()
+                self.log.add("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
@@ -231,3 +251,8 @@ class Driver:
                 self.display.note(f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})")
             case Finish():
                 pass
+
+
+def within(left_s: float | None) -> str:
+    """How soon, as far as it is known."""
+    return "" if left_s is None else f" within {left_s:.0f} s"

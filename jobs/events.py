@@ -34,6 +34,13 @@ class WorkerDied:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """A worker's machine will soon be taken away."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """A worker answered; of the `spent` leases most samples have got a slot.
 
@@ -78,7 +85,7 @@ class Drain:
     """Lease no more; finish when what runs has ended."""
 
 
-Event = Tick | WorkerUp | WorkerDied | Heard | UnitDone | ProbeDone | UnitFailed | Drain
+Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | Heard | UnitDone | ProbeDone | UnitFailed | Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,13 @@ class KillWorker:
 
     worker: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """End this worker, which leaves and holds nothing more."""
+
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,4 +145,4 @@ class Finish:
     message: str = ""
 
 
-Command = StartWorker | KillWorker | Assign | Revoke | Quarantine | Finish
+Command = StartWorker | KillWorker | LetGo | Assign | Revoke | Quarantine | Finish

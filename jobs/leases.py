@@ -87,10 +87,14 @@ class Lease:
 
 @dataclass(slots=True)
 class Worker:
-    """A worker that is starting or up, and the leases it holds, oldest first; of the `spent` ones few samples still wait."""
+    """A worker that is starting or up, and the leases it holds, oldest first; of the `spent` ones few samples still wait.
+
+    One that is `leaving` gets nothing more, and what it holds counts as lost if it dies, not as failed.
+    """
 
     name: str
     up: bool = False
+    leaving: bool = False
     hired_s: float = 0.0
     leases: list[int] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
@@ -99,6 +103,10 @@ class Worker:
     def has_room(self) -> bool:
         """Whether it could use another unit: those it holds have for the most part got their slots."""
         return len(self.leases) < MOST_UNITS and len(self.leases) - len(self.spent) < AHEAD
+
+    def runs(self, lease: int) -> bool:
+        """Whether samples of the lease are being decoded, as far as is known here."""
+        return lease == self.leases[0] or lease in self.spent
 
 
 class Ledger:
@@ -173,8 +181,13 @@ class Ledger:
 
     @property
     def num_up(self) -> int:
-        """Number of workers that are up."""
-        return sum(worker.up for worker in self.workers.values())
+        """Number of workers that are up and stay."""
+        return sum(worker.up and not worker.leaving for worker in self.workers.values())
+
+    @property
+    def num_staying(self) -> int:
+        """Number of workers that are up or starting, and stay."""
+        return sum(not worker.leaving for worker in self.workers.values())
 
     def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
         """The workers that hang, at work or at their start, and in what words."""
@@ -185,9 +198,22 @@ class Ledger:
         ]
 
     def hands(self) -> list[Worker]:
-        """The workers that may be given something: up, and not alone with a suspect; fewest leases first."""
-        free = [w for w in self.workers.values() if w.up and not any(self.is_alone(number) for number in w.leases)]
+        """The workers that may be given something: up, staying, and not alone with a suspect; fewest leases first."""
+        staying = [worker for worker in self.workers.values() if worker.up and not worker.leaving]
+        free = [worker for worker in staying if not any(self.is_alone(number) for number in worker.leases)]
         return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
+
+    def slow(self) -> list[Lease]:
+        """The leases whose units may be copied: first those that may be lost, then what is hardly begun, then the oldest.
+
+        None of a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
+        """
+
+        def order(lease: Lease) -> tuple[bool, bool, int]:
+            holder = self.workers[lease.worker]
+            return not holder.leaving, holder.leases[0] == lease.number, lease.number
+
+        return sorted((x for x in self.leases.values() if not self.touched[x.unit].suspect), key=order)
 
     def enqueue(self, number: int) -> None:
         """Put a unit where work is leased from, if there is any that no lease covers."""

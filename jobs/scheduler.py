@@ -13,7 +13,8 @@ The states of a unit:
 
 A unit that was under suspicion stays `alone`: its worker holds nothing else, so that nobody is blamed for a neighbour.
 
-The states of a worker: starting (asked for, not yet up), up, and gone (forgotten). A worker holds at most two leases.
+The states of a worker: starting (asked for, not yet up), up, leaving (its machine was told to go: it ends what it decodes, gets
+nothing more, and another one is started in its place), and gone (forgotten). A worker holds at most four leases.
 A lease that is not renewed by `Heard` for `lease_s`, since its worker is silent or gets nowhere, ends the worker.
 """
 
@@ -32,6 +33,7 @@ from jobs.events import (
     Finish,
     Heard,
     KillWorker,
+    LetGo,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -40,6 +42,7 @@ from jobs.events import (
     UnitDone,
     UnitFailed,
     WorkerDied,
+    WorkerLeaving,
     WorkerUp,
 )
 from jobs.inquest import MAX_ROUNDS, Cause, Inquest, Range
@@ -88,6 +91,8 @@ class Scheduler:
                 self._worker_up(name)
             case WorkerDied(name, reason):
                 self._worker_died(name, reason)
+            case WorkerLeaving(name):
+                self._worker_leaving(name)
             case Heard(name, spent, moved):
                 self._renew(name, moved)
                 self.books.note_spent(name, spent)
@@ -122,6 +127,10 @@ class Scheduler:
         if known is None:
             return
         worker, leases = known
+        if worker.leaving:  # as had been said: no row of its is to blame
+            for lease in leases:
+                self._give_back(lease)
+            return
         self.deaths_in_a_row += worker.up
         self.failed_starts += not worker.up
         if self.failed_starts >= self.limits.starts * self.target:
@@ -158,13 +167,22 @@ class Scheduler:
         else:
             self._rest(lease, f"{event.error_kind} in {event.stage}: {event.error}")
 
+    def _worker_leaving(self, name: str) -> None:
+        worker = self.books.workers.get(name)
+        if worker is not None and not worker.leaving:
+            worker.leaving = True
+            self._unburden(worker)
+
     def _drain(self) -> None:
         self.draining = True
         for worker in self.books.workers.values():
-            for number in list(worker.leases):
-                running = number == worker.leases[0] or number in worker.spent
-                if not running or self.books.leases[number].rows is not None:
-                    self._revoke(number)
+            self._unburden(worker)
+
+    def _unburden(self, worker: Worker) -> None:
+        """Take from a worker what it has not begun, and probes, which may never end."""
+        for number in [n for n in worker.leases if not worker.runs(n) or self.books.leases[n].rows is not None]:
+            self._out.append(Revoke(worker.name, number))
+            self._give_back(self.books.release(number))
 
     # ---- what follows a failure
 
@@ -228,6 +246,9 @@ class Scheduler:
 
     def _settle(self) -> None:
         self.books.prune()
+        for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
+            self.books.dismiss(worker.name)
+            self._out.append(LetGo(worker.name))
         if not self.remaining:
             self._finish("done")
         elif self.draining and not self.books.leases:
@@ -237,7 +258,7 @@ class Scheduler:
             self._assign()
 
     def _staff(self) -> None:
-        while len(self.books.workers) < min(self.target, self.remaining):
+        while self.books.num_staying < min(self.target, self.remaining):
             self._out.append(StartWorker(self.books.hire(self.now_s).name))
 
     def _assign(self) -> None:
@@ -266,11 +287,8 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Give idle workers what others hold: first what those have hardly begun, then what is oldest."""
-        # Not a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
-        slow = [lease for lease in self.books.leases.values() if not self.books.touched[lease.unit].suspect]
-        slow.sort(key=lambda lease: (self.books.workers[lease.worker].leases[0] == lease.number, lease.number))
-        for lease in slow:
+        """Give idle workers what others hold."""
+        for lease in self.books.slow():
             if idle and len(self.books.touched[lease.unit].leases) < COPIES:
                 self._lease(idle.pop(0), lease.unit, None)
 
@@ -284,13 +302,12 @@ class Scheduler:
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
 
-    def _revoke(self, number: int) -> None:
-        lease = self.books.release(number)
+    def _give_back(self, lease: Lease) -> None:
+        """A lease was struck out before its work was done: that is still to do."""
         unit = self.books.touched[lease.unit]
-        self._out.append(Revoke(lease.worker, number))
         if unit.inquest is not None and lease.rows is not None:
             unit.inquest.unanswered(lease.rows)
-        if unit.inquest is not None or not unit.leases:
+        if unit.resting_until_s is None and (unit.inquest is not None or not unit.leases):
             self.books.enqueue(lease.unit)
 
     def _finish(self, how: Literal["done", "drained", "failed"], message: str = "") -> None:

@@ -33,6 +33,8 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray makes workers nicer than the driver by 15, and beside any other busy process they would then stand still.
+    "RAY_worker_niceness": "0",
     # A worker that asks for no GPU must see none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }

@@ -48,6 +48,10 @@ class Totals:
         self.workers = max(0, self.workers - 1)
         self.deaths += 1
 
+    def worker_left(self) -> None:
+        """A worker has ended as it was asked to."""
+        self.workers = max(0, self.workers - 1)
+
     def reported(self, report: TurnReport) -> None:
         """Add a worker's turn."""
         self.decoded += report.decoded

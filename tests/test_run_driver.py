@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.messages import Died, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
+from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
 from actors.runner import UnitRunner
 from actors.samples import Sample, tally_of
 from jobs.attempts import AttemptsLog, read_sessions
@@ -182,6 +182,36 @@ def test_a_unit_that_does_not_end_is_given_up_after_the_grace_or_a_second_signal
 
     pool.poll = nothing_ends  # type: ignore[method-assign]
     assert job.run() == Finish("drained", "the grace period is over")
+
+
+def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_signal_that_follows_is_its_first(
+    store: Store,
+):
+    job = driver(store, workers=1)
+    pool, seconds = job.pool, iter([[HomeLeaving(7.0)], [HomeLeaving(7.0)]])
+    real = pool.poll
+    pool.poll = lambda timeout_s: [*next(seconds, []), *real(timeout_s)]  # type: ignore[method-assign]
+    assert job.run().how == "drained"
+    assert (job.grace_s, job.stop.reason, job.stop.urgent) == (7.0, "this node is drained", False)
+    urgent = []
+    for _ in range(2):
+        job.stop.set("SIGTERM")
+        urgent.append(job.stop.urgent)
+    assert (urgent, job.stop.reason) == ([False, True], "this node is drained")
+    assert 0 < len(job.committed) < 6
+    assert driver(store).run() == Finish("done") and len(statuses(store)) == 24
+
+
+def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store: Store):
+    job = driver(store, workers=2)
+    pool, notices = job.pool, iter([[], [Leaving("w0", None)], [Leaving("w1", 30.0)]])
+    real = pool.poll
+    pool.poll = lambda timeout_s: [*real(timeout_s), *next(notices, [])]  # type: ignore[method-assign]
+    assert job.run() == Finish("done")
+    assert isinstance(pool, FakePool) and sorted(pool.runners) == ["w2", "w3"]
+    assert (job.totals.deaths, job.totals.workers, len(statuses(store))) == (0, 2, 24)
+    job.log.flush(job.totals)
+    assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"what": "worker_left"') == 2
 
 
 def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store: Store):

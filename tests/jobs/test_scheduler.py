@@ -16,6 +16,7 @@ from jobs.events import (
     Finish,
     Heard,
     KillWorker,
+    LetGo,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -24,6 +25,7 @@ from jobs.events import (
     UnitDone,
     UnitFailed,
     WorkerDied,
+    WorkerLeaving,
     WorkerUp,
 )
 from jobs.leases import Limits, UnitSize
@@ -249,6 +251,41 @@ def test_draining_keeps_the_units_that_run_and_gives_back_the_next():
     assert scheduler.on(UnitDone(second.lease, second.unit)) == [Finish("drained")]
 
 
+def test_a_worker_whose_machine_is_to_go_ends_what_runs_while_another_takes_the_rest():
+    scheduler = Scheduler(sizes(9, 8, 7), workers=1)
+    first, second, third = holding(scheduler, spent=2)
+    assert scheduler.on(WorkerLeaving("w0")) == [Revoke("w0", third.lease), StartWorker("w1")]
+    assert scheduler.on(WorkerLeaving("w0")) == []
+    assert assigned(scheduler.on(WorkerUp("w1"))) == [("w1", third.unit)]
+    assert scheduler.on(UnitDone(first.lease, first.unit)) == []
+    assert scheduler.on(UnitDone(second.lease, second.unit)) == [LetGo("w0")]
+    assert scheduler.on(WorkerDied("w0", "its node is gone")) == []
+
+
+def test_an_idle_worker_whose_machine_is_to_go_is_let_go_at_once():
+    scheduler = Scheduler(sizes(9), workers=1)
+    scheduler.on(Tick(0.0))
+    assert scheduler.on(WorkerLeaving("w0")) == [LetGo("w0"), StartWorker("w1")]
+
+
+def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspicion():
+    scheduler = Scheduler(sizes(9), workers=1)
+    scheduler.on(Tick(0.0))
+    for round_ in range(20):
+        (work,) = units_of(scheduler.on(WorkerUp(f"w{round_}")))
+        assert work.attempt == 1
+        scheduler.on(WorkerLeaving(f"w{round_}"))
+        scheduler.on(WorkerDied(f"w{round_}", "its node is gone"))
+    assert not scheduler.books.touched[0].suspect and scheduler.finished is None
+
+
+def test_at_the_end_of_a_job_what_may_be_lost_is_copied_first():
+    scheduler = Scheduler(sizes(9, 8), workers=2)
+    held = dict(assigned(started(scheduler)))
+    scheduler.on(WorkerLeaving("w1"))
+    assert assigned(scheduler.on(WorkerUp("w2"))) == [("w2", held["w1"])]
+
+
 def test_draining_an_idle_job_ends_it_at_once():
     scheduler = Scheduler(sizes(9), workers=1)
     scheduler.on(Tick(0.0))
@@ -286,6 +323,8 @@ class World:
         elif isinstance(command, Revoke):
             held = self.up[command.worker]
             self.up[command.worker] = [work for work in held if work.lease != command.lease]
+        elif isinstance(command, LetGo):
+            assert not self.up.pop(command.worker, [])
         elif isinstance(command, KillWorker) and command.worker in self.starting:
             self.starting.remove(command.worker)
         elif isinstance(command, KillWorker):
@@ -330,11 +369,9 @@ def random_step(world: World, data: st.DataObject) -> None:
     """One thing happens: mostly progress, sometimes a fault."""
     busy = sorted(name for name, held in world.up.items() if held)
     choices = ["tick"] + ["start"] * 3 * bool(world.starting) + (["work"] * 4 + ["report"] * 3) * bool(busy)
-    faults = (
-        ["die"] * bool(world.up) + ["fail"] * bool(busy) + ["stall"] * bool(busy) + ["zombie"] * bool(world.zombies)
-    )
+    faults = ["die", "leave"] * bool(world.up) + ["fail", "stall"] * bool(busy) + ["zombie"] * bool(world.zombies)
     choice = data.draw(st.sampled_from(choices + (faults if world.faults < 6 else [])))
-    world.faults += choice in {"die", "fail", "stall"}
+    world.faults += choice in {"die", "leave", "fail", "stall"}
     if choice == "tick":
         world.tick(data.draw(st.sampled_from([0.0, 0.3, 2.0])))
     elif choice == "start":
@@ -349,6 +386,8 @@ def random_step(world: World, data: st.DataObject) -> None:
         world.tell(Heard(name, tuple(held[: data.draw(st.integers(0, len(held)))])))
     elif choice == "die":
         world.die(data.draw(st.sampled_from(sorted(world.up))))
+    elif choice == "leave":
+        world.tell(WorkerLeaving(data.draw(st.sampled_from(sorted(world.up)))))
     elif choice == "fail":
         world.fail(data.draw(st.sampled_from(busy)), data.draw(st.sampled_from(["TASK", "INFRA"])))
     elif choice == "stall":

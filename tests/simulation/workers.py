@@ -52,6 +52,8 @@ class Worker:
     up: bool = False
     silent: bool = False
     """Stopped: says nothing until it is killed, and may write afterwards."""
+    leaving: bool = False
+    """Its node was told to go, and may be gone at any moment."""
 
     @property
     def name(self) -> str:

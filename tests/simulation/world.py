@@ -7,8 +7,9 @@ A schedule is drawn from one seed, or has one fault at one numbered access of th
     lost        the store has done it and answers with an error all the same
     pause       the driver stands still beyond its lease, another one runs, and then it goes on
 
-and beside them: workers that die, fail or fall silent, reports that come late or twice, revoked leases that are decoded all
-the same, clocks that jump, stops, and workers of ended drivers that write long afterwards. `Disk` watches every write.
+and beside them: workers that die, fail or fall silent, nodes that are taken away with a notice, reports that come late or twice,
+revoked leases that are decoded all the same, clocks that jump, stops, and workers of ended drivers that write long afterwards.
+`Disk` watches every write.
 
 Everything is deterministic: no thread, no real time. Nothing here knows Ray or Parquet (a unit's file is JSON).
 """
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from actors.messages import Died, PoolNews, Reported, Up
+from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
 from jobs import run as jobs_run
 from jobs.driver import StopFlag
 from jobs.keeper import give_back, keep_once
@@ -201,6 +202,8 @@ class World:
         self.keep()
         self.haunt()
         news: list[PoolNews] = []
+        if self.misfortune(0.005, "the driver's node is to go"):
+            news.append(HomeLeaving(self.rng.choice((None, 1.0))))
         for worker in list(pool.workers.values()):
             self.act(worker)
             news += self.delivered(worker)
@@ -221,8 +224,11 @@ class World:
         if not worker.up:
             worker.up = not self.chance(0.2)
             worker.mail += [Up(worker.name, "node", 1)] if worker.up else []
-        elif self.misfortune(0.01, f"{worker.name} dies"):
+        elif self.misfortune(0.01, f"{worker.name} dies") or (worker.leaving and self.chance(0.2)):
             worker.process.alive = False
+        elif self.misfortune(0.01, f"{worker.name}'s node is to go"):
+            worker.leaving = True
+            worker.mail.append(Leaving(worker.name, 2.0))
         elif self.misfortune(0.01, f"{worker.name} falls silent"):
             worker.silent = True
         elif worker.units and not self.chance(0.4):

@@ -1,0 +1,67 @@
+"""Notices that a node will be taken away: what an autoscaler, a watcher of spot machines or `ray drain-node` has told Ray.
+
+Ray's own libraries read them in the same way (ray.data, ray.train); there is no public name for it yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from actors.messages import HomeLeaving, Leaving, PoolNews
+
+EVERY_S = 2.0
+"""Seconds between two looks; one takes a millisecond. Notices come minutes ahead, or half a minute at worst."""
+
+
+class Notices:
+    """Tells once of each worker, and of the driver, that its node is to go."""
+
+    def __init__(self) -> None:
+        self._next_s = 0.0
+        self._told: set[str | None] = set()
+
+    def of(self, actors: Mapping[str, Any]) -> list[PoolNews]:
+        """News of the workers (actors by name) and of the driver's node; nothing between two looks."""
+        if time.monotonic() < self._next_s:
+            return []
+        self._next_s = time.monotonic() + EVERY_S
+        left_s = draining()
+        if not left_s:
+            return []
+        news: list[PoolNews] = []
+        home = ray.get_runtime_context().get_node_id()
+        if home in left_s and None not in self._told:
+            self._told.add(None)
+            news.append(HomeLeaving(left_s[home]))
+        for name in actors.keys() - self._told:
+            node = node_of(actors[name])
+            if node in left_s:
+                self._told.add(name)
+                news.append(Leaving(name, left_s[node]))
+        return news
+
+
+def draining() -> dict[str, float | None]:
+    """Ids of the nodes that were told to go, and the seconds that they have, None where nobody said."""
+    try:
+        from ray._private.state import state
+
+        found: dict[str, int] = state.get_draining_nodes()
+    except Exception:  # noqa: BLE001 - another Ray, or one that does not answer: a job must not end for want of a notice
+        return {}
+    now_s = time.time()
+    return {node: max(0.0, end_ms / 1000 - now_s) if end_ms else None for node, end_ms in found.items()}
+
+
+def node_of(actor: Any) -> str | None:
+    """Id of the node that an actor runs on, None where Ray does not say."""
+    try:
+        from ray._private.state import actors
+
+        return actors(actor._actor_id.hex())["Address"]["NodeID"]
+    except Exception:  # noqa: BLE001 - as above
+        return None
