@@ -168,6 +168,11 @@ class Ledger:
             self.workers[lease.worker].spent.discard(number)
         return lease
 
+    def renew(self, name: str, expires_s: float) -> None:
+        """Let a worker's leases run until then."""
+        for number in self.workers[name].leases if name in self.workers else ():
+            self.leases[number].expires_s = expires_s
+
     def note_spent(self, name: str, leases: Iterable[int]) -> None:
         """Enter which of a worker's leases have few samples left that wait; leases it has lost meanwhile don't count."""
         worker = self.workers.get(name)

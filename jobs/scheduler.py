@@ -94,7 +94,8 @@ class Scheduler:
             case WorkerLeaving(name):
                 self._worker_leaving(name)
             case Heard(name, spent, moved):
-                self._renew(name, moved)
+                if moved:
+                    self.books.renew(name, self.now_s + self.limits.lease_s)
                 self.books.note_spent(name, spent)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
@@ -116,11 +117,6 @@ class Scheduler:
         if name in self.books.workers:
             self.books.workers[name].up = True
             self.failed_starts = 0
-
-    def _renew(self, name: str, moved: bool) -> None:
-        if moved and name in self.books.workers:
-            for number in self.books.workers[name].leases:
-                self.books.leases[number].expires_s = self.now_s + self.limits.lease_s
 
     def _worker_died(self, name: str, reason: str) -> None:
         known = self.books.dismiss(name)
