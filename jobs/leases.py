@@ -173,11 +173,16 @@ class Ledger:
         for number in self.workers[name].leases if name in self.workers else ():
             self.leases[number].expires_s = expires_s
 
-    def note_spent(self, name: str, leases: Iterable[int]) -> None:
-        """Enter which of a worker's leases have few samples left that wait; leases it has lost meanwhile don't count."""
+    def note_spent(self, name: str, leases: Iterable[int]) -> bool:
+        """Enter which of a worker's leases have few samples left that wait, and say whether they are others than before.
+
+        Leases that it has lost meanwhile don't count.
+        """
         worker = self.workers.get(name)
+        before = worker.spent if worker else set()
         if worker is not None:
             worker.spent = set(leases).intersection(worker.leases)
+        return worker is not None and worker.spent != before
 
     def dismiss(self, name: str) -> tuple[Worker, list[Lease]] | None:
         """Strike out a worker with its leases; None if it is unknown."""

@@ -71,6 +71,8 @@ class Scheduler:
         if self.finished is not None:
             return []
         self._out = []
+        if isinstance(event, Heard) and not self._heard(event):
+            return []  # most events by far, and with many workers it is dear to settle who gets what
         self._handle(event)
         if self.finished is None:
             self._settle()
@@ -93,10 +95,6 @@ class Scheduler:
                 self._worker_died(name, reason)
             case WorkerLeaving(name):
                 self._worker_leaving(name)
-            case Heard(name, spent, moved):
-                if moved:
-                    self.books.renew(name, self.now_s + self.limits.lease_s)
-                self.books.note_spent(name, spent)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
             case ProbeDone(number, _):
@@ -105,6 +103,12 @@ class Scheduler:
                 self._unit_failed(event)
             case Drain():
                 self._drain()
+
+    def _heard(self, event: Heard) -> bool:
+        """A worker goes on; returns whether what it could be given may have changed."""
+        if event.moved:
+            self.books.renew(event.worker, self.now_s + self.limits.lease_s)
+        return self.books.note_spent(event.worker, event.spent)
 
     def _tick(self, now_s: float) -> None:
         self.now_s = max(self.now_s, now_s)
