@@ -37,7 +37,7 @@ class Notices:
         if home in left_s and None not in self._told:
             self._told.add(None)
             news.append(HomeLeaving(left_s[home]))
-        for name in actors.keys() - self._told:
+        for name in sorted(actors.keys() - self._told):
             node = node_of(actors[name])
             if node in left_s:
                 self._told.add(name)
