@@ -25,6 +25,7 @@ from jobs.events import (
     Heard,
     KillWorker,
     LetGo,
+    MoreRoom,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -46,6 +47,9 @@ POLL_S = 0.2
 
 CLOSING_S = 5.0
 """What is kept of the grace to end the workers, write the log and let go of Ray."""
+
+ROOM_EVERY_S = 5.0
+"""Seconds between two looks at how many workers the cluster has room for."""
 
 TOO_MANY = "more samples failed than `errors` allows"
 
@@ -118,7 +122,8 @@ def interruptible() -> Iterator[None]:
 class Driver:
     """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here.
 
-    `hopeless` says of a number of failed samples whether there is no point in going on: then it drains.
+    `hopeless` says of a number of failed samples whether there is no point in going on: then it drains. `room` says how many
+    workers would fit now, in which those that are there are counted.
     """
 
     scheduler: Scheduler
@@ -131,15 +136,19 @@ class Driver:
     clock: Callable[[], float] = time.monotonic
     record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
     hopeless: Callable[[int], bool] = lambda failed: False
+    room: Callable[[], int] = lambda: 0
     committed: dict[int, CommittedUnit] = field(default_factory=dict)
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
+    _room: int | None = None
+    _room_at_s: float = 0.0
 
     def run(self) -> Finish:
         """Drive until the scheduler finishes, or until a stop was asked for and the grace is over."""
         while True:
             self._tell(Tick(self._watched()))
+            self._look_for_room()
             if self.stop.reason is not None and self._deadline_s is None:
                 self._drain(self.stop.reason)
             for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
@@ -165,6 +174,15 @@ class Driver:
         self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
         self._looked_s = now_s
         return self._watched_s
+
+    def _look_for_room(self) -> None:
+        """Only more room than at the last look is told: who was given up since its machine is no good is not asked for again."""
+        if self._watched_s < self._room_at_s:
+            return
+        self._room_at_s = self._watched_s + ROOM_EVERY_S
+        before, self._room = self._room, self.room()
+        if before is not None and self._room > before:
+            self._tell(MoreRoom(self._room))
 
     def _drain(self, reason: str) -> None:
         run_on_s = max(0.0, self.grace_s - CLOSING_S)

@@ -41,6 +41,13 @@ class WorkerLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class MoreRoom:
+    """Machines have joined: there is room for so many workers in all."""
+
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class Heard:
     """A worker answered; of the `spent` leases most samples have got a slot.
 
@@ -85,7 +92,7 @@ class Drain:
     """Lease no more; finish when what runs has ended."""
 
 
-Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | Heard | UnitDone | ProbeDone | UnitFailed | Drain
+Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | Heard | UnitDone | ProbeDone | UnitFailed | Drain
 
 
 @dataclass(frozen=True, slots=True)

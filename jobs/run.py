@@ -43,7 +43,7 @@ from storage.commit import (
     record_commit,
     write_manifest,
 )
-from storage.errors import StoreError
+from storage.errors import StoreError, UserError
 from storage.lease import Lease, LeaseHeld, LeaseLost
 from storage.store import open_store, probe, sweep
 from storage.verbs import Store
@@ -148,6 +148,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
+        room=lambda: room_for(run, len(left)),
     )
     try:
         finish = driver.run()
@@ -156,6 +157,15 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         log.flush(totals)
         pool.close()
     return finish, driver.committed
+
+
+def room_for(run: Run, units: int) -> int:
+    """How many workers the cluster has room for by now; none where it has lost too much for even one."""
+    num_cpus, num_gpus = cluster_size()
+    try:
+        return crew(run.spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=units)[0]
+    except UserError:
+        return 0
 
 
 def hopelessness(run: Run) -> Callable[[int], bool]:

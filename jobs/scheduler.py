@@ -34,6 +34,7 @@ from jobs.events import (
     Heard,
     KillWorker,
     LetGo,
+    MoreRoom,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -52,7 +53,7 @@ DEFAULT = Limits()
 
 
 class Scheduler:
-    """Leases units, longest first, to at most `workers` workers until every one is done."""
+    """Leases units, longest first, to `workers` workers, and more where there is room, until every one is done."""
 
     def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
         assert workers > 0
@@ -95,6 +96,8 @@ class Scheduler:
                 self._worker_died(name, reason)
             case WorkerLeaving(name):
                 self._worker_leaving(name)
+            case MoreRoom(workers):
+                self.target = max(self.target, workers)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
             case ProbeDone(number, _):

@@ -1,4 +1,4 @@
-"""A node is lost, or told to go, while a job runs on it and on another: nothing is lost, nothing is there twice."""
+"""Nodes are lost, told to go, and join while a job runs on them: nothing is lost, nothing is there twice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jobs.cli import main
+from storage.failpoints import VARIABLE
 from tests.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.local_pool import without_ray
 from tests.test_crash import drive
@@ -21,6 +22,12 @@ ROWS = 192
 """Some seconds of work for one worker with one slot, in which a notice is seen."""
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of clusters made later stand still for a while, longer than another one takes to come up."""
+    monkeypatch.setenv(VARIABLE, "worker.step=sleep:300:25")
 
 
 @pytest.fixture
@@ -94,6 +101,16 @@ def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(cluster: 
     assert is_undisturbed(rows)
     what = happened(rows.parent / "run")
     assert what.count("worker_leaving") == what.count("worker_left") == 1 and "worker_died" not in what
+
+
+@pytest.mark.soak
+def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
+    process, log = begun(cluster, rows)
+    cluster.add_node(**NODE)
+    process.join(300)
+    assert process.exitcode == 0, log.read_text()
+    assert happened(rows.parent / "run").count("worker_up") == 2
+    assert is_undisturbed(rows)
 
 
 def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(cluster: Any, rows: Path):

@@ -214,6 +214,16 @@ def test_a_worker_whose_node_is_to_go_is_replaced_and_counts_as_no_death(store: 
     assert store.get("attempts/epoch-0001-part-0000.jsonl").decode().count('"what": "worker_left"') == 2
 
 
+def test_machines_that_join_are_used_and_the_same_room_is_told_once(store: Store):
+    job = driver(store, workers=1, units=40)
+    now, room = iter(range(0, 90_000, 3)), iter([1, 1, 3, 3, 0, 2])
+    job.clock = lambda: float(next(now))
+    job.room = lambda: next(room, 2)
+    assert job.run() == Finish("done")
+    assert isinstance(job.pool, FakePool) and sorted(job.pool.runners) == ["w0", "w1", "w2"]
+    assert len(statuses(store)) == 160
+
+
 def test_a_driver_that_stood_still_does_not_hold_that_against_its_workers(store: Store):
     job = driver(store, workers=2)
     now = iter([0.0, 1.0, *range(5000, 9000)])

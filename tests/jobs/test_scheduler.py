@@ -17,6 +17,7 @@ from jobs.events import (
     Heard,
     KillWorker,
     LetGo,
+    MoreRoom,
     ProbeDone,
     Quarantine,
     Revoke,
@@ -92,6 +93,14 @@ def test_a_worker_that_reports_a_lease_it_has_lost_gets_nothing_for_it():
 def test_no_more_workers_are_started_than_units_remain():
     commands = Scheduler(sizes(5, 6), workers=8).on(Tick(0.0))
     assert commands == [StartWorker("w0"), StartWorker("w1")]
+
+
+def test_where_there_is_more_room_more_workers_are_started_but_never_fewer_wanted():
+    scheduler = Scheduler(sizes(9, 8, 7, 6), workers=1)
+    started(scheduler)
+    assert scheduler.on(MoreRoom(3)) == [StartWorker("w1"), StartWorker("w2")]
+    assert scheduler.on(MoreRoom(2)) == [] and scheduler.target == 3
+    assert scheduler.on(MoreRoom(9)) == [StartWorker("w3")], "no more than units remain"
 
 
 def test_a_job_without_units_is_done_at_once():

@@ -43,7 +43,7 @@ def simulated() -> Iterator[dict[str, Any]]:
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
         "ray_session": lambda address: nullcontext(),
-        "cluster_size": lambda: (8, 0),
+        "cluster_size": lambda: (at_work["world"].cpus(), 0),
         "make_job": lambda spec, plan, conditional: spec.process,
         "Pool": SimPool,
         "Driver": partial(Driver, clock=clock),

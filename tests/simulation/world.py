@@ -94,6 +94,10 @@ class World:
         self.struck.append(what)
         return True
 
+    def cpus(self) -> int:
+        """How many CPUs the cluster has just now: machines come and go."""
+        return 8 if self.fair else self.rng.randint(1, 4)
+
     def fate(self, process: Process, verb: str, name: str) -> str:
         """What becomes of this access of the store."""
         if self.fair:
