@@ -17,7 +17,7 @@ from actors.makers import maker_for
 from actors.messages import Receipt, WorkUnit
 from actors.plan_table import PlannedRow, PlanTable
 from actors.results import counted, decoded, failed
-from actors.rows import row_key
+from actors.rows import row_id, row_key
 from actors.samples import Sample, tally_of
 from actors.stop_text import stop_strings
 from actors.text import Tokenizer
@@ -130,6 +130,7 @@ class RowClerk:
 
     def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
         planned: PlannedRow = sample.note.planned
+        row_id(values, self._job.columns)  # raises for an id that is none, as it did for the plan
         sample.key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
         return self._maker.make(values, sample.key)
 

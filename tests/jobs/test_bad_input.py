@@ -114,6 +114,7 @@ BAD_ROWS: dict[str, tuple[bytes, str, str]] = {
     "no object": (b'["bad"]', "bad_row", "read"),
     "missing column": (b'{"id": "no text"}', "missing_column", "read"),
     "text that is no text": (b'{"id": "number", "text": 7}', "bad_row", "read"),
+    "id that is no id": (b'{"id": true, "text": "x = <mask:1>"}', "bad_row", "read"),
     "longer than the model": (
         json.dumps({"id": "long", "text": "é" * 600 + "<mask:2>"}).encode(),
         "too_long",
@@ -151,7 +152,8 @@ def test_a_bad_row_fails_alone_with_its_class(
     try:
         name = json.loads(line)["id"]
     except (ValueError, TypeError):
-        name = f"rows.jsonl:{number}"
+        name = None
+    name = name if isinstance(name, str) else f"rows.jsonl:{number}"
     (row,) = [row for row in outcome[1] if row["id"] == name]
     assert (row["status"], row["error_kind"], row["error_stage"]) == ("failed", kind, stage)
     assert row["error"] and row["text"] is None and row["new_tokens"] == 0
