@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from storage.errors import StoreError
+from storage.errors import StoreError, UserError
 from storage.lease import Lease, LeaseLost, acquire, this_process
+from storage.store import tidy
 from storage.verbs import Store
 
 TTL_S = 60.0
@@ -18,18 +19,23 @@ RENEWALS_PER_TTL = 4
 def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = TTL_S) -> Iterator[Lease]:
     """Hold the lease for the time of the block; raises LeaseHeld at once if another driver has it.
 
-    `on_lost` is called, from the keeper's thread, with a reason when the lease is gone and the driver must stop.
+    `on_lost` is called, from the keeper's thread, with a reason when the lease is gone and the driver must stop. A block that
+    ends with a UserError before it has written anything leaves nothing behind.
     """
     lease = acquire(store, this_process(), ttl_s)
     done = threading.Event()
     keeper = threading.Thread(target=_keep, args=(lease, done, on_lost), name="lease", daemon=True)
     keeper.start()
+    leave = give_back
     try:
         yield lease
+    except UserError:
+        leave = withdraw
+        raise
     finally:
         done.set()
         keeper.join(timeout=ttl_s)
-        give_back(lease)
+        leave(lease)
 
 
 def _keep(lease: Lease, done: threading.Event, on_lost: Callable[[str], None]) -> None:
@@ -58,3 +64,10 @@ def give_back(lease: Lease) -> None:
         lease.release()
     except StoreError:
         return  # it expires by itself
+
+
+def withdraw(lease: Lease) -> None:
+    """Leave the run directory as it was found, if nothing but the lease has come to it and the store can be reached."""
+    with suppress(StoreError):
+        lease.withdraw()
+        tidy(lease.store)

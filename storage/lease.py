@@ -11,15 +11,17 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 
 import psutil
 
 from storage.errors import StoreError
 from storage.failpoints import failpoint
-from storage.verbs import AlreadyExists, Conflict, Stat, Store
+from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
 
@@ -64,6 +66,14 @@ class Lease:
             self._write(0.0)
         except LeaseLost:
             return
+
+    def withdraw(self) -> None:
+        """As `release`, and where nothing else was ever in the store, nothing is."""
+        if self.epoch > 1 or [stat.name for stat in islice(self.store.list(), 2)] != [LEASE]:
+            return self.release()
+        with suppress(LeaseLost):
+            self.check()
+            self.store.delete(LEASE)
 
     def check(self) -> None:
         """Return if the lease is still ours and in time, as the store has it now; else LeaseLost."""
@@ -156,5 +166,7 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     try:
         found = json.loads(store.get(LEASE))
         return _Content(found["owner"], found["epoch"], found["expires_at_s"]), stat
+    except NotFound:  # withdrawn between the two looks
+        return None, None
     except (ValueError, KeyError, TypeError):
         raise StoreError(f"{store.url}/{LEASE} is not a lease; if no job runs here, delete it") from None

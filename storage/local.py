@@ -29,6 +29,7 @@ class LocalStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.url = os.fspath(path)
         self.root = Path(path)
+        self._made: list[Path] = []
 
     def get(self, name: str) -> bytes:
         """See Store."""
@@ -109,6 +110,12 @@ class LocalStore:
                         if time.time() - path.stat().st_mtime > older_s:
                             path.unlink()
 
+    def tidy(self) -> None:
+        """Remove the folders that this store made and that are empty again, the root and those above it too."""
+        while self._made:
+            with suppress(OSError):  # something lies in it
+                self._made.pop().rmdir()
+
     def _path(self, name: str) -> Path:
         return self.root / checked_name(name)
 
@@ -137,12 +144,22 @@ class LocalStore:
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
             with _translated(path):
-                _make_folder(path.parent)
+                self._make_folder(path.parent)
                 _write_synced(temporary, data)
             yield temporary
         finally:
             with suppress(OSError):
                 temporary.unlink()
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, durably."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir()
+            self._made.append(folder)
+        _sync_folder(folder.parent)
 
 
 def _order(entry: os.DirEntry[str]) -> str:
@@ -167,15 +184,6 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
-    if folder.is_dir():
-        return
-    _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -37,6 +37,12 @@ def sweep(store: Store) -> None:
         store.sweep()
 
 
+def tidy(store: Store) -> None:
+    """Remove the folders that `store` made and that are empty again; only a local folder has any."""
+    if isinstance(store, LocalStore):
+        store.tidy()
+
+
 def probe(store: Store) -> bool:
     """True if the store honours conditional creation: of two creates of one name, the second is refused.
 

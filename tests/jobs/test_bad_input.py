@@ -105,7 +105,7 @@ def test_an_unusable_job_exits_with_2_and_says_why(
     assert run(spec, tmp_path) == 2
     said = capsys.readouterr().err
     assert said.startswith("draftmill: ") and message in said and "Traceback" not in said
-    assert not list((tmp_path / "run").rglob("*.parquet")), "nothing was to be written"
+    assert not (tmp_path / "run").is_dir(), "nothing was to be written"
 
 
 BAD_ROWS: dict[str, tuple[bytes, str, str]] = {

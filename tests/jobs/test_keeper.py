@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from jobs.keeper import give_back, keep_once, kept_lease
-from storage.errors import StoreError
-from storage.lease import LeaseHeld, LeaseLost, acquire
+from storage.errors import StoreError, UserError
+from storage.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from storage.memory import MemoryStore
 from storage.verbs import Stat
 
@@ -63,3 +63,18 @@ def test_a_kept_lease_is_held_inside_and_free_afterwards(store: Unreachable):
         lease.check()
     with kept_lease(store, lambda reason: None) as again:
         assert again.epoch == lease.epoch + 1
+
+
+@pytest.mark.parametrize("before", [[], ["first"]])
+@pytest.mark.parametrize("written", [[], ["plan"]])
+def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
+    store: Unreachable, before: list[str], written: list[str]
+):
+    for owner in before:
+        acquire(store, owner, 60).release()
+    with pytest.raises(UserError), kept_lease(store, lambda reason: None):
+        for name in written:
+            store.create(name, b"")
+        raise UserError("an id occurs twice")
+    assert [stat.name for stat in store.list()] == ([LEASE] if before or written else []) + written
+    assert acquire(store, "next", 60).epoch == len(before) + bool(before or written) + 1
