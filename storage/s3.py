@@ -1,8 +1,8 @@
 """A store under s3://bucket/prefix, through boto3: single PUTs, conditional where the verb says so.
 
-Conditional multipart completion is not used: a widespread server overwrites silently there. Retries are ours
-(tenacity), boto3's are off, so that a lost answer is seen for what it is: each conditional write carries a token of
-its own, and a refusal by an object with that token is our own success.
+Conditional multipart completion is not used here: a widespread server overwrites silently there (exports, which may be of any
+size, go through upload.py). Retries are ours (tenacity), boto3's are off, so that a lost answer is seen for what it is: each
+conditional write carries a token of its own, and a refusal by an object with that token is our own success.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class S3Store:
         try:
             answer = self._write(name, data, {**(metadata or {}), TOKEN: token}, IfNoneMatch="*")
         except ClientError as error:
-            if _status(error) != 412:
-                raise self._failed(name, error) from None
+            if status_of(error) != 412:
+                raise self.failed(name, error) from None
             found = self.stat(name)
             if found is None:
-                raise StoreError(f"{self._where(name)} was refused as existing, but is not there") from None
+                raise StoreError(f"{self.where(name)} was refused as existing, but is not there") from None
             if found.metadata.get(TOKEN) != token:
                 raise AlreadyExists(found) from None
             return found
@@ -98,7 +98,7 @@ class S3Store:
         try:
             answer = self._write(name, data, {})
         except ClientError as error:
-            raise self._failed(name, error) from None
+            raise self.failed(name, error) from None
         return Stat(name, len(data), _etag(answer))
 
     def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
@@ -108,11 +108,11 @@ class S3Store:
         try:
             answer = self._write(name, data, {TOKEN: token}, IfMatch=etag)
         except ClientError as error:
-            if _status(error) not in {404, 412}:
-                raise self._failed(name, error) from None
+            if status_of(error) not in {404, 412}:
+                raise self.failed(name, error) from None
             found = self.stat(name)
             if found is None or found.metadata.get(TOKEN) != token:
-                raise Conflict(f"{self._where(name)} has changed") from None
+                raise Conflict(f"{self.where(name)} has changed") from None
             return found
         return Stat(name, len(data), _etag(answer))
 
@@ -135,35 +135,68 @@ class S3Store:
     def stat(self, name: str) -> Stat | None:
         """See Store."""
         try:
-            found = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self._prefix + name)
+            found = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
         except NotFound:
             return None
         return Stat(name, found["ContentLength"], _etag(found), found["Metadata"], found["LastModified"].timestamp())
 
     def delete(self, name: str) -> None:
         """See Store."""
-        self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self._prefix + name)
+        self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self.key(name))
+
+    # ---- for uploads in parts, too
+
+    def ask(self, operation: str, name: str, **arguments: Any) -> Any:
+        """The answer to a request, with retries; ClientErrors that stay come out as they are, for the caller to judge."""
+        function = getattr(self._client, operation)
+        return self._retried(name, lambda: function(Bucket=self._bucket, **arguments))
+
+    def key(self, name: str) -> str:
+        """The object's key in the bucket."""
+        return self._prefix + name
+
+    @property
+    def with_checksums(self) -> bool:
+        """Whether SHA-256 checksums go with what is written."""
+        return self._options.checksums != "when_required"
+
+    def where(self, name: str) -> str:
+        """The object's URL, for messages."""
+        return f"s3://{self._bucket}/{self._prefix}{name}"
+
+    def failed(self, name: str, error: ClientError) -> Exception:
+        """Our error for one of S3's: NotFound, UserError where the user must act, else StoreError."""
+        code = str(error.response["Error"].get("Code", ""))
+        if code == "NoSuchBucket":
+            return UserError(f"{self.url}: there is no bucket {self._bucket!r}")
+        if status_of(error) == 416:
+            return _BeyondEnd(f"{self.where(name)} ends before the range")
+        if status_of(error) == 404:
+            return NotFound(f"{self.where(name)} does not exist")
+        if status_of(error) in {301, 400, 401, 403}:
+            return UserError(f"{self.where(name)}: refused ({code or status_of(error)})")
+        return StoreError(f"{self.where(name)}: {code} ({status_of(error)})")
+
+    # ---- requests
 
     def _read(self, name: str, **arguments: str) -> bytes:
         def read(**call: Any) -> bytes:
             # The body is read inside the attempt: it may break off, which boto3 doesn't retry.
             return bytes(self._client.get_object(**call)["Body"].read())
 
-        return self._call(name, read, Bucket=self._bucket, Key=self._prefix + name, **arguments)
+        return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
 
     def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
         """PutObject with retries; ClientErrors that stay come out as they are, for the verb to judge."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
-        checksum = {} if self._options.checksums == "when_required" else {"ChecksumSHA256": _sha256(data)}
-        put = self._client.put_object
-        arguments = {"Bucket": self._bucket, "Key": self._prefix + name, "Body": data, "Metadata": metadata}
-        return self._retried(name, lambda: put(**arguments, **checksum, **condition))
+        checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
+        return self.ask("put_object", name, Key=self.key(name), Body=data, Metadata=metadata, **checksum, **condition)
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
             return self._retried(name, lambda: function(**arguments))
         except ClientError as error:
-            raise self._failed(name, error) from None
+            raise self.failed(name, error) from None
 
     def _retried(self, name: str, attempt: Callable[[], T]) -> T:
         """Try up to ATTEMPTS times, waiting exponentially with jitter, while the failure may pass."""
@@ -182,28 +215,12 @@ class S3Store:
         except ParamValidationError as error:
             raise UserError(f"{self.url}: {error}") from None
         except BotoCoreError as error:
-            raise StoreError(f"{self._where(name)}: {error}") from None
+            raise StoreError(f"{self.where(name)}: {error}") from None
 
     def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
             said = presentable(str(state.outcome.exception()))
-            _log.warning("%s: %s; trying again", self._where(name), said)
-
-    def _failed(self, name: str, error: ClientError) -> Exception:
-        """Our error for one of S3's: NotFound, UserError where the user must act, else StoreError."""
-        code = str(error.response["Error"].get("Code", ""))
-        if code == "NoSuchBucket":
-            return UserError(f"{self.url}: there is no bucket {self._bucket!r}")
-        if _status(error) == 416:
-            return _BeyondEnd(f"{self._where(name)} ends before the range")
-        if _status(error) == 404:
-            return NotFound(f"{self._where(name)} does not exist")
-        if _status(error) in {301, 400, 401, 403}:
-            return UserError(f"{self._where(name)}: refused ({code or _status(error)})")
-        return StoreError(f"{self._where(name)}: {code} ({_status(error)})")
-
-    def _where(self, name: str) -> str:
-        return f"s3://{self._bucket}/{self._prefix}{name}"
+            _log.warning("%s: %s; trying again", self.where(name), said)
 
 
 @lru_cache(maxsize=8)
@@ -236,11 +253,12 @@ def _may_pass(error: BaseException) -> bool:
     """Timeouts, resets, broken bodies, 5xx, 429 and a conditional write that met another one on the way."""
     if isinstance(error, ClientError):
         code = error.response["Error"].get("Code", "")
-        return _status(error) >= 500 or _status(error) == 429 or code in _PASSING
+        return status_of(error) >= 500 or status_of(error) == 429 or code in _PASSING
     return isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError)
 
 
-def _status(error: ClientError) -> int:
+def status_of(error: ClientError) -> int:
+    """The HTTP status of an answer that refuses."""
     return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
 
 
@@ -248,5 +266,6 @@ def _etag(answer: Any) -> str:
     return str(answer["ETag"]).strip('"')  # one server takes If-Match only without the quotes
 
 
-def _sha256(data: bytes) -> str:
+def sha256(data: bytes | bytearray) -> str:
+    """The digest as S3 wants it, in base64."""
     return base64.b64encode(hashlib.sha256(data).digest()).decode()

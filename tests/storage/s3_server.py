@@ -20,15 +20,24 @@ from werkzeug.serving import make_server
 
 from tests.storage.s3_forward import VARIABLE, Forwarder
 
-_STATUS = {"503": "503 Slow Down", "500": "500 Internal Server Error", "409": "409 Conflict"}
-_CODES = {"503": "SlowDown", "500": "InternalError", "409": "ConditionalRequestConflict"}
+_ANSWERS = {
+    "503": ("503 Slow Down", "SlowDown"),
+    "500": ("500 Internal Server Error", "InternalError"),
+    "409": ("409 Conflict", "ConditionalRequestConflict"),
+    "403": ("403 Forbidden", "AccessDenied"),
+    "404": ("404 Not Found", "NoSuchUpload"),
+    "412": ("412 Precondition Failed", "PreconditionFailed"),
+    "hidden": ("200 OK", "InternalError"),
+}
+"""Status and code of the answers with which nothing is done."""
 
 
 @dataclass
 class Fault:
-    """What goes wrong, `times` times, with every `every`th request of this method whose path holds `part`.
+    """What goes wrong, `times` times, with every `every`th request of this method whose path, or query, holds `part`.
 
-    `kind`: 503, 500, 409 (nothing is done); reset (nothing is done, no answer); lost (done, but no answer);
+    `kind`: one of _ANSWERS (nothing is done; `hidden` says so under the status 200, as S3 may where an upload is completed);
+    reset (nothing is done, no answer); lost (done, but no answer);
     ignore_conditions (done as if no condition had been set); cut (half of the body, then the end).
     """
 
@@ -66,7 +75,8 @@ class Storm:
         """The kind of this request's fault, empty for none."""
         if self.rng.random() >= self.rate:
             return ""
-        kinds = {"PUT": ("503", "500", "409", "reset", "lost", "stall"), "GET": ("503", "500", "reset", "cut", "stall")}
+        writing = ("503", "500", "409", "reset", "lost", "stall")
+        kinds = {"PUT": writing, "POST": (*writing, "hidden"), "GET": ("503", "500", "reset", "cut", "stall")}
         kind = self.rng.choice(kinds.get(method, ("503", "500", "reset")))
         self.struck[kind] += 1
         return kind
@@ -84,11 +94,13 @@ class FaultyApp:
     one_at_a_time: Any = field(default_factory=Lock)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        fault = self._next_fault(environ["REQUEST_METHOD"], environ["PATH_INFO"])
-        if fault in _STATUS:
+        query = environ.get("QUERY_STRING")
+        fault = self._next_fault(environ["REQUEST_METHOD"], environ["PATH_INFO"] + (f"?{query}" if query else ""))
+        if fault in _ANSWERS:
+            status, code = _ANSWERS[fault]
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response(_STATUS[fault], [("Content-Type", "application/xml")])
-            return [f"<Error><Code>{_CODES[fault]}</Code></Error>".encode()]
+            start_response(status, [("Content-Type", "application/xml")])
+            return [f"<Error><Code>{code}</Code></Error>".encode()]
         if fault == "stall" and self.storm is not None:
             time.sleep(self.storm.stall_s)
         if fault in {"reset", "stall"}:
