@@ -86,13 +86,14 @@ def _jsonl_row(line: Line) -> Row:
 
 
 def openai_request(values: dict[str, Any]) -> dict[str, Any]:
-    """Lift `prompt` or `messages` out of an OpenAI batch request (custom_id and body); other objects stay as they are.
+    """Lift the id, and `prompt` or `messages`, out of an OpenAI batch request: an object with `custom_id` and `body`.
 
-    A list of one prompt, which that API allows, is the prompt.
+    Other objects stay as they are. A list of one prompt, which that API allows, is the prompt. Where the body is no object the
+    request has its id all the same, by which its failure is looked up.
     """
-    body = values.get("body")
-    if not isinstance(values.get("custom_id"), str) or not isinstance(body, dict):
+    if "custom_id" not in values or "body" not in values:
         return values
+    body = values["body"] if isinstance(values["body"], dict) else {}
     lifted = {key: body[key] for key in ("prompt", "messages") if key in body}
     prompt = lifted.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):

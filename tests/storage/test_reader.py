@@ -116,14 +116,18 @@ def test_an_openai_batch_request_gives_its_prompt_or_messages(tmp_path: Path) ->
         {"custom_id": "r3", "text": "not a request"},
         {"custom_id": "r4", "body": {"prompt": ["p"]}},
         {"custom_id": "r5", "body": {"prompt": ["p", "q"]}},
+        {"custom_id": "r6", "body": None},
+        {"custom_id": 7, "body": {"prompt": "p"}},
     ]
     data = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    first, second, third, fourth, fifth = (row.values for row in rows_of(tmp_path / "a.jsonl", data))
+    first, second, third, fourth, fifth, sixth, seventh = (row.values for row in rows_of(tmp_path / "a.jsonl", data))
     assert first is not None and (first["id"], first["prompt"]) == ("r1", "p")
     assert second is not None and (second["id"], second["messages"]) == ("r2", messages)
     assert third == lines[2]
     assert fourth is not None and (fourth["id"], fourth["prompt"]) == ("r4", "p")
     assert fifth is not None and fifth["prompt"] == ["p", "q"], "which of them is meant, the row can't say"
+    assert sixth is not None and sixth["id"] == "r6", "its failure is looked up by its id"
+    assert seventh is not None and (seventh["id"], seventh["prompt"]) == (7, "p")
 
 
 def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
