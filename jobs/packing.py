@@ -20,12 +20,20 @@ UNIT_TOKENS = 2**19
 
 MIN_UNIT_ROWS, MAX_UNIT_ROWS, UNITS_PER_WINDOW = 32, 1024, 64
 
+WINDOW_TOKENS = UNITS_PER_WINDOW * UNIT_TOKENS
+"""The most tokens of a window: a unit's rows lie anywhere in it, and a worker may have to read all of it to get them."""
+
 Range = tuple[int, int]
 
 
 def auto_unit_rows(rows_in_first_window: int) -> int:
     """Rows of a unit where the spec leaves it open: 64 units in the first window, within 32 and 1024 rows."""
     return min(MAX_UNIT_ROWS, max(MIN_UNIT_ROWS, -(-rows_in_first_window // UNITS_PER_WINDOW)))
+
+
+def window_rows(lengths: NDArray[np.int32], most: int) -> int:
+    """How many of these rows make the next window: `most`, or as many as it takes to have WINDOW_TOKENS, if these are fewer."""
+    return min(most, 1 + int(np.searchsorted(np.cumsum(lengths.astype(np.int64)), WINDOW_TOKENS)))
 
 
 def longest_first(lengths: NDArray[np.int32]) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, Part, epoch_of, part_bytes, part_name
-from jobs.packing import auto_unit_rows, cut, longest_first
+from jobs.packing import WINDOW_TOKENS, auto_unit_rows, cut, longest_first, window_rows
 from storage.failpoints import failpoint
 from storage.verbs import Store
 
@@ -68,25 +68,25 @@ class PlanWriter:
         self._keep_order = keep_order
         self._epoch = epoch
         self._held: list[pa.Table] = []
-        self._held_rows = 0
+        self._held_rows = self._held_tokens = 0
         self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
 
     def add(self, rows: pa.Table) -> None:
         """Take rows in, in tables of any size."""
         assert rows.schema.equals(ROW_SCHEMA), rows.schema
-        self._held.append(rows)
-        self._held_rows += rows.num_rows
-        while self._held_rows >= self._window:
+        self._hold(rows)
+        while self._held_rows >= self._window or self._held_tokens >= WINDOW_TOKENS:
             held = pa.concat_tables(self._held)
-            self._close_window(held.slice(0, self._window))
-            rest = held.slice(self._window)
-            self._held, self._held_rows = [rest], rest.num_rows
+            end = window_rows(held["length"].to_numpy(), self._window)
+            self._let_go()
+            self._close_window(held.slice(0, end))
+            self._hold(held.slice(end))
 
     def finish(self) -> None:
         """Pack what is left and write the last part."""
         if self._held_rows:
             self._close_window(pa.concat_tables(self._held))
-        self._held, self._held_rows = [], 0
+        self._let_go()
         self._write_part()
 
     def discard(self) -> None:
@@ -103,6 +103,14 @@ class PlanWriter:
             sizes = {"unit_rows": self.sums.rows[units].tolist(), "unit_tokens": self.sums.tokens[units].tolist()}
             listed.append(asdict(part) | sizes)
         return listed
+
+    def _hold(self, rows: pa.Table) -> None:
+        self._held.append(rows)
+        self._held_rows += rows.num_rows
+        self._held_tokens += pc.sum(rows["length"]).as_py() or 0
+
+    def _let_go(self) -> None:
+        self._held, self._held_rows, self._held_tokens = [], 0, 0
 
     def _close_window(self, rows: pa.Table) -> None:
         self.totals.add(rows)

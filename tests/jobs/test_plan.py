@@ -13,7 +13,7 @@ import pytest
 
 from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from actors.text import Tokenizer
-from jobs import plan_writer
+from jobs import packing, plan_writer
 from jobs.fingerprint import Hashes, results_key
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
 from jobs.plan_writer import PlanWriter
@@ -256,6 +256,21 @@ def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> N
         assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
     with pytest.raises(StoreError, match="no unit 13"):
         table.unit_rows(13)
+
+
+def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
+    monkeypatch.setattr(plan_writer, "WINDOW_TOKENS", 40)
+    store = open_store("memory://long")
+    writer = PlanWriter(store, window=10, unit_rows=100)
+    lengths = [1] * 12 + [30, 5, 5, 100, 7] + [8] * 6
+    for start in range(0, len(lengths), 3):
+        writer.add(rows_table(lengths[start : start + 3], start))
+    writer.finish()
+    table = PlanTable(store, writer.parts)
+    windows = [sorted(row.row for row in table.unit_rows(unit)) for unit in range(5)]
+    # ten rows; 1 + 1 + 30 + 5 + 5 tokens; a row that has more than all by itself; 7 + 5 * 8; the rest
+    assert windows == [[*range(10)], [*range(10, 15)], [15], [*range(16, 22)], [22]]
 
 
 def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Path, tmp_path: Path) -> None:
