@@ -102,7 +102,7 @@ def _add_validate(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _store_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", metavar="RUN_DIR", help="a folder or s3://bucket/prefix")
-    command.add_argument("--s3-endpoint", metavar="URL", help="for a RUN_DIR on S3 that is not Amazon's")
+    command.add_argument("--s3-endpoint", metavar="URL", help="of an S3 that is not Amazon's")
     command.add_argument("--s3-region", metavar="REGION")
     command.add_argument("--s3-addressing", default="auto", choices=["auto", "path", "virtual"])
     command.add_argument("--s3-checksums", default="auto", choices=["auto", "when_required", "when_supported"])
@@ -165,7 +165,7 @@ def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("export", parents=[common], help="a finished run's results as one file")
     _store_arguments(command)
     command.add_argument("--format", required=True, choices=["openai", "jsonl", "csv", "parquet"])
-    command.add_argument("--out", required=True, metavar="FILE", help="a local file, or - for the standard output")
+    command.add_argument("--out", required=True, metavar="FILE", help="a file, s3://bucket/key, or - (standard output)")
     command.add_argument("--errors", metavar="FILE", help="where samples that are not ok go instead")
     command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (all)")
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")

@@ -1,35 +1,30 @@
 """`draftmill export`: the results of a finished run as one file in another format, each sample once, as the last pass has it.
 
-Files are local and appear whole or not at all. Failed samples can go to a file of their own; among the answers of an OpenAI
-batch they always do.
+Files are local or objects on S3, and appear whole or not at all. Failed samples can go to a file of their own; among the
+answers of an OpenAI batch they always do.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import IO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.codes import OK
-from jobs.export_rows import OPENAI_COLUMNS, CsvSink, LineSink, ParquetSink, Sink, openai_answer
+from jobs.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
+from jobs.export_rows import OPENAI_COLUMNS, CsvSink, LineSink, ParquetSink, Sink, Target, openai_answer
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan import Plan
-from storage.errors import StoreError, UserError
+from storage.errors import UserError
 from storage.records import schema_of
 from storage.store import open_store
 from storage.verbs import S3Options
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
-STDOUT = "-"
-OUT, ERRORS, COLUMNS = "--out", "--errors", "--columns"
+COLUMNS = "--columns"
 
 
 def export(
@@ -55,11 +50,13 @@ def export(
         errors = errors or errors_beside(out)
     check_places(store.url, kind, out, errors)
     with ExitStack() as stack:
-        sinks: list[Sink] = [
-            sink_for(kind, stack.enter_context(written(place, overwrite=overwrite)), passes[0].plan, wanted)
-            for place in (out, errors)
+        # Ended in the opposite order: where `out` is there, its errors are.
+        files = [
+            stack.enter_context(written(place, field=field, overwrite=overwrite, s3=s3))
+            for field, place in ((OUT, out), (ERRORS, errors))
             if place is not None
         ]
+        sinks = [sink_for(kind, file, passes[0].plan, wanted) for file in files]
         with ExitStack() as unfinished:  # whatever goes wrong, an interrupt too: nothing is kept of it
             for sink in sinks:
                 unfinished.callback(sink.abandon)
@@ -86,7 +83,7 @@ def write_rows(passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[S
     return counts
 
 
-def sink_for(kind: str, file: IO[bytes], plan: Plan, columns: Sequence[str]) -> Sink:
+def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     """The sink of a format."""
     if kind == "openai":
         return LineSink(file, partial(openai_answer, chat=is_chat(plan)))
@@ -135,55 +132,3 @@ def check_openai(plan: Plan) -> None:
         raise UserError(
             "the results hold no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
         )
-
-
-def errors_beside(out: str) -> str:
-    """`answers.jsonl` -> `answers.errors.jsonl`."""
-    if out == STDOUT:
-        raise UserError("failed samples of an OpenAI batch need a file of their own; name one", field=ERRORS)
-    path = Path(out)
-    return str(path.with_name(f"{path.stem}.errors{path.suffix}"))
-
-
-def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
-    """Raise UserError for a place that can't be written, or must not be."""
-    for field, place in ((OUT, out), (ERRORS, errors)):
-        if place is None or place == STDOUT:
-            continue
-        if "://" in place:
-            raise UserError(f"{place!r}: exports are local files; - is the standard output", field=field)
-        if "://" not in run_url and Path(place).absolute().resolve().is_relative_to(Path(run_url).absolute().resolve()):
-            raise UserError(
-                f"{place!r} lies inside of the run directory, which holds the run's own files only", field=field
-            )
-    if errors is not None and errors in {out, STDOUT}:
-        raise UserError(f"{errors!r} can't take the failed samples; name a file of their own", field=ERRORS)
-    if kind == "parquet" and out == STDOUT:
-        raise UserError("Parquet does not go to the standard output; name a file", field=OUT)
-
-
-@contextmanager
-def written(place: str, *, overwrite: bool) -> Iterator[IO[bytes]]:
-    """A file that gets its name when the block has ended well; where it raises, nothing is left. UserError where it can't be."""
-    if place == STDOUT:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    path = Path(place).expanduser()
-    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
-    try:
-        if path.exists() and not overwrite:
-            raise UserError(f"{place!r} is there already; --overwrite replaces it", field=OUT)
-        if path.is_dir():
-            raise UserError(f"{place!r} is a folder", field=OUT)
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        kind = UserError if error.filename is not None else StoreError
-        raise kind(f"{place}: {error.strerror or error}") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)

@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
+from storage.errors import StoreError
 from storage.records import parquet_writer
 
 GROUP_BYTES = 32 * 2**20
@@ -23,6 +24,27 @@ GROUP_BYTES = 32 * 2**20
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
 """Our `finish` -> OpenAI's `finish_reason`."""
+
+
+class Target(Protocol):
+    """An open binary file, as far as sinks need it; Parquet's writer looks at `closed`, `flush` and `tell`, too."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more."""
+        ...
+
+    def write(self, data: bytes, /) -> int:
+        """Take all of the bytes."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was taken on its way."""
+        ...
+
+    def tell(self) -> int:
+        """Bytes taken so far."""
+        ...
 
 
 class Sink(Protocol):
@@ -44,7 +66,7 @@ class Sink(Protocol):
 class LineSink:
     """One JSON object a line, as `line` makes it of a row."""
 
-    def __init__(self, file: IO[bytes], line: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    def __init__(self, file: Target, line: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
         self._file = file
         self._line = line
 
@@ -64,7 +86,7 @@ class LineSink:
 class CsvSink:
     """Records under a header line; null is an empty field, and lists, mappings and the like stand as JSON."""
 
-    def __init__(self, file: IO[bytes], columns: Sequence[str]) -> None:
+    def __init__(self, file: Target, columns: Sequence[str]) -> None:
         self._file = file
         self._write([columns])
 
@@ -87,7 +109,7 @@ class CsvSink:
 class ParquetSink:
     """Row groups of GROUP_BYTES, in the form of the run's own files."""
 
-    def __init__(self, file: IO[bytes], schema: pa.Schema, metadata: Mapping[str, str]) -> None:
+    def __init__(self, file: Target, schema: pa.Schema, metadata: Mapping[str, str]) -> None:
         self._schema = schema
         self._writer = parquet_writer(file, schema, metadata)
         self._held: list[pa.Table] = []
@@ -108,7 +130,7 @@ class ParquetSink:
 
     def abandon(self) -> None:
         """See Sink. Left open, the writer would try to end the file when it is collected, and complain aloud."""
-        with suppress(OSError, ValueError, pa.ArrowException):
+        with suppress(OSError, ValueError, StoreError, pa.ArrowException):
             self._writer.close()
         self._writer.is_open = False
 

@@ -49,7 +49,7 @@ def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
         return f"'{path[:40]}...' is longer than a path can be"
     scheme, separator, rest = path.partition("://")
     if separator and "@" in rest.partition("/")[0]:
-        return "no credentials in the spec; they come from the environment"
+        return "no credentials in a URL; they come from the environment"
     if separator and scheme not in schemes:
         allowed = ", ".join(["a local path", *(f"{name}://..." for name in schemes)])
         return f"{scheme[:40]}:// is not allowed; allowed: {allowed}"

@@ -30,8 +30,8 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
 
 
 def sweep(store: Store) -> None:
-    """Delete what killed writers left half written. Only a local folder can hold such: S3 has an object whole or not at all,
-    and no upload in parts is ever begun.
+    """Delete what killed writers of a run left half written. Only a local folder can hold such: S3 has an object whole or not
+    at all, and no upload in parts is begun in a run (exports are, which see to their own: storage/upload.py).
     """
     if isinstance(store, LocalStore):
         store.sweep()

@@ -221,7 +221,16 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "a folder": (nothing, ["jsonl", "--overwrite", "--out", "{run}/.."], "is a folder"),
     "no such folder": (nothing, ["jsonl", "--out", "{run}/../no/such"], "No such file or directory"),
     "inside the run": (nothing, ["jsonl", "--out", "{run}/data/all.jsonl"], "lies inside of the run directory"),
-    "another place": (nothing, ["jsonl", "--out", "s3://bucket/all"], "exports are local files"),
+    "another place": (
+        nothing,
+        ["jsonl", "--out", "gs://bucket/all"],
+        "--out: gs:// is not allowed; allowed: a local path, s3://",
+    ),
+    "failed ones there already": (
+        nothing,
+        ["jsonl", "--out", "{out}", "--errors", "{run}/../there"],
+        "--errors: '{run}/../there' is there already",
+    ),
     "no such column": (nothing, ["csv", "--out", "{out}", "--columns", "txt"], "'txt' is no column of the result"),
     "one file for both": (nothing, ["csv", "--out", "{out}", "--errors", "{out}"], "name a file of their own"),
     "parquet to a pipe": (nothing, ["parquet", "--out", "-"], "--out: Parquet does not go to the standard output"),
@@ -245,7 +254,7 @@ def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(
     before = sorted(tmp_path.rglob("*"))
     filled = [argument.format(out=tmp_path / "out", run=tmp_path / "run") for argument in arguments]
     assert main(["export", str(tmp_path / "run"), "--format", *filled]) == 2
-    assert message in capsys.readouterr().err
+    assert message.format(run=tmp_path / "run") in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "there").read_text() == "precious"
 
 

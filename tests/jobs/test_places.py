@@ -41,8 +41,8 @@ def refusal(key: str, value: Any) -> str:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (f"s3://key:{SECRET}@bucket/x", "no credentials in the spec"),
-        (f"https://user:{SECRET}@host/x", "no credentials in the spec"),
+        (f"s3://key:{SECRET}@bucket/x", "no credentials in a URL"),
+        (f"https://user:{SECRET}@host/x", "no credentials in a URL"),
         (f"https://host/x?X-Amz-Signature={SECRET}", "https:// is not allowed; allowed: a local path"),
         ("a\0b", "has control characters"),
         ("\x1b[2Jgone", "has control characters"),
