@@ -14,7 +14,7 @@ from jobs.progress import duration
 from jobs.totals import ratio
 from storage.commit import SUCCESS, done_units, read_manifest
 from storage.errors import StoreError
-from storage.lease import LEASE
+from storage.lease import LEASE, process_is_dead
 from storage.store import open_store
 from storage.verbs import S3Options, Store
 
@@ -67,12 +67,13 @@ def state_of(store: Store, driver: str | None) -> str:
 
 
 def driver_of(store: Store) -> str | None:
-    """Who holds an unexpired lease."""
+    """Who holds an unexpired lease, and is not known to be dead."""
     try:
         lease = json.loads(store.get(LEASE))
-        return str(lease["owner"]) if lease["expires_at_s"] > time.time() else None
+        owner, is_held = str(lease["owner"]), lease["expires_at_s"] > time.time()
     except (StoreError, ValueError, KeyError, TypeError):
         return None
+    return owner if is_held and not process_is_dead(owner) else None
 
 
 def failed_so_far(store: Store) -> int:
