@@ -179,21 +179,23 @@ def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from jobs.driver import interruptible
-    from jobs.run import RunOptions, run_job
-    from jobs.spec import load_spec
 
-    options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
-    with interruptible():
+    with interruptible():  # the imports take a while, too
+        from jobs.run import RunOptions, run_job
+        from jobs.spec import load_spec
+
+        options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
         return run_job(load_spec(arguments.spec, arguments.set), options)
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
     from jobs.driver import interruptible
-    from jobs.rerun import rerun
-    from jobs.run import RunOptions
 
-    options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
     with interruptible():
+        from jobs.rerun import rerun
+        from jobs.run import RunOptions
+
+        options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
         return rerun(arguments.run_dir, options, overrides=arguments.set, s3=_s3(arguments))
 
 

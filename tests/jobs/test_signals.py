@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import FrameType
 
 import pytest
 
+from jobs.cli import main
 from jobs.driver import StopFlag, interruptible
 from jobs.session import _own_sigterm
 
@@ -35,3 +37,32 @@ def test_in_the_drivers_loop_a_signal_is_a_flag_and_a_second_one_is_urgent():
         assert (stop.reason, stop.urgent) == ("SIGTERM", False)
         os.kill(os.getpid(), signal.SIGINT)
         assert (stop.reason, stop.urgent) == ("SIGTERM", True)
+
+
+class Signalling:
+    """A finder of modules that, asked for one, sends this process a SIGTERM first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == self.name:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def not_ours(number: int, frame: FrameType | None) -> None:
+    raise AssertionError("SIGTERM would have ended the process")
+
+
+@pytest.mark.parametrize("arguments", [["run", "none.yaml"], ["rerun", "none", "--failed"]])
+def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    name = f"jobs.{arguments[0]}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Signalling(name), *sys.meta_path])
+    before = signal.signal(signal.SIGTERM, not_ours)
+    try:
+        assert main(arguments) == 4
+    finally:
+        signal.signal(signal.SIGTERM, before)
