@@ -46,7 +46,7 @@ def _file_problems(store: Store, manifest: CompactManifest, file: CompactFile) -
             if not group.schema.remove_metadata().equals(schema_of(manifest.schema_version)):
                 yield f"{file.object}: its schema is not that of the result table"
     except (StoreError, pa.ArrowInvalid, OSError) as error:
-        yield f"{file.object}: can't be read: {error}"
+        yield f"{file.object}: can't be read: {' '.join(str(error).split())}"
 
 
 def _row_problems(store: Store, manifest: CompactManifest, passes: Sequence[Pass]) -> Iterator[str]:

@@ -133,7 +133,7 @@ def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str
         data = store.get(name)
         table = read_parquet(data)
     except (StoreError, pa.ArrowInvalid, OSError) as error:
-        return [f"{name}: can't be read: {error}"]
+        return [f"{name}: can't be read: {' '.join(str(error).split())}"]
     findings.units += 1
     findings.bytes += len(data)
     if "status" in table.column_names:

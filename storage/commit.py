@@ -26,7 +26,7 @@ from storage.done import DoneUnits
 from storage.errors import StoreError
 from storage.failpoints import failpoint
 from storage.lease import Lease, LeaseLost
-from storage.records import SCHEMA, SCHEMA_VERSION, parquet_metadata, read_parquet, write_parquet
+from storage.records import SCHEMA, SCHEMA_VERSION, damaged, parquet_metadata, read_parquet, write_parquet
 from storage.verbs import AlreadyExists, Conflict, Stat, Store
 
 MANIFEST = "_manifest.json"
@@ -224,7 +224,7 @@ def _read_facts(store: Store, name: str) -> dict[str, str]:
     try:
         found = parquet_metadata(read_parquet(data, columns=["id"]).schema)
     except (pa.ArrowInvalid, OSError) as error:
-        raise StoreError(f"{store.url}/{name} is damaged: {error}") from None
+        raise damaged(store, name, error) from None
     if "unit" not in found:
         raise ForeignUnit(f"{store.url}/{name} was not written by draftmill")
     return found | {"sha256": hashlib.sha256(data).hexdigest()}

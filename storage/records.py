@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from storage.errors import StoreError
 from storage.verbs import Store
 
 SCHEMA_VERSION = 3
@@ -217,8 +218,22 @@ def read_results(
 ) -> Iterator[pa.Table]:
     """Yield one table per unit file, checksums verified, one file in memory at a time.
 
-    `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units.
+    `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units. Raises
+    StoreError, which names the file, where one is missing or damaged.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
     for name in names:
-        yield read_parquet(store.get(name), columns=columns)
+        data = store.get(name)
+        try:
+            table = read_parquet(data, columns=columns)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise damaged(store, name, error) from None
+        yield table
+
+
+def damaged(store: Store, name: str, error: Exception) -> StoreError:
+    """The error of a unit's file that can't be read, in one line, and what helps."""
+    said = " ".join(str(error).split()).rstrip(".")
+    return StoreError(
+        f"{store.url}/{name} is damaged: {said}; delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
+    )

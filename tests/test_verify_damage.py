@@ -215,3 +215,24 @@ def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
     assert main(["verify", str(run)]) == 1
     told = capsys.readouterr().out
     assert unit(run).name in told and "etag is" not in told
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    run, spec = copied(sound, tmp_path / "run"), tmp_path / "spec.yaml"
+    data = unit(run).read_bytes()
+    half = len(data) // 2
+    unit(run).write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\xff" * 64 + data[half + 64 :])
+    spec.write_text(sound.with_suffix(".yaml").read_text())
+    export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
+    for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], ["compact", str(run)], export):
+        assert main(arguments) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
+    for name in (str(unit(run)), "_manifest.json", "_SUCCESS"):
+        (run / name).unlink()
+    with without_ray():
+        assert main(["run", str(spec), "--set", f"output.path={run}", "--quiet"]) == 0
+    assert main(["verify", str(run)]) == 0
