@@ -27,7 +27,7 @@ from decoders.settings import DrafterPlace, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError
 from storage.failpoints import failpoint
-from storage.reader import Row, read_rows
+from storage.reader import Row, fetched_ahead, read_rows
 from storage.records import TRACE_SCHEMA, table_from_rows
 from storage.store import open_store
 
@@ -105,16 +105,19 @@ class RowClerk:
     def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
         """The input rows in the order of the plan; each file is visited once."""
         found: dict[tuple[int, int], Row] = {}
-        for file in sorted({row.file for row in planned}):
-            places = [(row.row, row.offset) for row in planned if row.file == file]
+        wanted: dict[int, list[tuple[int, int | None]]] = {}
+        for row in sorted(planned, key=lambda row: row.file):
+            wanted.setdefault(row.file, []).append((row.row, row.offset))
+        files = ((self._job.files[number], places) for number, places in wanted.items())
+        for number, (file, places) in zip(wanted, fetched_ahead(files, s3=self._job.s3), strict=True):
             rows = read_rows(
-                self._job.files[file],
+                file,
                 places,
                 columns=self._job.columns.wanted(self._job.task),
                 chunk_chars=self._job.chunk_chars,
                 s3=self._job.s3,
             )
-            found |= {(file, row.row): row for row in rows}
+            found |= {(number, row.row): row for row in rows}
         return [found[row.file, row.row] for row in planned]
 
     def _prepare(self, sample: Sample, row: Row) -> None:

@@ -20,7 +20,7 @@ from actors.plan_table import ROW_SCHEMA
 from actors.rows import Values, row_id, row_key
 from jobs.spec import JobSpec
 from storage.errors import RowError
-from storage.reader import InputFile, Row, default_id, iterate
+from storage.reader import InputFile, Row, default_id, fetched_ahead, iterate
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
@@ -46,12 +46,11 @@ def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator
 
 
 def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:
-    left = spec.input.limit
-    for number, file in enumerate(inputs):
+    left, s3 = spec.input.limit, spec.s3.options()
+    for number, (file, _) in enumerate(fetched_ahead(((file, [(0, 0)]) for file in inputs), s3=s3)):
         batch = Batch(number)
-        for row in iterate(
-            file, columns=spec.input.columns.wanted(spec.task), chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()
-        ):
+        columns = spec.input.columns.wanted(spec.task)
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=s3):
             if left == 0:
                 break
             left = None if left is None else left - 1

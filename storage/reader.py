@@ -5,24 +5,28 @@ One bad row is one Row with an error; an exception means that an input as a whol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
 from itertools import islice
 from pathlib import PurePosixPath
 from threading import Lock
 
+from storage.blocks import BLOCK_BYTES, Block, ahead
 from storage.delimited import csv_reader
 from storage.errors import StoreError, UserError
 from storage.input_file import FIELD, InputFile
 from storage.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
 from storage.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
 from storage.rows import Row, default_id, failed
-from storage.sources import open_seekable, open_stream
+from storage.sources import blocks_at, open_seekable, open_stream
 from storage.tables import Columns, pick_table_rows, table_rows
 from storage.verbs import S3Options
 
-__all__ = ["InputFile", "Row", "default_id", "iterate", "list_inputs", "read_rows"]
+__all__ = ["InputFile", "Row", "default_id", "fetched_ahead", "iterate", "list_inputs", "read_rows"]
+
+Places = Sequence[tuple[int, int | None]]
+"""Rows of a file: number, and offset where there is one."""
 
 _caches = Lock()
 """Guards the open files that read_rows keeps, which have one position each."""
@@ -54,7 +58,7 @@ def iterate(
 
 def read_rows(
     file: InputFile,
-    rows: Sequence[tuple[int, int | None]],
+    rows: Places,
     *,
     columns: Mapping[str, str] | None = None,
     chunk_chars: int | None = None,
@@ -78,6 +82,26 @@ def read_rows(
     by_number = {row.row: row for row in found}
     for number, offset in rows:
         yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
+
+
+def fetched_ahead(
+    wanted: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
+) -> Iterator[tuple[InputFile, Places]]:
+    """Yield files with places in them, as they come, each while what the next ones need is fetched from S3.
+
+    Small files are fetched whole, of large ones the parts around the offsets; of large tables and compressed files nothing,
+    since where in them a row lies is not known.
+    """
+
+    def blocks(one: tuple[InputFile, Places]) -> Iterable[Block]:
+        file, places = one
+        if file.size is not None and file.size <= BLOCK_BYTES:
+            return blocks_at(file, [0], s3)
+        if file.format in TABLE_FORMATS or file.compression is not None:
+            return []
+        return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
+
+    return ahead(wanted, blocks)
 
 
 def _projection(columns: Mapping[str, str] | None) -> Columns:

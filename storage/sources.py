@@ -1,6 +1,6 @@
 """Input bytes as one buffered stream, wherever they lie: local disk or S3, plain or compressed.
 
-Memory is flat: a stream holds one buffer, S3 blocks are cached up to a fixed number, and a compressed file that is
+Memory is flat: a stream holds one buffer, S3 blocks are kept up to a fixed size, and a compressed file that is
 read at random is unpacked once into an unnamed temporary file.
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import IO, Any
 
 import pyarrow as pa
 
+from storage.blocks import BLOCK_BYTES, BLOCKS, Block
 from storage.errors import StoreError, UserError
 from storage.input_file import FIELD, InputFile
 from storage.inputs import local_path
@@ -22,8 +23,6 @@ from storage.store import open_store
 from storage.verbs import NotFound, S3Options, Store
 
 BUFFER_BYTES = 2**20
-BLOCK_BYTES = 4 * 2**20
-CACHED_BLOCKS = 16
 UNPACKED_BYTES = 2**30
 MAX_RATIO = 256
 """A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
@@ -124,10 +123,11 @@ def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
 
 
 class RangeFile(io.RawIOBase):
-    """An object of a store as a seekable file; blocks are shared between files and cached, CACHED_BLOCKS of them."""
+    """An object of a store as a seekable file; its blocks are shared with others (storage/blocks.py)."""
 
-    def __init__(self, block: Callable[[int], bytes], size: int) -> None:
-        self._block, self._size, self._position = block, size, 0
+    def __init__(self, store: Store, name: str, etag: str | None, size: int) -> None:
+        self._object = (store, name, etag)
+        self._size, self._position = size, 0
 
     def readable(self) -> bool:
         """See io.RawIOBase."""
@@ -152,7 +152,7 @@ class RangeFile(io.RawIOBase):
         if self._position >= self._size:
             return 0
         index, inside = divmod(self._position, BLOCK_BYTES)
-        data = self._block(index)[inside : inside + len(buffer)]
+        data = BLOCKS.get(Block(*self._object, index, self._size))[inside : inside + len(buffer)]
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -166,23 +166,28 @@ def open_object(store: Store, name: str) -> io.BufferedReader:
     stat = store.stat(name)
     if stat is None:
         raise NotFound(f"{store.url}/{name} does not exist")
-    etag = stat.etag
-    return io.BufferedReader(RangeFile(lambda index: _cached_block(store, name, etag, index), stat.size), 2**16)
+    return io.BufferedReader(RangeFile(store, name, stat.etag, stat.size), 2**16)
 
 
 def _s3_file(file: InputFile, s3: S3Options | None) -> RangeFile:
-    bucket, _, key = file.uri.removeprefix("s3://").partition("/")
-    store = _bucket(bucket, s3)
     assert file.size is not None, "a listing on S3 tells sizes"
-    return RangeFile(lambda index: _cached_block(store, key, file.etag, index), file.size)
+    return RangeFile(*_object(file, s3), file.size)
+
+
+def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None]:
+    bucket, _, key = file.uri.removeprefix("s3://").partition("/")
+    return _bucket(bucket, s3), key, file.etag
+
+
+def blocks_at(file: InputFile, offsets: Iterable[int], s3: S3Options | None) -> list[Block]:
+    """The blocks of a file on S3 that are needed to read from these offsets; of a local file none."""
+    if not file.uri.startswith("s3://"):
+        return []
+    assert file.size is not None, "a listing on S3 tells sizes"
+    indexes = sorted({offset // BLOCK_BYTES for offset in offsets})
+    return [Block(*_object(file, s3), index, file.size) for index in indexes]
 
 
 @lru_cache(maxsize=4)
 def _bucket(bucket: str, s3: S3Options | None) -> Store:
     return open_store(f"s3://{bucket}", s3=s3)
-
-
-@lru_cache(maxsize=CACHED_BLOCKS)
-def _cached_block(store: Store, name: str, etag: str | None, index: int) -> bytes:
-    # The etag is part of the key only: another version of the object is another block.
-    return store.get_range(name, index * BLOCK_BYTES, BLOCK_BYTES)
