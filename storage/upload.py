@@ -156,6 +156,9 @@ class Upload:
         """Put the parts together. An answer that was lost, and a second one that refuses, are a success if the object is ours."""
         self._send_part()
         store, name = self._store, self._name
+        found = None if self._overwrite else store.stat(name)
+        if found is not None:  # a server that ignores the condition below would write over it
+            raise AlreadyExists(found)
         condition = {} if self._overwrite else {"IfNoneMatch": "*"}
         parts = {"Parts": self._parts}
         place = {"Key": store.key(name), "UploadId": self._upload_id}
