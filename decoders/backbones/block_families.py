@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from decoders.backbones.causal_families import CausalFamily, Config
-from decoders.backbones.masked_families import demand, numbers
+from decoders.backbones.config_fields import demand, numbers, token_id
 
 DECODERS: Final = ("block_diffusion", "s2d2")
 """The decoders that run on these families."""
@@ -41,13 +41,7 @@ class BlockFacts:
 
     def find_mask(self, config: Config) -> int:
         """The id of the mask token; ValueError where config.json has no id for one."""
-        key = _first(config, MASK_KEYS)
-        if key is None:
-            return self.mask_id
-        value = config[key]
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"model.path: config.json has {key} = {value!r}; allowed: token ids")
-        return value
+        return token_id(config, _first(config, MASK_KEYS) or MASK_KEYS[0], self.mask_id)
 
     def find_block(self, config: Config) -> int:
         """How many positions the blocks had that the model was trained with; ValueError where config.json has no such number."""

@@ -18,25 +18,42 @@ Config = Mapping[str, Any]
 DECODERS: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+# Fields that say how others are to run the weights, and nothing of what these compute.
+_HOW_TO_RUN: Final = {"attn_implementation", "_attn_implementation", "return_dict"}
 
 
 def _no_windows(config: Any) -> tuple[int | None, ...]:
     return (None,) * config.num_hidden_layers
 
 
+def _window(size: int | None, field: str) -> int | None:
+    if size is not None and size < 1:
+        raise ValueError(f"{field} = {size}; allowed: numbers of positions >= 1")
+    return size
+
+
 def _one_window(config: Any) -> tuple[int | None, ...]:
-    return (config.sliding_window,) * config.num_hidden_layers
+    return (_window(config.sliding_window, "sliding_window"),) * config.num_hidden_layers
 
 
 def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     unknown = sorted(set(config.layer_types) - {"sliding_attention", "full_attention"})
     if unknown:
         raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
-    return tuple(config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types)
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise ValueError("layer_types holds sliding_attention, but sliding_window is none or use_sliding_window is off")
+    window = _window(config.sliding_window, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
-    return tuple(config.window_size if kind == "local" else None for kind in config.attention_layers)
+    window = _window(config.window_size, "window_size")
+    return tuple(window if kind == "local" else None for kind in config.attention_layers)
+
+
+def _own_fields(config: Config) -> Config:
+    """Without the fields of grouped heads, which GPT-2's modules have none of and do not read."""
+    return {key: value for key, value in config.items() if key not in {"num_key_value_heads", "head_dim"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +133,7 @@ CAUSAL_FAMILIES: Final = (
         prefix="transformer.",
         buffers=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
         position_table=True,
+        translate=_own_fields,
     ),
     # The same network as GPT-2, but for scores without a scale and layers that see a window; no need for a second module.
     CausalFamily(
@@ -129,6 +147,7 @@ CAUSAL_FAMILIES: Final = (
         runs_as=_gpt_neo_as_gpt2,
         convert=_gpt_neo_weights,
         windows=_gpt_neo_windows,
+        translate=_own_fields,
     ),
 )
 
@@ -142,9 +161,10 @@ def parse_config(family: CausalFamily, config: Config) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     try:
-        parsed = getattr(transformers, family.config_class).from_dict(dict(family.translate(config)))
+        fields = {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
+        parsed = getattr(transformers, family.config_class).from_dict(fields)
         _check(family, config, parsed)
-    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}") from error
     return parsed
@@ -160,13 +180,20 @@ def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
         raise ValueError("it has a layer, head, width or vocabulary count below 1")
     if heads % key_heads or (getattr(parsed, "head_dim", None) is None and parsed.hidden_size % heads):
         raise ValueError(f"width {parsed.hidden_size}, {heads} heads and {key_heads} key heads do not divide evenly")
-    rope = (getattr(parsed, "rope_parameters", None) or {}).get("rope_type", "default")
+    _check_rope(getattr(parsed, "rope_parameters", None) or {})
+    family.windows(parsed)
+
+
+def _check_rope(rope_parameters: Config) -> None:
+    rope, turned = rope_parameters.get("rope_type", "default"), rope_parameters.get("partial_rotary_factor")
     if rope not in _ROPE_TYPES:
         raise ValueError(
             f"rope type {rope!r}; supported: {', '.join(_ROPE_TYPES)} (one whose frequencies follow the longest sequence "
             "of a batch would make samples depend on each other)"
         )
-    family.windows(parsed)
+    # The default type turns whole heads whatever this says; the others would give too few angles for them.
+    if rope != "default" and turned not in {None, 1.0}:
+        raise ValueError(f"partial_rotary_factor = {turned!r} with rope type {rope!r}; these models turn whole heads")
 
 
 def key_value_heads(parsed: Any) -> int:
@@ -200,7 +227,7 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
     try:
         with torch.device("meta"):
             return adapt(getattr(transformers, model_class)(parsed))
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
 
 

@@ -17,6 +17,7 @@ from decoders.backbones.block_families import BlockFacts
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
 from decoders.backbones.llada2_family import LLaDA2Shape, llada2_shape, llada2_shapes
 from decoders.backbones.masked_families import DDiTShape
+from decoders.backbones.xlnet_family import xlnet_optional, xlnet_shape, xlnet_shapes
 from decoders.base import ModelInfo
 
 Config = Mapping[str, Any]
@@ -57,52 +58,6 @@ class Family:
     def rows_are_tokens(self) -> bool:
         """Whether every row carries a token; two-stream models have rows that don't."""
         return any((self.causal, self.ddit, self.llada2))
-
-
-def _require(config: Config, key: str, allowed: tuple[Any, ...]) -> None:
-    value = config.get(key)
-    if value not in allowed:
-        names = ", ".join(repr(choice) for choice in allowed)
-        raise ValueError(f"model.path: config.json has {key} = {value!r}; supported: {names}")
-
-
-_XLNET_NUMBERS = ("vocab_size", "d_model", "n_layer", "n_head", "d_head", "d_inner", "clamp_len", "layer_norm_eps")
-
-
-def _check_xlnet(config: Config) -> None:
-    missing = [key for key in (*_XLNET_NUMBERS, "ff_activation") if key not in config]
-    if missing:
-        raise ValueError(f"model.path: config.json of family 'xlnet' lacks {', '.join(missing)}")
-    _require(config, "attn_type", ("bi",))
-    _require({"bi_data": config.get("bi_data", False)}, "bi_data", (False,))
-    _require(config, "ff_activation", ("gelu", "relu", "gelu_new"))
-
-
-def _xlnet_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    width, inner, vocab = int(config["d_model"]), int(config["d_inner"]), int(config["vocab_size"])
-    heads, head = int(config["n_head"]), int(config["d_head"])
-    shapes: dict[str, tuple[int, ...]] = {
-        "transformer.mask_emb": (1, 1, width),
-        "transformer.word_embedding.weight": (vocab, width),
-        "lm_loss.bias": (vocab,),
-    }
-    for layer in range(int(config["n_layer"])):
-        attention, feed = f"transformer.layer.{layer}.rel_attn.", f"transformer.layer.{layer}.ff."
-        shapes |= {attention + name: (width, heads, head) for name in ("q", "k", "v", "o", "r")}
-        shapes |= {attention + name: (heads, head) for name in ("r_w_bias", "r_r_bias")}
-        for norm in (attention, feed):
-            shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
-        shapes |= {feed + "layer_1.weight": (inner, width), feed + "layer_1.bias": (inner,)}
-        shapes |= {feed + "layer_2.weight": (width, inner), feed + "layer_2.bias": (width,)}
-    return shapes
-
-
-def _xlnet_optional(config: Config) -> set[str]:
-    # Segments are not used by any-subset decoding; the output layer is tied and usually not stored.
-    names = {"lm_loss.weight"}
-    for layer in range(int(config["n_layer"])):
-        names |= {f"transformer.layer.{layer}.rel_attn.{name}" for name in ("seg_embed", "r_s_bias")}
-    return names
 
 
 def _causal(family: CausalFamily) -> Family:
@@ -172,10 +127,10 @@ FAMILIES: dict[str, Family] = {
         name="xlnet",
         decoders=("any_subset", "assd", "parallel"),
         mask_id=lambda config: 6,
-        vocab_size=lambda config: int(config["vocab_size"]),
-        weight_shapes=_xlnet_shapes,
-        optional=_xlnet_optional,
-        check=_check_xlnet,
+        vocab_size=lambda config: xlnet_shape(config).vocab_size,
+        weight_shapes=xlnet_shapes,
+        optional=xlnet_optional,
+        check=xlnet_shape,
     ),
     **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
     "llada": Family(

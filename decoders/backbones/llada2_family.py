@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from decoders.backbones.causal_families import Config
-from decoders.backbones.masked_families import demand, numbers
+from decoders.backbones.config_fields import demand, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,10 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
     "use_qk_norm": (True,),
     "use_qkv_bias": (False,),
     "use_bias": (False,),
+    "use_rmsnorm": (True,),
+    "using_split_qkv_in_self_attention": (False,),
     "norm_head": (False,),
+    "norm_softmax": (False,),
     "norm_topk_prob": (True,),
     "score_function": ("sigmoid",),
     "moe_router_enable_expert_bias": (True,),
@@ -81,6 +84,7 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
     head_dim = numbers(config, {"head_dim": "head_dim"}, "llada2")["head_dim"] if own else width // heads
     try:
         demand(config, _BUILT)
+        config = _with_rope_parameters(config)
         shape = LLaDA2Shape(
             **counts,
             head_dim=head_dim,
@@ -98,10 +102,21 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
     return shape
 
 
+def _with_rope_parameters(config: Config) -> Config:
+    """Take `rope_theta` and `partial_rotary_factor` from where newer configs keep them; ValueError where two places differ."""
+    rope = config.get("rope_parameters") or {}
+    demand({"rope_parameters.rope_type": rope.get("rope_type", "default")}, {"rope_parameters.rope_type": ("default",)})
+    inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    for key, value in inner.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"it has {key} = {config[key]!r}, but {value!r} in rope_parameters")
+    return {**config, **inner}
+
+
 def _rotary_dim(config: Config, head_dim: int) -> int:
     """The part of a head that is turned; two fields may say it, the public code reads the factor alone."""
     turned = int(head_dim * _positive({"partial_rotary_factor": _TURNED} | dict(config), "partial_rotary_factor"))
-    if config.get("rotary_dim", turned) != turned:
+    if config.get("rotary_dim") not in {None, turned}:
         raise ValueError(f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {turned}")
     if turned % 2 or not 0 < turned <= head_dim:
         raise ValueError(

@@ -20,6 +20,7 @@ from decoders.backbones.base import Backbone, TokenBackbone
 from decoders.backbones.block_families import MASK_KEYS
 from decoders.backbones.families import Family, describe, find_family, turn_ends
 from decoders.backbones.xlnet import XLNetBackbone
+from decoders.backbones.xlnet_family import xlnet_shape
 from decoders.base import ModelInfo
 
 T = TypeVar("T")
@@ -48,13 +49,18 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [folder / name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
+    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one.
+
+    As in transformers, a single file is read whatever an index beside it says.
+    """
+    path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index = None if single.exists() else _read_object(path)
+    files = [single]
+    if index is not None:
+        shards = index.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"model.path: {path} has no weight_map from names of tensors to names of files")
+        files = [folder / name for name in sorted(set(shards.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing:
         raise ValueError(f"model.path: {folder} lacks {', '.join(missing)}; only safetensors checkpoints are read")
@@ -163,7 +169,8 @@ def load_backbone(
     number = pick_dtype(dtype, where)
     _check_names(found, config, _header_shapes(folder), folder)
     if not found.rows_are_tokens:
-        return XLNetBackbone(config, load_weights(folder, dtype=number, device=where), dtype=number, device=where)
+        weights = load_weights(folder, dtype=number, device=where)
+        return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
     return _load_module(found, config, folder, number, where)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from decoders.backbones import causal_families
 from decoders.backbones.causal_families import CausalFamily, Config
+from decoders.backbones.config_fields import demand, numbers, token_id
 
 DECODERS: Final = ("stepwise", "threshold", "factor", "ssd")
 """The decoders that run on LLaDA and Dream."""
@@ -26,27 +27,6 @@ _LLADA_MASK: Final = 126336
 _DREAM_MASK: Final = 151666
 # Dream was trained on texts of this length; the config still has its parent's number.
 _DREAM_LENGTH: Final = 2048
-
-
-def numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) -> dict[str, int]:
-    """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first that is missing or none."""
-    found = {}
-    for ours, theirs in names.items():
-        value = config.get(theirs)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(
-                f"model.path: config.json of family {family!r} has {theirs} = {value!r}; allowed: whole numbers >= 1"
-            )
-        found[ours] = value
-    return found
-
-
-def demand(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError where config.json asks for what is not built; a missing key stands for the first allowed value."""
-    for key, allowed in wanted.items():
-        value = config.get(key, allowed[0])
-        if value not in allowed:
-            raise ValueError(f"it has {key} = {value!r}; supported: {', '.join(map(repr, allowed))}")
 
 
 # ---- LLaDA: a Llama that sees everything, under the names of OLMo ------------------------------------------------------
@@ -83,6 +63,8 @@ _LLADA_BUILT: Final[dict[str, tuple[Any, ...]]] = {
     "multi_query_attention": (None, False),
     "input_emb_norm": (False,),
     "scale_logits": (False,),
+    "clip_qkv": (None,),
+    "rope_scaling": (None,),
 }
 
 
@@ -140,7 +122,7 @@ def llada_optional(config: Config) -> set[str]:
 
 def llada_mask(config: Config) -> int:
     """The id of the mask token."""
-    return int(config.get("mask_token_id", _LLADA_MASK))
+    return token_id(config, "mask_token_id", _LLADA_MASK)
 
 
 # ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------
@@ -163,7 +145,7 @@ DREAM: Final = CausalFamily(
 
 def dream_mask(config: Config) -> int:
     """The id of the mask token."""
-    return int(config.get("mask_token_id", _DREAM_MASK))
+    return token_id(config, "mask_token_id", _DREAM_MASK)
 
 
 def dream_length(config: Config) -> int:
@@ -199,6 +181,13 @@ _FLAT: Final = {
 }
 _NESTED: Final = _FLAT | {"hidden_size": "hidden_size", "max_length": "length"}
 _GPT2_AND_MASK: Final = 50258
+_MDLM_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "parameterization": ("subs",),
+    "backbone": ("dit",),
+    "diffusion": ("absorbing_state",),
+    "time_conditioning": (False, True, None),
+    "noise.type": ("loglinear",),
+}
 
 
 def mdlm_shape(config: Config) -> DDiTShape:
@@ -206,14 +195,15 @@ def mdlm_shape(config: Config) -> DDiTShape:
     nested = config.get("model")
     sizes, names = (nested, _NESTED) if isinstance(nested, Mapping) else (config, _FLAT)
     vocabulary = config if "vocab_size" in config or nested is None else {"vocab_size": _GPT2_AND_MASK}
-    _demand_ddit(
-        config, {"parameterization": ("subs",), "backbone": ("dit",), "diffusion": ("absorbing_state",)}, "mdlm"
-    )
+    takes_sigma, noise = bool(config.get("time_conditioning", False)), config.get("noise")
+    # What sigma stands for matters only to a network that is told it.
+    kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
+    _demand_ddit({**config, "noise.type": kind}, _MDLM_BUILT, "mdlm")
     return _divided(
         DDiTShape(
             **numbers(sizes, names, "mdlm"),
             **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
-            takes_sigma=bool(config.get("time_conditioning", False)),
+            takes_sigma=takes_sigma,
         )
     )
 

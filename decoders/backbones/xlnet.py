@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from torch.nn import functional
 
 from decoders.backbones.base import Rows
 from decoders.backbones.invariance import NO_RULES, ShapeRules, attend, choose_rules, linear_rows, position_scores
+from decoders.backbones.xlnet_family import XLNetShape
 from decoders.masks import visible
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
     "relu": functional.relu,
+    "silu": functional.silu,
     "gelu_new": lambda rows: functional.gelu(rows, approximate="tanh"),
 }
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
@@ -72,26 +74,24 @@ class XLNetBackbone:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
+        shape: XLNetShape,
         weights: Mapping[str, Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.vocab_size, self.width = int(config["vocab_size"]), int(config["d_model"])
-        self.num_heads, self.head_width = int(config["n_head"]), int(config["d_head"])
-        self.num_layers, self.clamp_len = int(config["n_layer"]), int(config["clamp_len"])
-        self.eps = float(config["layer_norm_eps"])
-        self.activation = _ACTIVATIONS[str(config["ff_activation"])]
-        self.num_rows_computed = 0
+        self.vocab_size, self.width = shape.vocab_size, shape.d_model
+        self.num_heads, self.head_width = shape.n_head, shape.d_head
+        self.num_layers, self.clamp_len, self.eps = shape.n_layer, shape.clamp_len, shape.layer_norm_eps
+        self.activation, self.num_rows_computed = _ACTIVATIONS[shape.ff_activation], 0
         ready = {name: tensor.to(device=self.device, dtype=dtype) for name, tensor in weights.items()}
         self.embedding_VD = ready["transformer.word_embedding.weight"]
         self.mask_embedding_D = ready["transformer.mask_emb"].reshape(self.width)
         self.output_VD = ready.get("lm_loss.weight", self.embedding_VD)
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
-        self.rules = self._rules(int(config["d_inner"]))
+        self.rules = self._rules(shape.d_inner)
         self.min_rows = self.rules.min_rows
         self.cache = torch.zeros(
             self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device
