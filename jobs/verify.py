@@ -71,7 +71,9 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
         from jobs.invariance import check_invariance
+        from jobs.prepare import prepare
 
+        prepare(plan.spec, store)  # what is decoded again must be what was decoded
         check_invariance(store, plan, manifest, samples=invariance)
     if findings.problems:
         return UNEXPECTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -236,3 +237,18 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     with without_ray():
         assert main(["run", str(spec), "--set", f"output.path={run}", "--quiet"]) == 0
     assert main(["verify", str(run)]) == 0
+
+
+def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sound.with_name("rows.jsonl")
+    before = rows.stat()
+    os.utime(rows, (before.st_atime, before.st_mtime + 10))
+    try:
+        assert main(["verify", str(sound), "--invariance", "2"]) == 2
+        assert "the inputs changed" in capsys.readouterr().err
+    finally:
+        os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert main(["verify", str(sound), "--invariance", "2"]) == 0
+    assert "2 samples again, each alone: 2 equal" in capsys.readouterr().out
