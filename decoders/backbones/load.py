@@ -204,8 +204,8 @@ def _load_module(
 def stop_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a text: those of generation_config.json where it names any, else those of config.json.
 
-    transformers' `generate` takes none where generation_config.json exists and names none. Where the family's chats end a turn with another token, that one ends a text too. The
-    tokenizer may know yet another; ValueError where an id is no number.
+    transformers' `generate` takes none where generation_config.json exists and names none. Where the family's chats end a turn
+    with another token, that one ends a text too. The tokenizer may know yet another; ValueError where an id is no number.
     """
     config = _read_object(folder / "config.json") or {}
     ids: list[int] = []
