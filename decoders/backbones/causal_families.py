@@ -227,7 +227,7 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
     try:
         with torch.device("meta"):
             return adapt(getattr(transformers, model_class)(parsed))
-    except (ValueError, TypeError, KeyError, RuntimeError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
 
 

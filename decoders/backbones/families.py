@@ -15,6 +15,7 @@ from typing import Any
 from decoders.backbones import block_families, causal_families, masked_families
 from decoders.backbones.block_families import BlockFacts
 from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.config_fields import numbers
 from decoders.backbones.llada2_family import LLaDA2Shape, llada2_shape, llada2_shapes
 from decoders.backbones.masked_families import DDiTShape
 from decoders.backbones.xlnet_family import xlnet_optional, xlnet_shape, xlnet_shapes
@@ -239,7 +240,11 @@ def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: in
 
 def _max_length(family: Family, config: Config, asked: int | None) -> int | None:
     """What was asked for, else what config.json says for draftmill, else what it says for everybody."""
-    own, public = config.get("draftmill", {}).get("max_length"), family.max_length(config)
+    ours, public = config.get("draftmill") or {}, family.max_length(config)
+    if not isinstance(ours, Mapping):
+        raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
+    held = ours.get("max_length") is not None
+    own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
     length = next((value for value in (asked, own, public) if value is not None), None)
     has_table = family.causal is not None and family.causal.position_table
     if has_table and length is not None and public is not None and length > public:

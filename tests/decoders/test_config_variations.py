@@ -129,6 +129,9 @@ def test_shards_of_half_precision_are_read(tmp_path, dtype):
         ("qwen3", old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "turn whole heads"),
         ("llama", {"num_attention_heads": 0}, "family 'llama': .*zero"),
         ("qwen2", {"pad_token_id": 61}, "Padding_idx must be within"),
+        ("llama", {"text_config": {"hidden_size": 32}}, "gives no LlamaForCausalLM: AttributeError"),
+        ("gpt2", {"draftmill": [64]}, r"draftmill = \[64\]; allowed: an object"),
+        ("gpt2", {"draftmill": {"max_length": "64"}}, "max_length = '64'; allowed: whole numbers >= 1"),
     ],
 )
 def test_what_no_module_can_run_is_refused(tmp_path, name, change, message):
