@@ -74,9 +74,8 @@ def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
     try:
         with kept_lease(store, stop.set) as lease:
             passes = finished(passes_of(store, s3=s3))
-            found = read_compact(store)
-            if found is None or found.source != source_of(passes, file_mb * MIB):
-                found = write_compact(store, passes, file_bytes=file_mb * MIB, lease=lease)
+            found = current(store, source_of(passes, file_mb * MIB))
+            found = found or write_compact(store, passes, file_bytes=file_mb * MIB, lease=lease)
             sweep(store, found, lease)
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
@@ -84,6 +83,24 @@ def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
     units = sum(len(one.manifest.units) for one in passes if one.manifest is not None)
     print(f"{store.url}/{FOLDER}: {described(found)}, from {units:,} unit files of {_counted_passes(found.passes)}")
     return OK
+
+
+def current(store: Store, source: str) -> CompactManifest | None:
+    """The compaction that is there, where it was made from this `source` and its files are as they were written."""
+    try:
+        found = read_compact(store)
+        if found is None or found.source != source or not all(_is_sound(store, file) for file in found.files):
+            return None
+    except StoreError:  # damaged, or gone
+        return None
+    return found
+
+
+def _is_sound(store: Store, file: CompactFile) -> bool:
+    stat = store.stat(file.object)
+    if stat is None or stat.size != file.bytes:
+        return False
+    return stat.etag == file.etag or hashlib.sha256(store.get(file.object)).hexdigest() == file.sha256
 
 
 def source_of(passes: Sequence[Pass], file_bytes: int) -> str:

@@ -165,6 +165,15 @@ def test_verify_sees_compacted_files_that_are(
     assert "BROKEN: " in out and message in out
 
 
+@pytest.mark.parametrize("spoil", [torn, gone, damaged_manifest])
+def test_compacting_again_mends_what_is_damaged(run: Path, spoil: Callable[[Path, Path], None]) -> None:
+    assert main(["compact", str(run)]) == 0
+    (part,) = (run / "compact").glob("part-*")
+    spoil(run, part)
+    assert main(["compact", str(run)]) == 0
+    assert main(["verify", str(run)]) == 3, "the rows that failed, and nothing else"
+
+
 def test_a_compaction_that_broke_off_does_not_count_and_is_done_again(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
