@@ -38,6 +38,7 @@ from storage.commit import (
     SUCCESS,
     CommittedUnit,
     done_units,
+    is_closed,
     read_manifest,
     read_unit,
     record_commit,
@@ -84,7 +85,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     """Run or resume a job; returns the exit code. Raises UserError where the spec, an input or the directory is unusable."""
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store)
-    if prepared.plan is not None and store.exists(SUCCESS):
+    if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is finished already")
         return close(spec, store)
     check_reachable(options.ray_address)

@@ -12,7 +12,7 @@ from jobs.passes import Pass, left_failed, passes_of, require_plan
 from jobs.plan import Plan
 from jobs.progress import duration
 from jobs.totals import ratio
-from storage.commit import SUCCESS, done_units, read_manifest
+from storage.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.errors import StoreError
 from storage.lease import LEASE, process_is_dead
 from storage.store import open_store
@@ -61,7 +61,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
 
 def state_of(store: Store, driver: str | None) -> str:
     """In a few words."""
-    if store.exists(SUCCESS):
+    if is_closed(store):
         return "finished"
     return f"running, driver {driver}" if driver else "not running; `draftmill run` goes on with it"
 

@@ -183,6 +183,11 @@ def write_manifest(
     return manifest
 
 
+def is_closed(store: Store) -> bool:
+    """Whether the manifest and `_SUCCESS` are both there; one of them alone is as good as none, and written again."""
+    return store.exists(MANIFEST) and store.exists(SUCCESS)
+
+
 def read_manifest(store: Store) -> Manifest | None:
     """Return the manifest, None if the job has not finished; StoreError if it can't be understood."""
     if not store.exists(MANIFEST):

@@ -239,6 +239,20 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     assert main(["verify", str(run)]) == 0
 
 
+@pytest.mark.parametrize("gone", [["_manifest.json"], ["_SUCCESS"], ["_manifest.json", "data/unit-00000001.parquet"]])
+def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_again(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: list[str]
+) -> None:
+    run = copied(sound, tmp_path / "run")
+    for name in gone:
+        (run / name).unlink()
+    assert main(["status", str(run)]) == 0
+    assert "not running; `draftmill run` goes on with it" in capsys.readouterr().out
+    with without_ray():
+        assert main(["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]) == 0
+    assert main(["verify", str(run)]) == 0
+
+
 def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
     sound: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
