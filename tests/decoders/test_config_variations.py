@@ -1,6 +1,7 @@
 """What varies between public checkpoints of one causal family: every variation decodes as transformers does, or is refused."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def old_rope(scaling):
 # ---- causal families: transformers' logits and transformers' greedy text ---------------------------------------------
 
 # name: (name in MODELS, changes of the config that is built, changes of the config.json that was saved)
-VARIATIONS = {
+VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "one key head, untied": ("llama", {"num_key_value_heads": 1}, {}),
     "as many key heads as heads": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}, {}),
     "wide heads and a bias in the MLP": ("llama", {"head_dim": 20, "mlp_bias": True}, {}),

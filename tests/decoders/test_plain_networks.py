@@ -4,6 +4,7 @@ Every variation computes what the network of plain_networks.py does, or is refus
 """
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from decoders.backbones.base import TokenRows
 from decoders.backbones.families import find_family
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.xlnet import XLNetBackbone
 from tests.decoders import plain_networks
 from tests.decoders.causal_models import random_tokens
 from tests.decoders.config_changes import GONE, change_config
+from tests.decoders.masked_models import load
 
 # ---- XLNet -----------------------------------------------------------------------------------------------------------
 
@@ -41,7 +44,9 @@ def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
     save_xlnet(tmp_path, tie_word_embeddings=False)
     weights = load_file(tmp_path / "model.safetensors")
     head = weights.pop("lm_loss.weight")
-    torch.testing.assert_close(load_backbone(tmp_path, device="cpu").output_VD, head)
+    backbone = load_backbone(tmp_path, device="cpu")
+    assert isinstance(backbone, XLNetBackbone)
+    torch.testing.assert_close(backbone.output_VD, head)
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"lacks the tensors lm_loss\.weight"):
         inspect_model(tmp_path)
@@ -113,7 +118,7 @@ MDLM = {
     "n_heads": 4,
     "time_conditioning": True,
 }
-PLAIN = {
+PLAIN: dict[str, list[dict[str, Any]]] = {
     "llada": [
         {"n_kv_heads": 1},
         {"n_kv_heads": None, "mlp_hidden_size": None, "mlp_ratio": 3},
@@ -127,7 +132,7 @@ PLAIN = {
     ],
     "mdlm": [{"n_heads": 1}, {"cond_dim": 33, "n_heads": 8}, {"time_conditioning": False, "n_blocks": 3}],
 }
-PUBLIC = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
+PUBLIC: dict[str, dict[str, Any]] = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
 SIGMA = 0.7
 
 
@@ -147,7 +152,7 @@ def save_plain(folder, config):
 def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
     config = PUBLIC[family] | change
     weights = save_plain(tmp_path, config)
-    backbone, tokens = load_backbone(tmp_path, dtype="float64", device="cpu"), torch.tensor(random_tokens(20, seed=5))
+    backbone, tokens = load(tmp_path, "float64"), torch.tensor(random_tokens(20, seed=5))
     backbone.allocate(1, len(tokens))
     places, seen = torch.arange(len(tokens)).unsqueeze(0), torch.ones(1, len(tokens), len(tokens), dtype=torch.bool)
     rows = TokenRows(
