@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from storage.blocks import BLOCK_BYTES
 from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
-from storage.sources import BLOCK_BYTES, open_object
+from storage.sources import open_object
 from storage.store import open_store, probe, sweep
 from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
