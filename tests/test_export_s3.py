@@ -218,6 +218,18 @@ def test_an_export_that_breaks_off_leaves_the_old_object(
     assert bucket.get("all") == b"the old one" and names(bucket) == ["all"] and pending(bucket) == 0
 
 
+def test_an_interrupt_stays_one_where_the_store_takes_no_more(
+    run_dir: Path, bucket: S3Store, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        s3_server.fail("503", part="/all", times=10**6)
+        raise KeyboardInterrupt
+
+    while_reading(monkeypatch, interrupted)
+    assert export(run_dir, "parquet", f"{bucket.url}/all", s3_server) == 4  # closing the writer may send another part
+    assert names(bucket) == [] and pending(bucket) == 0
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_store_that_takes_no_more_is_named_and_nothing_is_left(
     run_dir: Path, bucket: S3Store, s3_server: S3Server, kind: str, capsys: pytest.CaptureFixture[str]

@@ -263,6 +263,16 @@ def test_an_object_that_appeared_meanwhile_stays(s3_store: S3Store, size: int) -
     assert s3_store.get(NAME) == b"somebody's" and pending(s3_store) == []
 
 
+def test_it_stays_where_conditions_are_ignored_too(s3_store: S3Store, s3_server: S3Server) -> None:
+    s3_server.fail("ignore_conditions", *END)
+    file = Upload(s3_store, NAME, part_bytes=PART)
+    file.write(DATA)
+    s3_store.create(NAME, b"somebody's")
+    with pytest.raises(AlreadyExists):
+        file.publish()
+    assert s3_store.get(NAME) == b"somebody's" and pending(s3_store) == []
+
+
 def test_an_object_that_appears_at_the_last_moment_stays(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get(VARIABLE):
         pytest.skip("Ceph's gateway 16 ignores the condition of a completion")
