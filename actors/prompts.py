@@ -64,7 +64,7 @@ class PromptMaker:
         """A model with masks needs no token to begin with, and would take a mask in the prompt for one to be filled."""
         mask = self.info.mask_id
         if mask is None and not len(prompt):
-            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, and the tokenizer no begin token")
+            raise RowError("empty_prompt", STAGE, "the prompt has no tokens, not even a begin token")
         if mask is not None and bool((prompt == mask).any()):
             raise RowError("bad_tokens", STAGE, f"id {mask} is the model's mask, which a prompt can't hold")
 
