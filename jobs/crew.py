@@ -7,18 +7,22 @@ from jobs.spec import WorkerSettings
 from storage.errors import UserError
 
 
-def crew(workers: WorkerSettings, *, num_cpus: int, num_gpus: int, units: int) -> tuple[int, Seat]:
+def crew(
+    workers: WorkerSettings, *, num_cpus: int, num_gpus: int, units: int, device: str = "auto"
+) -> tuple[int, Seat]:
     """Number of workers, at most one per unit, and the seat of each.
 
     `gpus: auto` is one GPU each where the cluster has any. `count: auto` fills the GPUs, or else the CPUs: a small model
     decodes best with one thread a worker. The CPUs are divided among the workers as torch threads. Raises UserError if
-    not even one worker fits.
+    not even one worker fits, or the model is to be on a GPU (`device`) and workers have none.
     """
     gpus = (1.0 if num_gpus else 0.0) if workers.gpus == "auto" else workers.gpus
     if gpus > num_gpus:
         raise UserError(f"a worker wants {gpus:g} GPUs, Ray has {num_gpus}", field="workers.gpus")
     if workers.cpus > num_cpus:
         raise UserError(f"a worker wants {workers.cpus:g} CPUs, Ray has {num_cpus}", field="workers.cpus")
+    if device.startswith("cuda") and not gpus:
+        raise UserError(f"{device!r}, but workers get no GPU, of which Ray has {num_gpus}", field="model.device")
     fits = int(num_cpus // workers.cpus)
     if gpus:
         fits = min(fits, int(num_gpus // gpus))

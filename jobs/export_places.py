@@ -40,7 +40,7 @@ def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
     for field, place in ((OUT, out), (ERRORS, errors)):
         if place is None or place == STDOUT:
             continue
-        problem = path_problem(place, ("s3",)) or _key_problem(place)
+        problem = "'' is no place" if not place else path_problem(place, ("s3",)) or _key_problem(place)
         if problem is None and _inside(place, run_url):
             problem = f"{place!r} lies inside of the run directory, which holds the run's own files only"
         if problem is not None:
@@ -107,13 +107,17 @@ def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iter
 
 @contextmanager
 def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
-    path = Path(place).expanduser()
+    path = Path(place).expanduser().resolve()  # of a link the target is written, and the link stays
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
-        if path.exists() and not overwrite:
-            raise _taken(place, field)
         if path.is_dir():
             raise UserError(f"{place!r} is a folder", field=field)
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:  # a pipe or a device, which takes what comes and is never replaced
+                yield file
+            return
+        if path.exists() and not overwrite:
+            raise _taken(place, field)
         with temporary.open("xb") as file:
             yield file
             file.flush()

@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.loading import check_drafter, fetch_drafter
 from actors.models import fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from actors.plan_table import PLAN
 from actors.stop_text import end_ids
 from actors.task import TASK_DECODERS, Infill, Task
 from actors.text import Tokenizer, load_tokenizer
@@ -59,6 +60,8 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     plan = load_plan(store)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
+    elif next(store.list("data/"), None) is not None:
+        raise UserError(f"{store.url} holds results, but no {PLAN} that says of what", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
 
 

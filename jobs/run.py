@@ -12,10 +12,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
-from actors.pool import Pool
+from actors.pool import Pool, Seat
 from jobs.attempts import AttemptsLog, read_sessions
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from jobs.crew import crew
@@ -96,8 +97,12 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
             sweep(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
-            plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
-            finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
+            with ExitStack() as stack:
+                if prepared.plan is None:  # what the cluster has not is missed before anything is written
+                    stack.enter_context(ray_session(options.ray_address))
+                    seats(spec, units=1)
+                plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
+                finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
@@ -135,8 +140,7 @@ def decode(run: Run) -> Finish:
 
 
 def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict[int, CommittedUnit]]:
-    num_cpus, num_gpus = cluster_size()
-    count, seat = crew(run.spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=len(left))
+    count, seat = seats(run.spec, units=len(left))
     log = AttemptsLog(run.store, run.lease.epoch)
     pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
@@ -149,7 +153,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
-        room=lambda: room_for(run, len(left)),
+        room=lambda: room_for(run.spec, len(left)),
     )
     try:
         finish = driver.run()
@@ -160,11 +164,16 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     return finish, driver.committed
 
 
-def room_for(run: Run, units: int) -> int:
-    """How many workers the cluster has room for by now; none where it has lost too much for even one."""
+def seats(spec: JobSpec, *, units: int) -> tuple[int, Seat]:
+    """How many workers the Ray that we are on has room for, and what each gets; UserError where not one fits."""
     num_cpus, num_gpus = cluster_size()
+    return crew(spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=units, device=spec.model.device)
+
+
+def room_for(spec: JobSpec, units: int) -> int:
+    """How many workers there is room for by now; none where the cluster has lost too much for even one."""
     try:
-        return crew(run.spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=units)[0]
+        return seats(spec, units=units)[0]
     except UserError:
         return 0
 

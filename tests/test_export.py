@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -218,6 +219,7 @@ def nothing(run_dir: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "unfinished": (unfinished, ["jsonl", "--out", "{out}"], "is not finished"),
     "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "is there already; --overwrite replaces it"),
+    "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is no place"),
     "a folder": (nothing, ["jsonl", "--overwrite", "--out", "{run}/.."], "is a folder"),
     "no such folder": (nothing, ["jsonl", "--out", "{run}/../no/such"], "No such file or directory"),
     "inside the run": (nothing, ["jsonl", "--out", "{run}/data/all.jsonl"], "lies inside of the run directory"),
@@ -256,6 +258,21 @@ def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(
     assert main(["export", str(tmp_path / "run"), "--format", *filled]) == 2
     assert message.format(run=tmp_path / "run") in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "there").read_text() == "precious"
+
+
+def test_pipes_take_what_comes_and_links_lead_to_what_is_replaced(prompts: Path, tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    target.write_text("old")
+    link.symlink_to(target)
+    taken: list[bytes] = []
+    reader = Thread(target=lambda: taken.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    command = ["export", str(prompts / "run"), "--format", "jsonl", "--out"]
+    assert main([*command, str(pipe), "--overwrite"]) == main([*command, str(link), "--overwrite"]) == 0
+    reader.join(60)
+    assert pipe.is_fifo() and link.is_symlink(), "neither was replaced"
+    assert taken == [target.read_bytes()] and taken[0].count(b"\n") == len(PROMPTS)
 
 
 def test_an_export_that_breaks_off_leaves_the_old_file(

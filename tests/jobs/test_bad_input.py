@@ -15,6 +15,7 @@ import yaml
 from jobs.cli import main
 from storage.records import read_results
 from storage.store import open_store
+from tests.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]
 
@@ -92,6 +93,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "missing model": (setting("model.path", "builtin:none"), "model.path: 'builtin:none' does not exist"),
     "unknown decoder": (setting("decoder.kind", "fast"), "decoder.kind: 'fast' is not known; allowed: any_subset"),
     "decoder for another task": (setting("task", {"kind": "complete"}), "decoder.kind: 'assd' does not run the task 'complete'"),
+    "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers.cpus: a worker wants 1e+06 CPUs, Ray has 1"),
+    "a GPU where there is none": (setting("model.device", "cuda"), "model.device: 'cuda', but workers get no GPU"),
     "model for another task": (completing, "task.kind: 'complete' is no task for models of family 'xlnet', which do infill"),
 }  # fmt: skip
 
@@ -102,7 +105,8 @@ def test_an_unusable_job_exits_with_2_and_says_why(
 ) -> None:
     spec = job(tmp_path)
     change(spec, tmp_path)
-    assert run(spec, tmp_path) == 2
+    with without_ray():
+        assert run(spec, tmp_path) == 2
     said = capsys.readouterr().err
     assert said.startswith("draftmill: ") and message in said and "Traceback" not in said
     assert not (tmp_path / "run").is_dir(), "nothing was to be written"
@@ -167,6 +171,21 @@ def test_the_good_rows_beside_bad_ones_come_back(outcome: tuple[int, list[dict[s
     good = {row["id"]: row for row in results if row["status"] == "ok"}
     assert sorted(good) == ["good-1", "good-2"] and good["good-1"]["text"].startswith("x = ")
     assert good["good-1"]["new_tokens"] == 2
+
+
+def test_results_without_a_plan_are_nothing_to_go_on_from_or_to_write_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = job(tmp_path)
+    with without_ray():
+        assert run(spec, tmp_path) == 0
+        for name in ("_plan.json", "_manifest.json", "_SUCCESS"):
+            (tmp_path / "run" / name).unlink()
+        spec["seed"] = 7
+        before = sorted((tmp_path / "run").rglob("*"))
+        assert run(spec, tmp_path) == 2
+    assert "output.path: " in (said := capsys.readouterr().err) and "no _plan.json" in said
+    assert sorted((tmp_path / "run").rglob("*")) == before
 
 
 @pytest.mark.ray

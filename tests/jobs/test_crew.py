@@ -33,6 +33,13 @@ def test_a_worker_that_fits_nowhere_is_refused(settings, field):
         crew(WorkerSettings(**settings), num_cpus=8, num_gpus=0, units=1)
 
 
+@pytest.mark.parametrize(("gpus", "num_gpus"), [("auto", 0), (0.0, 2)])
+def test_a_model_that_is_to_be_on_a_gpu_is_refused_where_workers_have_none(gpus, num_gpus):
+    with pytest.raises(UserError, match=r"model\.device"):
+        crew(WorkerSettings(gpus=gpus), num_cpus=8, num_gpus=num_gpus, units=1, device="cuda:0")
+    assert crew(WorkerSettings(gpus=1.0), num_cpus=8, num_gpus=2, units=9, device="cuda")[0] == 2
+
+
 @pytest.mark.parametrize(
     ("failed", "allowed", "too_many"),
     [(1, {}, False), (2, {}, True), (1, {"max_count": 0}, True), (60, {"max_rate": 0.6}, False)],

@@ -161,6 +161,7 @@ class World:
         spec = SimpleNamespace(
             workers=WorkerSettings(count=self.job.workers, stall_s=STALL_S),
             errors=ErrorSettings(attempts=self.job.attempts),
+            model=SimpleNamespace(device="cpu"),
             process=(self, process),
         )
         plan = SimpleNamespace(
