@@ -10,7 +10,6 @@ A worker reads a part's footer once and then one row group per unit. Knows nothi
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from bisect import bisect_right
@@ -22,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import StoreError
+from storage.soundness import THREADS
 from storage.sources import open_object
 from storage.verbs import Store
 
@@ -106,7 +106,7 @@ class PlanTable:
             raise StoreError(f"{self._store.url}: the plan has no unit {unit}")
         part = self._parts[index]
         try:
-            table = _open_part(self._store, part.name).read_row_group(unit - part.first)
+            table = _open_part(self._store, part.name).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
         return _rows(table)
@@ -115,9 +115,9 @@ class PlanTable:
         """Yield one table per unit, in order, one part in memory at a time."""
         for part in self._parts:
             try:
-                opened = pq.ParquetFile(io.BytesIO(self._store.get(part.name)))
+                opened = pq.ParquetFile(pa.BufferReader(self._store.get(part.name)), pre_buffer=False)
                 for group in range(opened.num_row_groups):
-                    yield opened.read_row_group(group, columns=columns)
+                    yield opened.read_row_group(group, columns=columns, use_threads=THREADS)
             except (pa.ArrowException, OSError) as error:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
 

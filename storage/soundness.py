@@ -1,4 +1,6 @@
-"""Whether Arrow data from outside can be read at all: an offset that points nowhere ends the process, not the row.
+"""Whether Arrow data from outside can be read at all, and how: what must not end the process.
+
+An offset that points nowhere does, and so would a thread of Arrow's.
 
 The IPC format has no checksums, so a flipped bit may stand anywhere. What is only a strange *value* (bytes that are no UTF-8, a
 time of day beyond the day) is sound: it fails its own row, later.
@@ -9,6 +11,11 @@ from __future__ import annotations
 import pyarrow as pa
 
 _types = pa.types
+
+THREADS = False
+"""Whether Arrow reads in threads of its own. They let go of Python's bytes a little after the reader has got its table; where the
+interpreter ends just then, it is aborted, and a job that is done ends with a signal.
+"""
 
 
 def check_sound(batch: pa.RecordBatch) -> None:

@@ -20,7 +20,7 @@ from storage.inputs import local_path
 from storage.lines import too_long_message
 from storage.portions import is_bytes, portions, row_bytes
 from storage.rows import MAX_ROW_BYTES, Row, damaged, failed
-from storage.soundness import check_sound
+from storage.soundness import THREADS, check_sound
 from storage.sources import open_bytes
 from storage.verbs import S3Options
 
@@ -85,7 +85,7 @@ def _group_batches(opened: pq.ParquetFile, groups: list[int], columns: Columns) 
     size = max(1, min(BATCH_ROWS, BATCH_BYTES * num_rows // max(1, num_bytes)))
     names = _present(opened.schema_arrow.names, columns)
     found = 0
-    for batch in opened.iter_batches(batch_size=size, row_groups=groups, columns=names):
+    for batch in opened.iter_batches(batch_size=size, row_groups=groups, columns=names, use_threads=THREADS):
         found += batch.num_rows
         yield batch
     if found != num_rows:  # a damaged page may end a column early, without a word
@@ -96,11 +96,12 @@ def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> I
     with _arrow_source(file, s3) as source:
         is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
         source.seek(0)
+        options = pa.ipc.IpcReadOptions(use_threads=THREADS)
         if is_file:
-            opened = pa.ipc.open_file(source)
+            opened = pa.ipc.open_file(source, options=options)
             batches = (opened.get_batch(index) for index in range(opened.num_record_batches))
         else:
-            batches = iter(pa.ipc.open_stream(source))
+            batches = iter(pa.ipc.open_stream(source, options=options))
         for batch in batches:
             wanted = batch if columns is None else batch.select(_present(batch.schema.names, columns))
             for first in range(0, batch.num_rows, BATCH_ROWS):

@@ -19,15 +19,15 @@ from tests.test_crash import drive
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 ROWS = 192
-"""Some seconds of work for one worker with one slot, in which a notice is seen."""
+"""For one worker with one slot some 800 steps, for two 400 each; the first two units take about 40."""
 
 NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of clusters made later stand still for a while, longer than another one takes to come up."""
-    monkeypatch.setenv(VARIABLE, "worker.step=sleep:300:25")
+@pytest.fixture(params=[6.0])
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of clusters made later stand still for so many seconds, in which a notice is seen."""
+    monkeypatch.setenv(VARIABLE, f"worker.step=sleep:200:{request.param}")
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_a_job_goes_on_without_a_node_that_is_lost(cluster: Any, rows: Path):
     assert "worker_died" in happened(rows.parent / "run")
 
 
-def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(cluster: Any, rows: Path):
+def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience: None, cluster: Any, rows: Path):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
     told_to_go(cluster, second, in_s=600)
@@ -104,6 +104,7 @@ def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(cluster: 
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("patience", [25.0], indirect=True)  # longer than another worker takes to come up
 def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
     process, log = begun(cluster, rows)
     cluster.add_node(**NODE)
@@ -113,7 +114,9 @@ def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
     assert is_undisturbed(rows)
 
 
-def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(cluster: Any, rows: Path):
+def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(
+    patience: None, cluster: Any, rows: Path
+):
     process, log = begun(cluster, rows)
     told_to_go(cluster, cluster.head_node, in_s=20)
     process.join(20)
