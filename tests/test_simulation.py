@@ -100,6 +100,17 @@ def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work:
         assert broken_within(at_work, 300) == "the job does not end"
 
 
+def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dict[str, Any]):
+    dismiss = Ledger.dismiss
+
+    def careless(self: Ledger, name: str) -> Any:
+        known = dismiss(self, name)
+        return known and (known[0], [] if known[0].leaving else known[1])
+
+    with patch.object(Ledger, "dismiss", careless):
+        assert broken_within(at_work, 2000) == "the job does not end"
+
+
 def test_copies_of_a_unit_that_fails_are_found(at_work: dict[str, Any]):
     """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
     with patch.object(Unit, "suspect", property(lambda self: self.alone)):
