@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from actors.messages import HomeLeaving, Leaving, PoolNews
+
+# Another Ray than this, or one that does not answer: a job must not end for want of a notice.
+_NO_NOTICES = (ImportError, AttributeError, KeyError, RuntimeError, RayError)
 
 EVERY_S = 2.0
 """Seconds between two looks; one takes a millisecond. Notices come minutes ahead, or half a minute at worst."""
@@ -51,7 +55,7 @@ def draining() -> dict[str, float | None]:
         from ray._private.state import state
 
         found: dict[str, int] = state.get_draining_nodes()
-    except Exception:  # noqa: BLE001 - another Ray, or one that does not answer: a job must not end for want of a notice
+    except _NO_NOTICES:
         return {}
     now_s = time.time()
     return {node: max(0.0, end_ms / 1000 - now_s) if end_ms else None for node, end_ms in found.items()}
@@ -63,5 +67,5 @@ def node_of(actor: Any) -> str | None:
         from ray._private.state import actors
 
         return actors(actor._actor_id.hex())["Address"]["NodeID"]
-    except Exception:  # noqa: BLE001 - as above
+    except _NO_NOTICES:
         return None

@@ -48,6 +48,7 @@ from jobs.events import (
 )
 from jobs.inquest import MAX_ROUNDS, Cause, Inquest, Range
 from jobs.leases import COPIES, Lease, Ledger, Limits, Unit, UnitSize, Worker
+from jobs.staffing import Staffing
 
 DEFAULT = Limits()
 
@@ -58,13 +59,11 @@ class Scheduler:
     def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
         assert workers > 0
         self.limits = limits
-        self.target = workers
+        self.staffing = Staffing(limits, workers)
         self.books = Ledger(units, pass_)
         self.now_s = 0.0
         self.draining = False
         self.finished: Finish | None = None
-        self.deaths_in_a_row = 0
-        self.failed_starts = 0
         self._out: list[Command] = []
 
     def on(self, event: Event) -> list[Command]:
@@ -90,14 +89,16 @@ class Scheduler:
         match event:
             case Tick(now_s):
                 self._tick(now_s)
-            case WorkerUp(name):
-                self._worker_up(name)
+            case WorkerUp(name) if name in self.books.workers:
+                self.books.workers[name].up = True
+                self.staffing.came_up()
             case WorkerDied(name, reason):
                 self._worker_died(name, reason)
-            case WorkerLeaving(name):
-                self._worker_leaving(name)
+            case WorkerLeaving(name) if name in self.books.workers:
+                self.books.workers[name].leaving = True
+                self._unburden(self.books.workers[name])
             case MoreRoom(workers):
-                self.target = max(self.target, workers)
+                self.staffing.wanted = max(self.staffing.wanted, workers)
             case UnitDone(number, unit):
                 self._unit_done(number, unit)
             case ProbeDone(number, _):
@@ -105,7 +106,9 @@ class Scheduler:
             case UnitFailed():
                 self._unit_failed(event)
             case Drain():
-                self._drain()
+                self.draining = True
+                for worker in self.books.workers.values():
+                    self._unburden(worker)
 
     def _heard(self, event: Heard) -> bool:
         """A worker goes on; returns whether what it could be given may have changed."""
@@ -120,11 +123,6 @@ class Scheduler:
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
 
-    def _worker_up(self, name: str) -> None:
-        if name in self.books.workers:
-            self.books.workers[name].up = True
-            self.failed_starts = 0
-
     def _worker_died(self, name: str, reason: str) -> None:
         known = self.books.dismiss(name)
         if known is None:
@@ -134,15 +132,9 @@ class Scheduler:
             for lease in leases:
                 self._give_back(lease)
             return
-        self.deaths_in_a_row += worker.up
-        self.failed_starts += not worker.up
-        if self.failed_starts >= self.limits.starts * self.target:
-            # A device or machine that is no good must not end a job that goes on without it.
-            self.failed_starts, self.target = 0, self.books.num_up
-            if not self.target:
-                self._finish("failed", f"workers can't start: {reason}")
-        elif self.deaths_in_a_row >= max(self.limits.fruitless, 3 * self.target):
-            self._finish("failed", f"workers keep dying: {reason}")
+        hopeless = self.staffing.lost(was_up=worker.up, left=self.books.num_up)
+        if hopeless:
+            self._finish("failed", f"{hopeless}: {reason}")
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
         for lease in leases:
             self._failed(lease, cause, death=True)
@@ -151,14 +143,14 @@ class Scheduler:
         """Late answers find the unit done, waiting, resting or in an inquest: committed is committed."""
         if unit in self.books.done or unit not in self.books.sizes:
             return
-        self.deaths_in_a_row = 0
+        self.staffing.worked()
         for lease in self.books.finish(unit):
             if lease.number != number:
                 self._out.append(Revoke(lease.worker, lease.number))
 
     def _probe_done(self, number: int) -> None:
         if number in self.books.leases:
-            self.deaths_in_a_row = 0
+            self.staffing.worked()
             self._answered(self.books.release(number), None)
 
     def _unit_failed(self, event: UnitFailed) -> None:
@@ -169,17 +161,6 @@ class Scheduler:
             self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
             self._rest(lease, f"{event.error_kind} in {event.stage}: {event.error}")
-
-    def _worker_leaving(self, name: str) -> None:
-        worker = self.books.workers.get(name)
-        if worker is not None and not worker.leaving:
-            worker.leaving = True
-            self._unburden(worker)
-
-    def _drain(self) -> None:
-        self.draining = True
-        for worker in self.books.workers.values():
-            self._unburden(worker)
 
     def _unburden(self, worker: Worker) -> None:
         """Take from a worker what it has not begun, and probes, which may never end."""
@@ -261,7 +242,7 @@ class Scheduler:
             self._assign()
 
     def _staff(self) -> None:
-        while self.books.num_staying < min(self.target, self.remaining):
+        while self.books.num_staying < min(self.staffing.wanted, self.remaining):
             self._out.append(StartWorker(self.books.hire(self.now_s).name))
 
     def _assign(self) -> None:

@@ -14,6 +14,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from email.utils import parsedate_to_datetime
 from types import TracebackType
 from typing import Any
@@ -121,11 +122,10 @@ class Upload:
         return part_size(len(self._parts) + 1, self._part_bytes)
 
     def _or_nothing(self, step: Callable[[], object]) -> None:
-        try:
+        with ExitStack() as unfinished:
+            unfinished.callback(self.close)
             step()
-        except BaseException:
-            self.close()
-            raise
+            unfinished.pop_all()
 
     def _end(self) -> None:
         self._upload_id, self._buffer, self._ended = None, bytearray(), True

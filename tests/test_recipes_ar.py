@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from recipes import ar, causal, causal_folder, corpus, loop
+from tests.recipes_of_tests import no_report, short_schedule
 
 SHAPE = ar.SIZES["micro-test"].shape
 
@@ -27,23 +29,11 @@ def one_thread() -> None:
 
 
 def plan_of(steps: int, seed: int = 0) -> loop.Schedule:
-    return loop.Schedule(
-        steps=steps,
-        seed=seed,
-        batch_tokens=256,
-        lengths=(16, 32),
-        length_shares=(0.5, 0.5),
-        warmup=2,
-        learning_rate=5e-3,
-    )
+    return dataclasses.replace(short_schedule(steps, seed), batch_tokens=256)
 
 
 def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.Trainer:
     return causal.Trainer(causal.new_model(SHAPE, seed), plan_of(steps, seed), prepared.train, torch.device("cpu"))
-
-
-def no_report(step: int, *values: float) -> None:
-    """Training reports nothing here."""
 
 
 def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
