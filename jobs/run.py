@@ -1,8 +1,8 @@
 """`draftmill run`: plan or resume, decode what is missing, close the run. Idempotent: run it again and it goes on.
 
-    spec -> model, inputs -> plan (or the plan that is there, compared) -> done set -> Ray, driver -> manifest, _SUCCESS
+    spec -> model, inputs -> Ray -> plan (or the plan that is there, compared) -> done set -> driver -> manifest, _SUCCESS
 
-Nothing is written to the run directory before the spec, the model and the inputs were found usable.
+Nothing is written to the run directory before the spec, the model, the inputs and what the cluster has were found usable.
 """
 
 from __future__ import annotations
