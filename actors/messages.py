@@ -141,10 +141,11 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker is gone, or never came up; `reason` in one line."""
+    """The worker is gone, or never came up; `reason` in one line. `idle` if none of the units it holds had reached it."""
 
     worker: str
     reason: str
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

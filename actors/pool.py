@@ -47,6 +47,9 @@ class Member:
     ready: Any
     turns: deque[Any] = field(default_factory=deque)
     leases: set[int] = field(default_factory=set)
+    unsent: list[WorkUnit] = field(default_factory=list)
+    knock: Any = None
+    """The turn that asks a worker with nothing in hand whether it lives; `unsent` follows when it has answered."""
     forget: list[int] = field(default_factory=list)
     place: tuple[str, int] | None = None
     """Its node and process, once it is up."""
@@ -70,10 +73,21 @@ class Pool:
         self._members[name] = Member(actor, actor.where.remote())
 
     def assign(self, name: str, unit: WorkUnit) -> None:
-        """Send a unit to a worker that is up; unknown workers are ignored, their death is already on its way."""
+        """Send a unit to a worker that is up; unknown workers are ignored, their death is already on its way.
+
+        Nothing is heard of the death of a worker that has nothing to do. So it is asked for a sign of life first, lest
+        the unit, perhaps a single row under suspicion, be blamed for it.
+        """
         member = self._members.get(name)
-        if member is not None:
-            member.leases.add(unit.lease)
+        if member is None:
+            return
+        if not member.leases:
+            self._turn(member, [])
+            member.knock = member.turns[-1]
+        member.leases.add(unit.lease)
+        if member.knock is not None:
+            member.unsent.append(unit)
+        else:
             self._turn(member, [unit])
 
     def revoke(self, name: str, lease: int) -> None:
@@ -81,6 +95,7 @@ class Pool:
         member = self._members.get(name)
         if member is not None and lease in member.leases:
             member.leases.discard(lease)
+            member.unsent = [unit for unit in member.unsent if unit.lease != lease]
             member.forget.append(lease)
             self._turn(member, [])
 
@@ -127,12 +142,17 @@ class Pool:
                 member.ready = None
                 news.append(Up(name, node, pid))
             while member.turns and member.turns[0] in arrived:
-                report: TurnReport = ray.get(member.turns.popleft())
+                turn = member.turns.popleft()
+                report: TurnReport = ray.get(turn)
                 member.leases -= {item.lease for item in report.news}
                 news.append(Reported(name, report))
+                if turn == member.knock:
+                    self._turn(member, member.unsent)
+                    member.unsent, member.knock = [], None
         except RayError as error:
             self.kill(name)
-            return [*news, Died(name, reason_of(error))]
+            idle = member.leases == {unit.lease for unit in member.unsent}
+            return [*news, Died(name, reason_of(error), idle)]
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
         return news

@@ -27,10 +27,11 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker is gone, or never came up."""
+    """A worker is gone, or never came up. `idle` if nothing that it was given had reached it: no row of that is to blame."""
 
     worker: str
     reason: str
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,8 @@ class Scheduler:
             case WorkerUp(name) if name in self.books.workers:
                 self.books.workers[name].up = True
                 self.staffing.came_up()
-            case WorkerDied(name, reason):
-                self._worker_died(name, reason)
+            case WorkerDied(name, reason, idle):
+                self._worker_died(name, reason, idle=idle)
             case WorkerLeaving(name) if name in self.books.workers:
                 self.books.workers[name].leaving = True
                 self._unburden(self.books.workers[name])
@@ -123,21 +123,20 @@ class Scheduler:
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
 
-    def _worker_died(self, name: str, reason: str) -> None:
+    def _worker_died(self, name: str, reason: str, *, idle: bool = False) -> None:
         known = self.books.dismiss(name)
         if known is None:
             return
         worker, leases = known
-        if worker.leaving:  # as had been said: no row of its is to blame
-            for lease in leases:
-                self._give_back(lease)
-            return
-        hopeless = self.staffing.lost(was_up=worker.up, left=self.books.num_up)
+        hopeless = "" if worker.leaving else self.staffing.lost(was_up=worker.up, left=self.books.num_up)
         if hopeless:
             self._finish("failed", f"{hopeless}: {reason}")
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
         for lease in leases:
-            self._failed(lease, cause, death=True)
+            if worker.leaving or idle:  # as had been said, or of something else: no row is to blame
+                self._give_back(lease)
+            else:
+                self._failed(lease, cause, death=True)
 
     def _unit_done(self, number: int, unit: int) -> None:
         """Late answers find the unit done, waiting, resting or in an inquest: committed is committed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import ModuleType
 from typing import Any
 
@@ -57,10 +58,35 @@ def test_a_killed_worker_is_reported_dead_in_one_line(pool: Pool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up)
-    pool.assign("w0", work(ENDLESS, 2))  # it still holds it when it dies: of an idle worker's death nothing is heard
+    pool.assign("w0", work(ENDLESS, 1))
+    until(pool, Reported)  # of the knock
+    until(pool, Reported)  # of the unit
     os.kill(up.pid, signal.SIGKILL)
     died = until(pool, Died)[-1]
-    assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason
+    assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason and not died.idle
+
+
+def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool: Pool):
+    pool.start("w0")
+    (up,) = until(pool, Up)
+    assert isinstance(up, Up)
+    os.kill(up.pid, signal.SIGKILL)
+    while is_running(up.node, up.pid):
+        time.sleep(0.01)
+    pool.assign("w0", work(0, 2))
+    pool.assign("w0", work(1, 2))
+    died = until(pool, Died)[-1]
+    assert isinstance(died, Died) and died.worker == "w0" and died.idle
+
+
+def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: Pool):
+    pool.start("w0")
+    until(pool, Up)
+    pool.assign("w0", work(0, 2))
+    pool.revoke("w0", 0)
+    pool.assign("w0", work(1, 2))
+    assert receipts(pool, 1) == [1]
+    assert not any(item.report.news for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
 
 
 def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: Pool):

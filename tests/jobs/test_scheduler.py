@@ -288,6 +288,29 @@ def test_units_that_were_lost_with_a_machine_that_had_to_go_are_under_no_suspici
     assert not scheduler.books.touched[0].suspect and scheduler.finished is None
 
 
+def test_workers_that_were_dead_before_a_row_reached_them_do_not_speak_against_it():
+    scheduler = Scheduler(sizes(9, rows=1), workers=1, limits=Limits(attempts=1))
+    (work,) = units_of(started(scheduler))
+    (probe,) = units_of(scheduler.on(failure(work)))
+    for round_ in range(10):
+        assert probe.probe
+        assert scheduler.on(WorkerDied(f"w{round_}", "its node is gone", idle=True)) == [StartWorker(f"w{round_ + 1}")]
+        (probe,) = units_of(scheduler.on(WorkerUp(f"w{round_ + 1}")))
+    (work,) = units_of(scheduler.on(ProbeDone(probe.lease, 0)))
+    assert not work.verdicts
+
+
+def test_workers_that_keep_dying_with_nothing_in_hand_end_the_job():
+    scheduler = Scheduler(sizes(9), workers=1, limits=Limits(fruitless=4))
+    started(scheduler)
+    for round_ in range(3):
+        scheduler.on(WorkerDied(f"w{round_}", "out of memory", idle=True))
+        scheduler.on(WorkerUp(f"w{round_ + 1}"))
+    assert scheduler.on(WorkerDied("w3", "out of memory", idle=True)) == [
+        Finish("failed", "workers keep dying: out of memory")
+    ]
+
+
 def test_at_the_end_of_a_job_what_may_be_lost_is_copied_first():
     scheduler = Scheduler(sizes(9, 8), workers=2)
     held = dict(assigned(started(scheduler)))
@@ -310,11 +333,13 @@ class World:
         self.now_s = 0.0
         self.starting: list[str] = []
         self.up: dict[str, list[WorkUnit]] = {}
+        self.dead: set[str] = set()  # died with nothing in hand, and nobody knows
         self.zombies: list[WorkUnit] = []  # leases of workers that are written off and may still write
         self.commits: Counter[int] = Counter()
         self.verdicts: dict[int, set[int]] = {}
         self.quarantined: set[tuple[int, int]] = set()
         self.faults = 0
+        self.idle_deaths = 0
 
     def tell(self, event: Event) -> None:
         commands = self.scheduler.on(event)
@@ -322,6 +347,10 @@ class World:
             self.obey(command)
         if self.scheduler.finished is None:
             self.scheduler.books.check_integrity()
+        for name in sorted(name for name in self.dead if self.up.get(name)):
+            self.dead.discard(name)
+            del self.up[name]
+            self.tell(WorkerDied(name, "its node is gone", idle=True))
 
     def obey(self, command: Command) -> None:
         if isinstance(command, StartWorker):
@@ -378,6 +407,8 @@ def random_step(world: World, data: st.DataObject) -> None:
     """One thing happens: mostly progress, sometimes a fault."""
     busy = sorted(name for name, held in world.up.items() if held)
     choices = ["tick"] + ["start"] * 3 * bool(world.starting) + (["work"] * 4 + ["report"] * 3) * bool(busy)
+    idle = sorted(world.up.keys() - set(busy) - world.dead)
+    choices += ["die idle"] * bool(idle and world.idle_deaths < 6)
     faults = ["die", "leave"] * bool(world.up) + ["fail", "stall"] * bool(busy) + ["zombie"] * bool(world.zombies)
     choice = data.draw(st.sampled_from(choices + (faults if world.faults < 6 else [])))
     world.faults += choice in {"die", "leave", "fail", "stall"}
@@ -395,6 +426,9 @@ def random_step(world: World, data: st.DataObject) -> None:
         world.tell(Heard(name, tuple(held[: data.draw(st.integers(0, len(held)))])))
     elif choice == "die":
         world.die(data.draw(st.sampled_from(sorted(world.up))))
+    elif choice == "die idle":
+        world.idle_deaths += 1
+        world.dead.add(data.draw(st.sampled_from(idle)))
     elif choice == "leave":
         world.tell(WorkerLeaving(data.draw(st.sampled_from(sorted(world.up)))))
     elif choice == "fail":
