@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
-from storage.errors import StoreError, UserError
+from storage.errors import DamagedRun, StoreError, UserError
 from storage.secrets import presentable
 from storage.verbs import S3Options
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.command(arguments))
-    except UserError as error:
+    except (UserError, DamagedRun) as error:
         return _complain(arguments, error, UNUSABLE)
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
@@ -44,7 +44,7 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
     if arguments.debug:
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
-    hint = "" if isinstance(error, UserError) else " (--debug shows where)"
+    hint = "" if isinstance(error, UserError | DamagedRun) else " (--debug shows where)"
     print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
     return code
 

@@ -24,7 +24,7 @@ from jobs.driver import StopFlag
 from jobs.fingerprint import code_version, digest
 from jobs.keeper import kept_lease
 from jobs.passes import Pass, finished, latest_rows, passes_of
-from storage.errors import StoreError
+from storage.errors import DamagedRun, StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost
 from storage.records import parquet_groups, parquet_writer, schema_of
 from storage.store import open_store
@@ -134,7 +134,7 @@ def write_compact(
 
 
 def read_compact(store: Store) -> CompactManifest | None:
-    """The manifest of the compacted files, None where there are none; StoreError where it can't be understood."""
+    """The manifest of the compacted files, None where there are none; DamagedRun where it can't be understood."""
     if not store.exists(MANIFEST):
         return None
     try:
@@ -142,7 +142,9 @@ def read_compact(store: Store) -> CompactManifest | None:
         del found["totals"]
         return CompactManifest(**found | {"files": tuple(CompactFile(**file) for file in found["files"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{store.url}/{MANIFEST} is damaged: {error}") from None
+        raise DamagedRun(
+            f"{store.url}/{MANIFEST} is damaged: {error}; delete it, and `draftmill compact` makes the files anew"
+        ) from None
 
 
 def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:

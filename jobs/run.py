@@ -41,6 +41,7 @@ from storage.commit import (
     done_units,
     is_closed,
     read_manifest,
+    read_record,
     read_unit,
     record_commit,
     write_manifest,
@@ -253,7 +254,7 @@ def committed_facts(run: Run, name: str) -> CommittedUnit:
     """The facts of a unit that an earlier session committed, from its data file or its record."""
     if run.conditional:
         return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
-    return CommittedUnit(**json.loads(run.store.get(name)))
+    return read_record(run.store, name)
 
 
 def close(spec: JobSpec, store: Store) -> int:

@@ -23,7 +23,7 @@ from jobs.passes import Pass, Rows, failed_rows, finished, left_failed, passes_o
 from jobs.plan import Plan
 from jobs.thresholds import too_many_failed
 from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
-from storage.errors import StoreError
+from storage.errors import DamagedRun, StoreError
 from storage.records import parquet_metadata, read_parquet, schema_of
 from storage.store import open_store
 from storage.verbs import S3Options, Store
@@ -58,7 +58,11 @@ class Findings:
 def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
     """Check the run and print what was checked; returns 0, 3 (too many samples failed), or 1 (a promise is broken)."""
     store = open_store(run_dir, s3=s3)
-    passes = passes_of(store, s3=s3)
+    try:
+        passes = passes_of(store, s3=s3)
+    except DamagedRun as error:  # for this command that is a finding
+        print(f"{store.url}\n  BROKEN: {error}")
+        return UNEXPECTED
     done = finished(passes)
     plan, manifest = passes[0].plan, passes[0].manifest
     assert manifest is not None

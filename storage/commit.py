@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from storage.done import DoneUnits
-from storage.errors import StoreError
+from storage.errors import DamagedRun, StoreError
 from storage.failpoints import failpoint
 from storage.lease import Lease, LeaseLost
 from storage.records import SCHEMA, SCHEMA_VERSION, damaged, parquet_metadata, read_parquet, write_parquet
@@ -156,7 +156,17 @@ def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> 
         failpoint("commit.before_record")
         store.put(f"{unit}.{epoch:08x}{secrets.token_hex(4)}.json", _json(asdict(committed)))
         return committed
-    return CommittedUnit(**json.loads(store.get(found[-1])))
+    return read_record(store, found[-1])
+
+
+def read_record(store: Store, name: str) -> CommittedUnit:
+    """The facts of a unit that `record_commit` wrote; DamagedRun if they can't be understood."""
+    try:
+        return CommittedUnit(**json.loads(store.get(name)))
+    except (ValueError, TypeError) as error:
+        raise DamagedRun(
+            f"{store.url}/{name} is damaged: {error}; delete it, and the next run does its unit again"
+        ) from None
 
 
 def write_manifest(
@@ -189,7 +199,7 @@ def is_closed(store: Store) -> bool:
 
 
 def read_manifest(store: Store) -> Manifest | None:
-    """Return the manifest, None if the job has not finished; StoreError if it can't be understood."""
+    """Return the manifest, None if the job has not finished; DamagedRun if it can't be understood."""
     if not store.exists(MANIFEST):
         return None
     try:
@@ -197,7 +207,9 @@ def read_manifest(store: Store) -> Manifest | None:
         listed = tuple(CommittedUnit(**unit) for unit in found["units"])
         return Manifest(found["fingerprint"], found["schema_version"], listed)
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{store.url}/{MANIFEST} is damaged: {error}") from None
+        raise DamagedRun(
+            f"{store.url}/{MANIFEST} is damaged: {error}; delete it and {SUCCESS}, and `draftmill run` writes them again"
+        ) from None
 
 
 def _counts(table: pa.Table) -> dict[str, str]:

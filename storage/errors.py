@@ -47,6 +47,10 @@ class StoreError(Exception):
     """A store did not do what was asked, after its retries: unreachable, full, or refused."""
 
 
+class DamagedRun(StoreError):
+    """A file of a run directory can't be understood, which the message names: the exit code is 2."""
+
+
 def brief(text: str) -> str:
     """As much of what stands in an input as a message can bear, in quotes."""
     return repr(text) if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]!r}... ({len(text):,} characters)"

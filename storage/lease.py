@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from storage.errors import StoreError
+from storage.errors import DamagedRun, StoreError
 from storage.failpoints import failpoint
 from storage.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
@@ -169,4 +169,4 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     except NotFound:  # withdrawn between the two looks
         return None, None
     except (ValueError, KeyError, TypeError):
-        raise StoreError(f"{store.url}/{LEASE} is not a lease; if no job runs here, delete it") from None
+        raise DamagedRun(f"{store.url}/{LEASE} is not a lease; if no job runs here, delete it") from None

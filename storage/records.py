@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from storage.errors import StoreError
+from storage.errors import DamagedRun
 from storage.soundness import THREADS
 from storage.verbs import Store
 
@@ -220,7 +220,7 @@ def read_results(
     """Yield one table per unit file, checksums verified, one file in memory at a time.
 
     `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units. Raises
-    StoreError, which names the file, where one is missing or damaged.
+    DamagedRun, which names the file, where one is damaged; StoreError where it is missing.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
     for name in names:
@@ -232,9 +232,9 @@ def read_results(
         yield table
 
 
-def damaged(store: Store, name: str, error: Exception) -> StoreError:
+def damaged(store: Store, name: str, error: Exception) -> DamagedRun:
     """The error of a unit's file that can't be read, in one line, and what helps."""
     said = " ".join(str(error).split()).rstrip(".")
-    return StoreError(
+    return DamagedRun(
         f"{store.url}/{name} is damaged: {said}; delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
     )

@@ -229,13 +229,38 @@ def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
     spec.write_text(sound.with_suffix(".yaml").read_text())
     export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
     for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], ["compact", str(run)], export):
-        assert main(arguments) == 1
+        assert main(arguments) == 2
         said = capsys.readouterr().err
         assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
     for name in (str(unit(run)), "_manifest.json", "_SUCCESS"):
         (run / name).unlink()
     with without_ray():
         assert main(["run", str(spec), "--set", f"output.path={run}", "--quiet"]) == 0
+    assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.parametrize("name", ["_manifest.json", "_lease.json", "compact/_manifest.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
+def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    run = copied(sound, tmp_path / "run")
+    assert main(["compact", str(run)]) == 0
+    (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
+    start = ["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]
+    told = 0
+    capsys.readouterr()
+    for arguments in (start, ["status", str(run)], ["verify", str(run)], ["rerun", str(run), "--failed"], export):
+        code, said = main(arguments), capsys.readouterr()
+        told += name in said.err + said.out
+        assert code == 0 or name in said.err + said.out, arguments
+        assert code in ({0, 1} if arguments[0] == "verify" else {0, 2}) and said.err.count("\n") <= 1, arguments
+    assert told or name == "_lease.json"
+    (run / name).unlink()
+    (run / "_SUCCESS").unlink()
+    with without_ray():
+        assert main(start) == 0
     assert main(["verify", str(run)]) == 0
 
 
