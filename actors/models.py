@@ -36,12 +36,18 @@ def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None 
 
     Raises UserError, led by `field`, where there is no such model.
     """
+    folder = Path(path).expanduser()
+    is_here = path.startswith(("builtin:", "s3://")) or folder.is_dir()
+    if is_here and revision is not None:
+        raise UserError(
+            f"{revision!r} is not allowed for {path!r}, which has no revisions; allowed: null, or a hub id as path",
+            field=field.removesuffix("path") + "revision",
+        )
     if path.startswith("builtin:"):
         return _builtin(path, field)
     if path.startswith("s3://"):
         return _from_s3(path, s3, field)
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    if is_here:
         return folder.resolve()
     if "://" in path or not _HUB_ID.fullmatch(path) or folder.exists():
         raise UserError(f"{path!r} is no folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field)

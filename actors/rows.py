@@ -34,6 +34,7 @@ def row_id(values: Values, columns: Columns) -> str | None:
         return None
     if value is None:
         raise missing(values, column)
+    value = decoded(value, column)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise RowError("bad_row", "read", f"the id {value!r} is neither a string nor a whole number"[:1000])
     text = str(value)
@@ -61,7 +62,7 @@ def text_of(values: Values, columns: Columns) -> str:
 
 def string_of(values: Values, column: str) -> str:
     """Return the text that stands in a column; RowError where there is none."""
-    value = values.get(column)
+    value = decoded(values.get(column), column)
     if value is None:
         raise missing(values, column)
     if not isinstance(value, str):
@@ -126,6 +127,16 @@ def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
     if columns.completion is not None or own:
         return string_of(values, columns.completion or "completion"), True
     return string_of(values, columns.text or "text"), False
+
+
+def decoded(value: Any, column: str) -> Any:
+    """Return text that is stored as bytes as text, as older writers of Parquet store it; RowError where it is not UTF-8."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError("bad_encoding", "read", f"the column {column!r} is not valid UTF-8: {error.reason}") from None
 
 
 def checked_text(text: str, column: str) -> str:

@@ -7,7 +7,6 @@ Nothing is written to the run directory before the spec, the model, the inputs a
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence

@@ -50,6 +50,12 @@ def test_a_model_that_is_not_there_is_refused(path: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_revision_of_what_has_none_is_refused(checkpoint: Path) -> None:
+    for path in ("builtin:asarm-tiny", "s3://models/one", str(checkpoint)):
+        with pytest.raises(UserError, match=r"^decoder.drafter.revision: 'main' is not allowed for .*no revisions"):
+            fetch_model(path, "main", field="decoder.drafter.path")
+
+
 def test_a_model_on_s3_is_fetched_once_by_version(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

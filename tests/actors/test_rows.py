@@ -50,3 +50,11 @@ def test_text_falls_back_to_a_prompt() -> None:
     assert text_of({"prompt": "p", "text": "t"}, Columns()) == "t"
     with pytest.raises(RowError, match=r"missing_column.*'text' is not there; the row has 'a'"):
         text_of({"a": 1}, Columns())
+
+
+def test_text_that_is_stored_as_bytes_is_text() -> None:
+    assert text_of({"text": "für".encode()}, Columns()) == "für"
+    assert row_id({"id": b"a-7"}, Columns()) == "a-7"
+    for read in (lambda row: text_of(row, Columns()), lambda row: row_id(row, Columns(id="text"))):
+        with pytest.raises(RowError, match=r"bad_encoding.*'text' is not valid UTF-8"):
+            read({"text": b"f\xfcr"})
