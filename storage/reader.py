@@ -15,12 +15,13 @@ from threading import Lock
 from storage.blocks import BLOCK_BYTES, Block, ahead
 from storage.delimited import csv_reader
 from storage.errors import StoreError, UserError
+from storage.groups import Columns
 from storage.input_file import FIELD, InputFile
 from storage.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
 from storage.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
 from storage.rows import Row, default_id, failed
 from storage.sources import blocks_at, open_seekable, open_stream
-from storage.tables import Columns, pick_table_rows, table_rows
+from storage.tables import pick_table_rows, table_rows
 from storage.verbs import S3Options
 
 __all__ = ["InputFile", "Row", "default_id", "fetched_ahead", "iterate", "list_inputs", "read_rows"]

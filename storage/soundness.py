@@ -27,6 +27,12 @@ def check_sound(batch: pa.RecordBatch) -> None:
             column.view(plain_form(column.type)).validate(full=True)
 
 
+def sound(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch, if it is sound (see `check_sound`)."""
+    check_sound(batch)
+    return batch
+
+
 def plain_form(kind: pa.DataType) -> pa.DataType:
     """The type of the same memory in which any value is allowed: text as bytes, times and dates as whole numbers."""
     if kind in _PLAIN:

@@ -26,7 +26,7 @@ NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 
 @pytest.fixture(params=[6.0])
 def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of clusters made later stand still for so many seconds, in which a notice is seen."""
+    """Workers of clusters made later stand still for so many seconds, in which a notice, or a node's end, is seen."""
     monkeypatch.setenv(VARIABLE, f"worker.step=sleep:200:{request.param}")
 
 
@@ -82,7 +82,7 @@ def is_undisturbed(rows: Path) -> bool:
     return rows_of(folder / "run").equals(rows_of(folder / "undisturbed"))
 
 
-def test_a_job_goes_on_without_a_node_that_is_lost(cluster: Any, rows: Path):
+def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any, rows: Path):
     second = cluster.add_node(**NODE)
     process, log = begun(cluster, rows)
     cluster.remove_node(second, allow_graceful=False)
@@ -119,7 +119,7 @@ def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_end
 ):
     process, log = begun(cluster, rows)
     told_to_go(cluster, cluster.head_node, in_s=20)
-    process.join(20)
+    process.join(60)
     assert process.exitcode == 4, log.read_text()
     with without_ray():
         assert main(["run", str(rows.parent / "run.yaml"), "--quiet"]) == 0

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from storage.errors import UserError
 from storage.reader import InputFile, Row, iterate, list_inputs, read_rows
 from storage.s3 import S3Store
+from storage.stretches import Stretches
 from storage.verbs import S3Options
 
 
@@ -285,7 +286,7 @@ def test_columnar_rows_are_read_all_or_singly(
     writer: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cached:
-        monkeypatch.setattr("storage.tables.CACHED_GROUP_BYTES", 0)
+        monkeypatch.setattr("storage.tables._STRETCHES", Stretches(kept_bytes=0))
     file = WRITERS[writer](tmp_path)
     rows = list(iterate(file))
     assert [row.values for row in rows] == TABLE.to_pylist()
@@ -312,12 +313,17 @@ def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
     assert [row.values for row in iterate(file)] == table.to_pylist()
 
 
-def test_repeated_texts_that_unpack_to_much_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.tables.CACHED_GROUP_BYTES", 100_000)
-    table = pa.table({"text": ["x" * 1000] * 1000})
+def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stretches = Stretches(kept_bytes=3_000_000)
+    monkeypatch.setattr("storage.tables._STRETCHES", stretches)
+    monkeypatch.setattr("storage.groups.SHARED_BYTES", 1_000_000)
+    table = pa.table({"text": ["x" * 1000] * 20_000})
     file = parquet_file(tmp_path / "a.parquet", table)
     assert pq.ParquetFile(file.uri).metadata.row_group(0).total_byte_size < 100_000
-    check_again(file, list(iterate(file)))
+    rows = list(iterate(file))
+    check_again(file, rows)
+    list(read_rows(file, [(row.row, row.offset) for row in rows]))
+    assert 1_500_000 < stretches.num_bytes <= 3_000_000
 
 
 def test_a_value_without_a_python_form_fails_its_row_alone(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""Stretches of tables: the batches that were read last, so that rows near each other are read once and not once for each unit.
+
+The rows of a unit lie anywhere in their window, and the next unit has others of the same window. A reader that begins at the
+front of a row group for each of them reads a large group hundreds of times. Nothing here knows files or formats.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+
+KEPT_BYTES = 256 * 2**20
+"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have."""
+
+Batches = Iterator[pa.RecordBatch]
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A table that is read from its front: what was read last of it, each batch with its first row, and what comes next."""
+
+    ahead: Batches
+    kept: deque[tuple[int, pa.RecordBatch]] = field(default_factory=deque)
+    end: int = 0
+    num_bytes: int = 0
+
+    @property
+    def start(self) -> int:
+        """The first row that is still there."""
+        return self.kept[0][0] if self.kept else self.end
+
+    def advance(self) -> bool:
+        """Read one batch more; false at the end."""
+        batch = next(self.ahead, None)
+        if batch is None:
+            return False
+        self.kept.append((self.end, batch))
+        self.end += batch.num_rows
+        self.num_bytes += batch.nbytes
+        return True
+
+    def drop(self) -> int:
+        """Forget the batch that was read first; returns its bytes."""
+        _, batch = self.kept.popleft()
+        self.num_bytes -= batch.nbytes
+        return int(batch.nbytes)
+
+
+class Stretches:
+    """The stretches that were read last, `kept_bytes` of them in all and at least one batch."""
+
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._stretches: OrderedDict[Hashable, Stretch] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept."""
+        return sum(stretch.num_bytes for stretch in self._stretches.values())
+
+    def pick(
+        self, table: Hashable, rows: Sequence[int], open_: Callable[[], Batches]
+    ) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
+        """Yield the wanted rows (sorted) with their numbers, batch by batch; rows beyond the end are passed over.
+
+        `open_` gives the table's batches from its front. What it raises goes through, and the table is read anew next time.
+        """
+        stretch = self._stretches.pop(table, None)
+        if stretch is None or rows[0] < stretch.start:
+            stretch = Stretch(open_())
+        for start, batch in list(stretch.kept):
+            yield from _inside(batch, start, rows)
+        while rows[-1] >= stretch.end and stretch.advance():
+            yield from _inside(stretch.kept[-1][1], stretch.kept[-1][0], rows)
+            self._make_room(stretch)
+        self._stretches[table] = stretch
+
+    def _make_room(self, current: Stretch) -> None:
+        """Forget the longest unused stretches, then the front of the one that is being read."""
+        total = current.num_bytes + self.num_bytes
+        while total > self._kept_bytes and self._stretches:
+            total -= self._stretches.popitem(last=False)[1].num_bytes
+        while total > self._kept_bytes and len(current.kept) > 1:
+            total -= current.drop()
+
+
+def _inside(batch: pa.RecordBatch, start: int, rows: Sequence[int]) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
+    inside = rows[bisect_left(rows, start) : bisect_left(rows, start + batch.num_rows)]
+    if inside:
+        yield batch.take(pa.array([row - start for row in inside])), inside
