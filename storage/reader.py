@@ -20,7 +20,8 @@ from storage.input_file import FIELD, InputFile
 from storage.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
 from storage.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
 from storage.rows import Row, default_id, failed
-from storage.sources import blocks_at, open_seekable, open_stream
+from storage.sources import blocks_at, open_bytes, open_stream
+from storage.spools import SEEK_BUFFER_BYTES, Spools
 from storage.tables import pick_table_rows, table_rows
 from storage.verbs import S3Options
 
@@ -31,6 +32,8 @@ Places = Sequence[tuple[int, int | None]]
 
 _caches = Lock()
 """Guards the open files that read_rows keeps, which have one position each."""
+
+_SPOOLS = Spools()
 
 
 def iterate(
@@ -128,20 +131,20 @@ def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
 def _pick_stream_rows(
     file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: Reader, s3: S3Options | None
 ) -> Iterator[Row]:
-    """Jump to each row where offsets and a seekable stream allow it, else read from the front to the last of them."""
-    stream = _seekable(file, s3) if all(offset is not None for _, offset in wanted) else None
-    if stream is None:
+    """Jump to each row where all have offsets, else read from the front to the last of them."""
+    if any(offset is None for _, offset in wanted):
         numbers = {row for row, _ in wanted}
         with open_stream(file, s3=s3) as front:
             rows = (row for row in reader(front, Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
+    stream = _SPOOLS.open(file, s3) if file.compression is not None else _seekable(file, s3)
     for row, offset in wanted:
         assert offset is not None
         stream.seek(offset)
         yield from islice(reader(stream, Start(row, offset)), 1)
 
 
-@lru_cache(maxsize=4)
-def _seekable(file: InputFile, s3: S3Options | None) -> BufferedReader | None:
-    return open_seekable(file, s3=s3)
+@lru_cache(maxsize=64)
+def _seekable(file: InputFile, s3: S3Options | None) -> BufferedReader:
+    return open_bytes(file, s3=s3, buffer_bytes=SEEK_BUFFER_BYTES)

@@ -1,16 +1,15 @@
 """Input bytes as one buffered stream, wherever they lie: local disk or S3, plain or compressed.
 
-Memory is flat: a stream holds one buffer, S3 blocks are kept up to a fixed size, and a compressed file that is
-read at random is unpacked once into an unnamed temporary file.
+Memory is flat: a stream holds one buffer, and S3 blocks are kept up to a fixed size. Compressed files that are read at
+random have a module of their own (storage/spools.py).
 """
 
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import IO, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -28,16 +27,13 @@ MAX_RATIO = 256
 """A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
 below; a file that was made to fill a disk or a day does not."""
 
-SPOOL_BYTES = 4 * 2**30
-"""A compressed input whose content is larger is read from the front each time, rather than fill the disk."""
 
-
-def open_bytes(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
+def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
     """Return the file's bytes as they lie, seekable. Raises StoreError, or FileNotFoundError as NotFound."""
     if file.uri.startswith("s3://"):
-        return io.BufferedReader(_s3_file(file, s3), BUFFER_BYTES)
+        return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
     try:
-        return io.BufferedReader(io.FileIO(local_path(file)), BUFFER_BYTES)
+        return io.BufferedReader(io.FileIO(local_path(file)), buffer_bytes)
     except FileNotFoundError:
         raise NotFound(f"{file.uri} is gone") from None
     except OSError as error:
@@ -53,37 +49,6 @@ def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedR
     if file.compression is None:
         return source
     return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
-
-
-def open_seekable(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader | None:
-    """Return the file's content, decompressed and seekable.
-
-    None if it is compressed and larger than SPOOL_BYTES, or than the disk for temporary files takes.
-    """
-    if file.compression is None:
-        return open_bytes(file, s3=s3)
-    spool: IO[bytes] = tempfile.TemporaryFile(prefix="draftmill-", buffering=BUFFER_BYTES)  # noqa: SIM115
-    with open_stream(file, s3=s3) as stream:
-        if not _spooled(stream, spool):
-            spool.close()
-            return None
-    assert isinstance(spool, io.BufferedRandom)
-    return io.BufferedReader(spool.detach(), BUFFER_BYTES)
-
-
-def _spooled(stream: io.BufferedReader, spool: IO[bytes]) -> bool:
-    """Copy the stream; False if it does not fit."""
-    size = 0
-    while data := stream.read(BUFFER_BYTES):
-        size += len(data)
-        if size > SPOOL_BYTES:
-            return False
-        try:
-            spool.write(data)
-            spool.flush()
-        except OSError:
-            return False
-    return True
 
 
 class _Decompressed(io.RawIOBase):

@@ -245,13 +245,6 @@ def test_compression_that_breaks_off_is_an_error_and_not_an_end(ending: str, cod
             list(iterate(one_file(tmp_path / f"a.jsonl{ending}", broken)))
 
 
-def test_a_compressed_file_too_large_to_unpack_is_read_from_the_front(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("storage.sources.SPOOL_BYTES", 1000)
-    assert len(rows_of(tmp_path / "spool.jsonl.gz", gzip.compress(LINES))) == 1500
-
-
 def parquet_file(path: Path, table: pa.Table, **options: Any) -> InputFile:
     pq.write_table(table, path, **options)
     return list_inputs(str(path))[0]
