@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from actors.messages import MOST_UNITS, Verdict, WorkUnit
 from jobs.inquest import Inquest, Range
+from jobs.waiting import UnitSize, Waiting
 
 AHEAD = 1
 """Leases per worker of units that still wait for slots: what it refills them from."""
 
 COPIES = 2
 """Workers that may hold the same unit at the end of a job."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitSize:
-    """A unit of the plan: its number, its rows and its cost in tokens."""
-
-    unit: int
-    rows: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +103,11 @@ class Worker:
 class Ledger:
     """Every unit is in one place: among the waiting or the delicate, leased, resting, or done.
 
-    `waiting` is a heap of (-tokens, unit), longest first; entries of units that were done meanwhile are dropped when they
-    surface. `delicate` holds the units with work to lease that must run alone on its worker. `touched` has the history of
+    `delicate` holds the units with work to lease that must run alone on its worker. `touched` has the history of
     every unit that was leased and is not done.
     """
 
-    def __init__(self, units: Iterable[UnitSize], pass_: int) -> None:
+    def __init__(self, units: Iterable[UnitSize], pass_: int, workers: int) -> None:
         self.pass_ = pass_
         self.sizes = {size.unit: size for size in units}
         self.touched: dict[int, Unit] = {}
@@ -125,8 +115,7 @@ class Ledger:
         self.delicate: set[int] = set()
         self.leases: dict[int, Lease] = {}
         self.workers: dict[str, Worker] = {}
-        self.waiting = [(-size.tokens, size.unit) for size in self.sizes.values()]
-        heapq.heapify(self.waiting)
+        self.waiting = Waiting(self.sizes.values(), self.done, workers)
         self._num_leases = 0
         self._num_workers = 0
 
@@ -233,7 +222,7 @@ class Ledger:
         if unit.alone:
             self.delicate.add(number)
         else:
-            heapq.heappush(self.waiting, (-unit.size.tokens, number))
+            self.waiting.put(unit.size)
 
     def wake(self, now_s: float) -> None:
         """Let the units whose rest is over be leased again."""
@@ -241,16 +230,6 @@ class Ledger:
             if unit.resting_until_s is not None and unit.resting_until_s <= now_s:
                 unit.resting_until_s = None
                 self.enqueue(number)
-
-    def next_waiting(self) -> int | None:
-        """Take the longest waiting unit."""
-        self.prune()
-        return heapq.heappop(self.waiting)[1] if self.waiting else None
-
-    def prune(self) -> None:
-        """Drop done units from the head of the waiting ones, so that `waiting` is false when none waits."""
-        while self.waiting and self.waiting[0][1] in self.done:
-            heapq.heappop(self.waiting)
 
     def finish(self, number: int) -> list[Lease]:
         """Enter a unit as done, wherever it was, and forget its history; returns the leases that it still had."""
@@ -267,7 +246,7 @@ class Ledger:
 
     def check_integrity(self) -> None:
         """Assert that the books agree with each other; for tests, and for whoever doubts."""
-        waiting = [number for _, number in self.waiting if number not in self.done]
+        waiting = self.waiting.units()
         assert len(waiting) == len(set(waiting)), "a unit waits twice"
         resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}
         held = {lease.unit for lease in self.leases.values()}

@@ -23,10 +23,10 @@ from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from jobs.duplicates import DuplicateFinder, Place
 from jobs.fingerprint import Hashes, changed_files, code_version, differences, fingerprint, results_key, shortened
-from jobs.leases import UnitSize
 from jobs.plan_writer import PlanWriter
 from jobs.spec import JobSpec, check_spec
 from jobs.survey import survey
+from jobs.waiting import UnitSize
 from storage.errors import UserError, brief, listed
 from storage.failpoints import failpoint
 from storage.reader import InputFile, default_id, iterate, read_rows
@@ -59,11 +59,14 @@ class Plan:
     pass_: int = 1
 
     def sizes(self) -> Iterator[UnitSize]:
-        """Rows and tokens of every unit, in order."""
+        """Rows, tokens and window of every unit, in order."""
+        window = 0
         for part in self.parts:
             pairs = zip(part["unit_rows"], part["unit_tokens"], strict=True)
+            begins = set(part.get("windows", ())) - {0}  # plans of earlier versions do not tell
             for number, (rows, tokens) in enumerate(pairs, start=part["first"]):
-                yield UnitSize(number, rows, tokens)
+                window += number in begins
+                yield UnitSize(number, rows, tokens, window)
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
         """The rows of one unit, in the order in which its file holds them."""

@@ -6,6 +6,7 @@ Knows lengths and ids; whether they came from files or from a benchmark is all t
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,10 +25,11 @@ PART_UNITS = 256
 
 @dataclass(slots=True)
 class UnitSums:
-    """Rows and canvas tokens of every unit, twelve bytes a unit."""
+    """Rows and canvas tokens of every unit, twelve bytes a unit, and the first unit of every window."""
 
     rows: array[int] = field(default_factory=lambda: array("i"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
+    windows: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(slots=True)
@@ -96,11 +98,13 @@ class PlanWriter:
                 self._store.delete(stat.name)
 
     def unit_table(self) -> list[dict[str, Any]]:
-        """The parts with the sizes of their units, as `_plan.json` lists them."""
+        """The parts with the sizes of their units and the units at which windows begin, as `_plan.json` lists them."""
         listed = []
         for part in self.parts:
-            units = slice(part.first, part.first + part.units)
+            end = part.first + part.units
+            units, windows = slice(part.first, end), self.sums.windows
             sizes = {"unit_rows": self.sums.rows[units].tolist(), "unit_tokens": self.sums.tokens[units].tolist()}
+            sizes["windows"] = windows[bisect_left(windows, part.first) : bisect_left(windows, end)].tolist()
             listed.append(asdict(part) | sizes)
         return listed
 
@@ -121,6 +125,7 @@ class PlanWriter:
         ordered = rows.take(pa.array(order)).combine_chunks()
         units = cut(lengths[order], max_rows=self.unit_rows)
         sizes = [end - start for start, end in units]
+        self.sums.windows.append(len(self.sums.rows))
         numbers = np.repeat(np.arange(len(self.sums.rows), len(self.sums.rows) + len(units), dtype=np.int32), sizes)
         numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
         sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])

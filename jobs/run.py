@@ -23,7 +23,7 @@ from jobs.driver import Driver, StopFlag
 from jobs.events import Finish
 from jobs.handout import make_job
 from jobs.keeper import kept_lease
-from jobs.leases import Limits, UnitSize
+from jobs.leases import Limits
 from jobs.passes import Pass, finished, left_failed, passes_of
 from jobs.plan import Plan
 from jobs.prepare import Prepared, make_plan, prepare
@@ -34,6 +34,7 @@ from jobs.spec import JobSpec
 from jobs.summary import read_summary, table_lines
 from jobs.thresholds import hopeless, too_many_failed
 from jobs.totals import Totals
+from jobs.waiting import UnitSize
 from storage.commit import (
     SUCCESS,
     CommittedUnit,

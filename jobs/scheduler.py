@@ -47,20 +47,21 @@ from jobs.events import (
     WorkerUp,
 )
 from jobs.inquest import MAX_ROUNDS, Cause, Inquest, Range
-from jobs.leases import COPIES, Lease, Ledger, Limits, Unit, UnitSize, Worker
+from jobs.leases import COPIES, Lease, Ledger, Limits, Unit, Worker
 from jobs.staffing import Staffing
+from jobs.waiting import UnitSize
 
 DEFAULT = Limits()
 
 
 class Scheduler:
-    """Leases units, longest first, to `workers` workers, and more where there is room, until every one is done."""
+    """Leases units, in the order of jobs/waiting.py, to `workers` workers, and more where there is room, until all are done."""
 
     def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
         assert workers > 0
         self.limits = limits
         self.staffing = Staffing(limits, workers)
-        self.books = Ledger(units, pass_)
+        self.books = Ledger(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
         self.finished: Finish | None = None
@@ -228,7 +229,6 @@ class Scheduler:
     # ---- who gets what
 
     def _settle(self) -> None:
-        self.books.prune()
         for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
             self.books.dismiss(worker.name)
             self._out.append(LetGo(worker.name))
@@ -261,7 +261,7 @@ class Scheduler:
         idle: list[Worker] = []
         while hands:
             worker = hands.popleft()
-            number = self.books.next_waiting() if worker.has_room else None
+            number = self.books.waiting.take() if worker.has_room else None
             if number is not None:
                 self._lease(worker, number, None)
                 hands.append(worker)

@@ -14,10 +14,11 @@ from actors.samples import Sample, tally_of
 from jobs.attempts import AttemptsLog, read_sessions
 from jobs.driver import TOO_MANY, Driver, StopFlag
 from jobs.events import Finish
-from jobs.leases import Limits, UnitSize
+from jobs.leases import Limits
 from jobs.progress import Lines
 from jobs.scheduler import Scheduler
 from jobs.totals import Totals
+from jobs.waiting import UnitSize
 from storage.commit import commit_unit, done_units, record_commit
 from storage.memory import MemoryStore
 from storage.records import read_results, table_from_rows

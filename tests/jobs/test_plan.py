@@ -256,6 +256,17 @@ def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> N
         assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
     with pytest.raises(StoreError, match="no unit 13"):
         table.unit_rows(13)
+    assert [part["windows"] for part in writer.unit_table()] == [[0], [3], [6], [9], [12]]
+
+
+def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=4, batching__window=10), open_store("memory://windows"))
+    windows = [size.window for size in made.sizes()]
+    planned = [{(30 * row.file + row.row) // 10 for row in made.unit_rows(unit)} for unit in range(made.units)]
+    assert len(set(windows)) == 4 and [{window} for window in windows] == planned
+    for part in made.parts:
+        del part["windows"]  # as plans of earlier versions are
+    assert {size.window for size in made.sizes()} == {0}
 
 
 def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:

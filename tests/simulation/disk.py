@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from jobs.leases import UnitSize
+from jobs.waiting import UnitSize
 from storage.commit import MANIFEST, SUCCESS
 from storage.errors import StoreError
 from storage.lease import LEASE

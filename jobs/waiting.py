@@ -1,0 +1,69 @@
+"""The units that wait for a worker, in the order in which they are dealt out: window by window, longest first in each.
+
+The rows of a window stand next to each other in the inputs, so a worker that takes one unit of it after the other reads
+that place once. The last windows count as one: then the last units of a job are the shortest, and no worker is left
+alone with a long one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+LAST_UNITS = 8
+"""Units per worker, at least, in the windows that count as the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSize:
+    """A unit of the plan: its number, its rows, its cost in tokens, and the window whose rows it is made of."""
+
+    unit: int
+    rows: int
+    tokens: int
+    window: int = 0
+
+
+class Waiting:
+    """A heap of units. Those that are `done` meanwhile are passed over when they surface."""
+
+    def __init__(self, units: Iterable[UnitSize], done: Set[int], workers: int) -> None:
+        known = list(units)
+        self._done = done
+        self._last_window = first_of_last(known, LAST_UNITS * workers)
+        self._heap = [self._turn(size) for size in known]
+        heapq.heapify(self._heap)
+
+    def __bool__(self) -> bool:
+        """Whether any unit waits."""
+        while self._heap and self._heap[0][-1] in self._done:
+            heapq.heappop(self._heap)
+        return bool(self._heap)
+
+    def put(self, size: UnitSize) -> None:
+        """Let a unit wait that does not."""
+        heapq.heappush(self._heap, self._turn(size))
+
+    def take(self) -> int | None:
+        """Take the unit whose turn it is, None where none waits."""
+        return heapq.heappop(self._heap)[-1] if self else None
+
+    def units(self) -> list[int]:
+        """Those that wait, in no order."""
+        return [unit for *_, unit in self._heap if unit not in self._done]
+
+    def _turn(self, size: UnitSize) -> tuple[int, int, int]:
+        return min(size.window, self._last_window), -size.tokens, size.unit
+
+
+def first_of_last(units: Iterable[UnitSize], wanted: int) -> int:
+    """The first of the last windows that together have at least `wanted` units, or all of them."""
+    counts = Counter(size.window for size in units)
+    total = 0
+    for window in sorted(counts, reverse=True):
+        total += counts[window]
+        if total >= wanted:
+            return window
+    return 0
