@@ -7,6 +7,7 @@ random have a module of their own (storage/spools.py).
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
@@ -51,6 +52,11 @@ def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedR
     return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
 
 
+AHEAD_BLOCKS = 2
+PLACES = 8
+"""Places of an object at which it may be read at once."""
+
+
 class _Decompressed(io.RawIOBase):
     """gzip (of any number of members) or zstd (of any number of frames), which unlike the standard library's readers
     notices that a stream was cut short."""
@@ -88,11 +94,16 @@ def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
 
 
 class RangeFile(io.RawIOBase):
-    """An object of a store as a seekable file; its blocks are shared with others (storage/blocks.py)."""
+    """An object of a store as a seekable file; its blocks are shared with others (storage/blocks.py).
+
+    Where one block is read after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
+    one for each column.
+    """
 
     def __init__(self, store: Store, name: str, etag: str | None, size: int) -> None:
         self._object = (store, name, etag)
         self._size, self._position = size, 0
+        self._recent: deque[int] = deque(maxlen=PLACES)
 
     def readable(self) -> bool:
         """See io.RawIOBase."""
@@ -117,10 +128,20 @@ class RangeFile(io.RawIOBase):
         if self._position >= self._size:
             return 0
         index, inside = divmod(self._position, BLOCK_BYTES)
+        if index not in self._recent:
+            self._fetch_behind(index)
         data = BLOCKS.get(Block(*self._object, index, self._size))[inside : inside + len(buffer)]
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+    def _fetch_behind(self, index: int) -> None:
+        is_next = index - 1 in self._recent
+        self._recent.append(index)
+        if not is_next:
+            return
+        for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._size // BLOCK_BYTES))):
+            BLOCKS.fetch(Block(*self._object, coming, self._size))
 
 
 def open_object(store: Store, name: str) -> io.BufferedReader:

@@ -14,6 +14,7 @@ from storage.errors import StoreError
 from storage.memory import MemoryStore
 from storage.reader import fetched_ahead, list_inputs, read_rows
 from storage.s3 import S3Store
+from storage.sources import RangeFile
 from storage.verbs import S3Options
 from tests.storage.s3_server import S3Server
 
@@ -131,3 +132,53 @@ def test_many_small_files_on_s3_are_fetched_once_each(
     assert [str(values) for values in found] == [str({"text": f"text {number}"}) for number in range(30)]
     asked = [path for method, path in s3_server.app.requests[before:] if method == "GET"]
     assert len(asked) == len(set(asked)) == 30
+
+
+@pytest.fixture
+def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, Blocks, bytes]:
+    """An object of nine blocks of a hundred bytes and a half one."""
+    data = bytes(number % 251 for number in range(950))
+    store, blocks = Counting("object"), Blocks()
+    store.put("object", data)
+    for module in ("storage.blocks", "storage.sources"):
+        monkeypatch.setattr(f"{module}.BLOCK_BYTES", 100)
+    monkeypatch.setattr("storage.sources.BLOCKS", blocks)
+    return store, blocks, data
+
+
+def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_side(
+    object_of_blocks: tuple[Counting, Blocks, bytes],
+) -> None:
+    store, _, data = object_of_blocks
+    file = RangeFile(store, "object", None, len(data))
+    assert file.read(100) == data[:100] and store.reads["object"] == 1
+    store.barrier = Barrier(3)  # this one, and the two behind it: else nobody gets an answer
+    assert file.read(100) == data[100:200]
+    store.barrier = None
+    assert b"".join(iter(lambda: file.read(70), b"")) == data[200:]
+    assert store.reads["object"] == 10, "each block once, and none behind the end"
+
+
+def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
+    object_of_blocks: tuple[Counting, Blocks, bytes],
+) -> None:
+    store, _, data = object_of_blocks
+    file = RangeFile(store, "object", None, len(data))
+    for start in (0, 500):
+        file.seek(start)
+        assert file.read(100) == data[start : start + 100]
+    for start in (100, 600):
+        store.barrier = Barrier(3)
+        file.seek(start)
+        assert file.read(100) == data[start : start + 100]
+
+
+def test_of_a_file_that_is_read_here_and_there_nothing_is_fetched_that_was_not_asked_for(
+    object_of_blocks: tuple[Counting, Blocks, bytes],
+) -> None:
+    store, _, data = object_of_blocks
+    file = RangeFile(store, "object", None, len(data))
+    for start in (810, 430, 10, 655, 220):
+        file.seek(start)
+        assert file.read(20) == data[start : start + 20]
+    assert store.reads["object"] == 5

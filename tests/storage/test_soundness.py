@@ -134,6 +134,20 @@ def test_a_text_that_all_rows_share_is_unpacked_for_a_few_rows_at_a_time(tmp_pat
     assert [row.values for row in read_rows(file, [(2999, None), (7, None)])] == [{"text": text}] * 2
 
 
+def test_a_large_row_group_of_texts_of_their_own_is_read_in_flat_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array(f"{number} " + "x" * 2000 for number in range(40_000))
+    pq.write_table(pa.table({"text": texts}), path, compression="zstd")
+    num_bytes = texts.nbytes
+    del texts
+    (file,) = list_inputs(str(path))
+    before, most = pa.total_allocated_bytes(), 0
+    for number, row in enumerate(iterate(file)):
+        assert row.values is not None and row.values["text"].startswith(f"{number} ")
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert number == 39_999 and most < num_bytes / 2, "as dictionaries all of them would be held in the end"
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 @pytest.mark.parametrize("coded", [False, True])
 def test_a_row_beyond_the_bound_fails_alone(
