@@ -170,9 +170,11 @@ def test_a_row_beyond_the_bound_fails_alone(
 FLIPPER = """
 import sys
 from pathlib import Path
+from storage import groups
 from storage.errors import UserError
 from storage.reader import iterate, list_inputs, read_rows
 
+groups.SHARED_BYTES = int(sys.argv[2])
 whole, outcomes = Path(sys.argv[1]).read_bytes(), [0, 0]
 for place in range(len(whole)):
     for mask in (0x01, 0x80, 0xFF):
@@ -190,12 +192,13 @@ print(*outcomes)
 """
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_any_byte_of_a_table_may_be_another_one(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "shared_bytes"), [("a.parquet", 2**26), ("a.parquet", 0), ("a.arrow", 0)])
+def test_any_byte_of_a_table_may_be_another_one(tmp_path: Path, name: str, shared_bytes: int) -> None:
     """Rows or a clear error, for each byte with one bit, another bit, or all of them turned; in a process of its own,
     since what goes wrong may end it."""
     path = write(name, pa.table({"id": ["a", "b", None], "tokens": [[1, 2], None, [3]]}), tmp_path)
-    done = subprocess.run([sys.executable, "-c", FLIPPER, str(path)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", FLIPPER, str(path), str(shared_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     read, refused = map(int, done.stdout.split())
     assert read + refused == 3 * path.stat().st_size and refused > 100 and read > 100
