@@ -19,8 +19,10 @@ from storage.verbs import Store
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 * 2**20
-KEPT_BYTES = 16 * BLOCK_BYTES
-AHEAD_BYTES = KEPT_BYTES // 2
+KEPT_BYTES = 40 * BLOCK_BYTES
+"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have: its units read the same blocks, one after the other."""
+
+AHEAD_BYTES = 8 * BLOCK_BYTES
 AHEAD = 64
 """Blocks that are asked for before they are needed, at most, and of so many bytes."""
 

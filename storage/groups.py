@@ -38,7 +38,7 @@ def num_groups(file: InputFile, s3: S3Options | None) -> int:
 
 def groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are passed over."""
-    starts = _starts(_opened(file, s3))
+    starts = _starts(file, s3)
     inside = [row for row in rows if row < starts[-1]]
     for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
         yield group, starts[group], list(numbers)
@@ -65,9 +65,10 @@ def present(names: list[str], columns: Columns) -> list[str] | None:
     return None if columns is None else [name for name in names if name in columns]
 
 
-def _starts(opened: pq.ParquetFile) -> list[int]:
+@lru_cache(maxsize=64)
+def _starts(file: InputFile, s3: S3Options | None) -> list[int]:
     """The first row of each row group, and the number of rows at the end."""
-    starts = [0]
+    opened, starts = _opened(file, s3), [0]
     for group in range(opened.num_row_groups):
         starts.append(starts[-1] + opened.metadata.row_group(group).num_rows)
     return starts
