@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 4 * 2**20
 KEPT_BYTES = 40 * BLOCK_BYTES
-"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have: its units read the same blocks, one after the other."""
+"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have: its units read the same blocks in turn."""
 
 AHEAD_BYTES = 8 * BLOCK_BYTES
 AHEAD = 64
