@@ -103,9 +103,11 @@ def left_failed(passes: Sequence[Pass]) -> int:
 def failed_rows(one: Pass) -> Iterator[pa.Table]:
     """The plan's entries (ROW_SCHEMA) of the rows that a finished pass left failed, in its order."""
     assert one.manifest is not None
+    wanted = [unit.object for unit in one.manifest.units if unit.failed]
+    tables = read_results(one.store, objects=wanted, columns=["id", "status"])
     for unit, planned in zip(one.manifest.units, one.plan.tables(), strict=True):
         if unit.failed:
-            (found,) = read_results(one.store, objects=[unit.object], columns=["id", "status"])
+            found = next(tables)
             _check_ids(one, planned["id"], found["id"])
             yield planned.filter(pc.equal(found["status"], "failed")).select(ROW_SCHEMA.names)
 

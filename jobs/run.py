@@ -10,10 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
 
 from actors.pool import Pool, Seat
 from jobs.attempts import AttemptsLog, read_sessions
@@ -48,15 +46,12 @@ from storage.commit import (
 )
 from storage.errors import StoreError, UserError
 from storage.lease import Lease, LeaseHeld, LeaseLost
+from storage.promises import promised
 from storage.store import open_store, probe, sweep
 from storage.verbs import Store
 
 SETTLE_S = 1.0
 """How long a store that ignores conditions is left alone before its files are looked over a last time."""
-
-AT_ONCE = 4096
-READERS = 16
-"""Threads that ask the store for the facts of units committed earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +203,9 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
 
 def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
     """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
-    with ThreadPoolExecutor(READERS) as threads:
-        units, names = list(committed.values()), iter(earlier)
-        while some := list(islice(names, AT_ONCE)):  # a future for each of a million would be gigabytes
-            units += threads.map(lambda name: committed_facts(run, name), some)
+    units = list(committed.values())
+    for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name)):
+        units.append(facts.result())
     if not run.conditional:
         _sweep(run, units)
     write_manifest(

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,7 @@ from jobs.plan import Plan
 from jobs.thresholds import too_many_failed
 from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
 from storage.errors import DamagedRun, StoreError
+from storage.promises import promised
 from storage.records import parquet_metadata, read_parquet, schema_of
 from storage.store import open_store
 from storage.verbs import S3Options, Store
@@ -119,12 +121,11 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
         findings.problems.append("the manifest is of another job: its fingerprint is not the plan's")
-    for unit, ids in plan.unit_ids():
-        committed = listed.pop(unit, None)
-        if committed is None:
-            findings.problems.append(f"unit {unit} is planned, but the manifest does not list it")
-        else:
-            findings.problems += check_unit(store, plan, committed, ids, findings)
+    missing = [unit for unit in range(plan.units) if unit not in listed]
+    findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
+    planned = ((listed.pop(unit), ids) for unit, ids in plan.unit_ids() if unit in listed)
+    for (committed, ids), file in promised(store, planned, lambda one: _read(store, one[0].object)):
+        findings.problems += check_unit(plan, committed, ids, file, findings)
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
     if not findings.is_copy:
         findings.problems += findings.moved
@@ -132,11 +133,18 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     return findings
 
 
-def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str], findings: Findings) -> list[str]:
-    """Read one unit's file whole: its hash, its metadata, its schema, its rows one by one."""
+def _read(store: Store, name: str) -> tuple[bytes, str | None]:
+    data, stat = store.get(name), store.stat(name)
+    return data, stat.etag if stat is not None else None
+
+
+def check_unit(
+    plan: Plan, committed: CommittedUnit, ids: list[str], file: Future[tuple[bytes, str | None]], findings: Findings
+) -> list[str]:
+    """Check one unit's file, of which the bytes and the etag are promised: its hash, metadata, schema, its rows one by one."""
     name = committed.object
     try:
-        data = store.get(name)
+        data, etag = file.result()
         table = read_parquet(data)
     except (StoreError, pa.ArrowInvalid, OSError) as error:
         return [f"{name}: can't be read: {' '.join(str(error).split())}"]
@@ -145,11 +153,10 @@ def check_unit(store: Store, plan: Plan, committed: CommittedUnit, ids: list[str
     if "status" in table.column_names:
         findings.statuses.update(table.column("status").to_pylist())
     is_same = hashlib.sha256(data).hexdigest() == committed.sha256
-    stat = store.stat(name)
     if is_same:
         findings.same += 1
-        if stat is not None and stat.etag != committed.etag:
-            findings.moved.append(f"{name}: its etag is {stat.etag}, the manifest has {committed.etag}")
+        if etag is not None and etag != committed.etag:
+            findings.moved.append(f"{name}: its etag is {etag}, the manifest has {committed.etag}")
     problems = [] if is_same else ["its SHA-256 is not the manifest's"]
     problems += _unit_problems(plan, committed, ids, data, table)
     return [f"{name}: {problem}" for problem in problems]

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import DamagedRun
+from storage.promises import promised
 from storage.soundness import THREADS
 from storage.verbs import Store
 
@@ -217,16 +218,15 @@ def parquet_metadata(schema: pa.Schema) -> dict[str, str]:
 def read_results(
     store: Store, *, objects: Iterable[str] | None = None, columns: Sequence[str] | None = None
 ) -> Iterator[pa.Table]:
-    """Yield one table per unit file, checksums verified, one file in memory at a time.
+    """Yield one table per unit file, checksums verified, one table in memory at a time, and a few files from S3.
 
     `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units. Raises
     DamagedRun, which names the file, where one is damaged; StoreError where it is missing.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
-    for name in names:
-        data = store.get(name)
+    for name, data in promised(store, names, store.get):
         try:
-            table = read_parquet(data, columns=columns)
+            table = read_parquet(data.result(), columns=columns)
         except (pa.ArrowInvalid, OSError) as error:
             raise damaged(store, name, error) from None
         yield table

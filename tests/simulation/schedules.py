@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -19,23 +19,6 @@ from tests.simulation.workers import SimPool, unit_file
 from tests.simulation.world import TTL_S, World
 
 
-class Here:
-    """An executor that runs what it is given at once."""
-
-    def __init__(self, threads: int) -> None:
-        pass
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def map(self, function: Callable[[Any], Any], items: Any) -> list[Any]:
-        """As an executor's."""
-        return [function(item) for item in items]
-
-
 @contextmanager
 def simulated() -> Iterator[dict[str, Any]]:
     """Put the fakes in the place of Ray, threads, Parquet and the clock; yields a place for the world at work."""
@@ -48,7 +31,6 @@ def simulated() -> Iterator[dict[str, Any]]:
         "Pool": SimPool,
         "Driver": partial(Driver, clock=clock),
         "AttemptsLog": partial(AttemptsLog, clock=clock),
-        "ThreadPoolExecutor": Here,
         "time": SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt()),
     }
     with ExitStack() as stack:
