@@ -1,8 +1,11 @@
-"""The units that wait for a worker, in the order in which they are dealt out: window by window, longest first in each.
+"""The units that wait for a worker, in the order in which they are dealt out: window by window, and by length in each.
 
 The rows of a window stand next to each other in the inputs, so a worker that takes one unit of it after the other reads
-that place once. The last windows count as one: then the last units of a job are the shortest, and no worker is left
-alone with a long one.
+that place once. The last windows count as one, longest first: then the last units of a job are the shortest, and no worker
+is left alone with a long one. The windows before go up and down in turn, so that long samples meet short ones nowhere.
+
+    tokens    9 7 4 2 | 1 3 6 8 | 9 8 6 5 3 2 1 1
+    window       0    |    1    | the last ones
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class Waiting:
         return [unit for *_, unit in self._heap if unit not in self._done]
 
     def _turn(self, size: UnitSize) -> tuple[int, int, int]:
-        return min(size.window, self._last_window), -size.tokens, size.unit
+        window = min(size.window, self._last_window)
+        goes_up = (self._last_window - window) % 2
+        return window, size.tokens if goes_up else -size.tokens, size.unit
 
 
 def first_of_last(units: Iterable[UnitSize], wanted: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,7 @@ def dealt(units: list[UnitSize], workers: int) -> list[int]:
 def test_windows_come_one_after_the_other_and_the_last_ones_as_one() -> None:
     units = windows([9, 5], [7, 8], [3, 6] * LAST_UNITS, [1])
     in_the_end = sorted(units[4:], key=lambda size: (-size.tokens, size.unit))
-    assert dealt(units, workers=2) == [0, 1, 3, 2, *(size.unit for size in in_the_end)]
+    assert dealt(units, workers=2) == [0, 1, 2, 3, *(size.unit for size in in_the_end)]
 
 
 def test_with_few_units_for_each_worker_the_longest_of_all_come_first() -> None:
@@ -34,14 +35,21 @@ def test_with_few_units_for_each_worker_the_longest_of_all_come_first() -> None:
     assert dealt(units, workers=1) == [0, 3, 2, 5, 1, 4]
 
 
+def test_nowhere_but_at_the_end_does_a_long_unit_follow_a_short_one() -> None:
+    rng = random.Random(0)
+    units = windows(*([100 + n + rng.randint(0, 3) for n in range(0, 400, 10)] for _ in range(20)))
+    tokens = [units[number].tokens for number in dealt(units, workers=4)]
+    assert max(abs(after - before) for before, after in pairwise(tokens)) < 20
+
+
 def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their_turn() -> None:
     done: set[int] = set()
     units = windows(*([5, 4, 3] for _ in range(9)))
     waiting = Waiting(units, done, workers=1)
-    assert [waiting.take() for _ in range(4)] == [0, 1, 2, 3]
+    assert [waiting.take() for _ in range(4)] == [0, 1, 2, 5]
     done |= {4}
     waiting.put(units[1])
-    assert [waiting.take() for _ in range(3)] == [1, 5, 6]
+    assert [waiting.take() for _ in range(3)] == [1, 3, 6]
     done |= set(range(27))
     assert not waiting and waiting.take() is None and waiting.units() == []
 
