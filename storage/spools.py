@@ -51,8 +51,7 @@ class Unpacked(io.RawIOBase):
         self._begin()
 
     def _begin(self) -> None:
-        file, s3 = self._source
-        self._stream = open_stream(file, s3=s3)
+        self._stream: io.BufferedReader | None = None
         self._head = io.BytesIO()
         self._pieces: deque[Piece] = deque()
         self._end = 0
@@ -114,6 +113,8 @@ class Unpacked(io.RawIOBase):
 
     def _unpack(self) -> None:
         try:
+            if self._stream is None:
+                self._stream = open_stream(self._source[0], s3=self._source[1])
             data = self._stream.read(READ_BYTES)
         except (OSError, UserError, StoreError):
             self._begin_again()  # lest what comes next look like the end
@@ -145,7 +146,8 @@ class Unpacked(io.RawIOBase):
     def _close_all(self) -> None:
         while self._pieces:
             self._drop()
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
 
 
 def _unnamed_file() -> IO[bytes]:

@@ -69,6 +69,8 @@ class Stretches:
 
         `open_` gives the table's batches from its front. What it raises goes through, and the table is read anew next time.
         """
+        if not rows:
+            return
         stretch = self._stretches.pop(table, None)
         if stretch is None or rows[0] < stretch.start:
             stretch = Stretch(open_())

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from storage import sources, spools
-from storage.errors import UserError
+from storage.errors import StoreError, UserError
 from storage.input_file import InputFile
 from storage.inputs import list_inputs
 from storage.reader import iterate, read_rows
@@ -120,6 +120,27 @@ def test_damage_is_told_each_time(tmp_path: Path, unpackings: Unpackings) -> Non
         stream.seek(len(WHOLE) - 1)
         with pytest.raises(UserError, match="damaged"):
             stream.read(1)
+
+
+def test_a_store_that_does_not_answer_for_a_while_is_asked_again(
+    tmp_path: Path, unpackings: Unpackings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Spools(30_000)
+    stream = files.open(packed(tmp_path, WHOLE), None)
+    stream.seek(150_000)
+    assert stream.read(5) == WHOLE[150_000:150_005]
+    with monkeypatch.context() as patch:
+        patch.setattr(spools, "open_stream", refused)
+        for _ in range(2):
+            stream.seek(90_000)
+            with pytest.raises(StoreError, match="not now"):
+                stream.read(5)
+    stream.seek(90_000)
+    assert stream.read(5) == WHOLE[90_000:90_005]
+
+
+def refused(file: InputFile, *, s3: Any) -> io.BufferedReader:
+    raise StoreError("not now")
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "txt"])

@@ -45,7 +45,7 @@ def test_units_of_a_window_read_it_once_and_no_further_than_they_need() -> None:
 def test_rows_beyond_the_end_are_passed_over() -> None:
     stretches, table = Stretches(), Table(25)
     assert picked(stretches, table, [24, 25, 99]) == [24]
-    assert picked(stretches, table, [30]) == []
+    assert picked(stretches, table, [30]) == [] and picked(stretches, table, []) == []
     assert picked(stretches, table, [0]) == [0] and table.read == 3
 
 
