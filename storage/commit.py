@@ -11,6 +11,7 @@ nothing of how rows were made. Names in a run directory:
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import re
 import secrets
@@ -285,8 +286,13 @@ def _manifest_json(manifest: Manifest) -> bytes:
     totals = {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint}
     head |= {"totals": {"units": len(manifest.units)} | totals}
-    lines = ",\n".join(json.dumps(asdict(unit)) for unit in manifest.units)
-    return f'{json.dumps(head)[:-1]}, "units": [\n{lines}\n]}}\n'.encode()
+    out = io.BytesIO()
+    out.write(f'{json.dumps(head)[:-1]}, "units": ['.encode())
+    for number, unit in enumerate(manifest.units):
+        facts = {name: getattr(unit, name) for name in CommittedUnit.__slots__}
+        out.write(f"{',' if number else ''}\n{json.dumps(facts)}".encode())
+    out.write(b"\n]}\n")
+    return out.getvalue()
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
