@@ -5,6 +5,7 @@ A row that can't be read or tokenized is in the stream too, with its error's kin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +21,15 @@ from actors.plan_table import ROW_SCHEMA
 from actors.rows import Values, row_id, row_key
 from jobs.spec import JobSpec
 from storage.errors import RowError
+from storage.promises import side_by_side
 from storage.reader import InputFile, Row, default_id, fetched_ahead, iterate
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
 """A batch is measured at one of these bounds, so that rows in memory stay few when they are long."""
+
+MOST_THREADS = 16
+"""Tokenizing lets go of the interpreter's lock. What holds it, reading rows and counting, keeps no more threads busy."""
 
 
 @dataclass(slots=True)
@@ -41,8 +46,13 @@ def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator
 
     Raises UserError if a file is gone or damaged as a whole.
     """
-    for batch in _batches(spec, inputs):
-        yield _measured(spec, maker, inputs[batch.file], batch)
+    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+    def measured(batch: Batch) -> pa.Table:
+        return _measured(spec, maker, inputs[batch.file], batch)
+
+    for _, table in side_by_side(_batches(spec, inputs), measured, threads=threads, ahead=2 * threads):
+        yield table.result()
 
 
 def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:

@@ -26,16 +26,25 @@ def promised(store: Store, items: Iterable[T], ask: Callable[[T], R]) -> Iterato
 
     `ask` is called in threads where the store is far away; elsewhere when its turn has come.
     """
-    if not store.url.startswith("s3://"):
-        for item in items:
-            yield item, _kept(ask, item)
+    if store.url.startswith("s3://"):
+        yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
         return
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="promises") as threads:
+    for item in items:
+        yield item, _kept(ask, item)
+
+
+def side_by_side(
+    items: Iterable[T], ask: Callable[[T], R], *, threads: int, ahead: int
+) -> Iterator[tuple[T, Future[R]]]:
+    """The same in so many threads, wherever the answers come from. Items are taken by the caller's, `ahead` of them at most
+    before the first answer is.
+    """
+    with ThreadPoolExecutor(threads, thread_name_prefix="promises") as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()
         try:
             for item in items:
-                waiting.append((item, threads.submit(ask, item)))
-                if len(waiting) == AHEAD:
+                waiting.append((item, pool.submit(ask, item)))
+                if len(waiting) == ahead:
                     yield waiting.popleft()
             while waiting:
                 yield waiting.popleft()
