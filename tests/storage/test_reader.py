@@ -290,6 +290,25 @@ def test_columnar_rows_are_read_all_or_singly(
     check_again(file, narrow, columns=columns)
 
 
+@pytest.mark.parametrize("kept_bytes", [2**28, 20_000])
+def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
+    kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.tables._STRETCHES", Stretches(kept_bytes))
+    monkeypatch.setattr("storage.groups.BATCH_ROWS", 64)
+    monkeypatch.setattr("storage.groups.SHARED_BYTES", 1000)
+    texts = [f"row {row} " + "x" * (row % 97) for row in range(5000)]
+    table = pa.table({"text": texts, "word": [f"w{row % 7}" for row in range(5000)]})
+    file = parquet_file(tmp_path / "a.parquet", table, row_group_size=1300)
+    rng = random.Random(0)
+    for window in range(0, 5000, 250):  # many go over the end of a group
+        for _ in range(3):
+            rows = sorted(rng.sample(range(window, min(5000, window + 600)), 40))
+            rng.shuffle(rows)
+            found = list(read_rows(file, [(row, None) for row in rows], columns={"text": "text"}))
+            assert [row.values for row in found] == [{"text": texts[row]} for row in rows]
+
+
 def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
     table = pa.table(
         {
