@@ -142,9 +142,8 @@ def read_compact(store: Store) -> CompactManifest | None:
         del found["totals"]
         return CompactManifest(**found | {"files": tuple(CompactFile(**file) for file in found["files"])})
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedRun(
-            f"{store.url}/{MANIFEST} is damaged: {error}; delete it, and `draftmill compact` makes the files anew"
-        ) from None
+        remedy = "delete it, and `draftmill compact` makes the files anew"
+        raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
 
 
 def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:

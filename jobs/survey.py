@@ -46,7 +46,7 @@ def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator
 
     Raises UserError if a file is gone or damaged as a whole.
     """
-    threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(MOST_THREADS, os.cpu_count() or 1)
 
     def measured(batch: Batch) -> pa.Table:
         return _measured(spec, maker, inputs[batch.file], batch)

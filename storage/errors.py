@@ -48,7 +48,13 @@ class StoreError(Exception):
 
 
 class DamagedRun(StoreError):
-    """A file of a run directory can't be understood, which the message names: the exit code is 2."""
+    """A file of a run directory can't be understood: the exit code is 2. Says which, why, in one line, and what helps."""
+
+    def __init__(self, place: str, reason: object, remedy: str) -> None:
+        super().__init__(place, " ".join(str(reason).split()).rstrip("."), remedy)
+
+    def __str__(self) -> str:
+        return "{} is damaged: {}; {}".format(*self.args)
 
 
 def brief(text: str) -> str:

@@ -169,4 +169,4 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     except NotFound:  # withdrawn between the two looks
         return None, None
     except (ValueError, KeyError, TypeError):
-        raise DamagedRun(f"{store.url}/{LEASE} is not a lease; if no job runs here, delete it") from None
+        raise DamagedRun(f"{store.url}/{LEASE}", "it is not a lease", "if no job runs here, delete it") from None

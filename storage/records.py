@@ -233,8 +233,6 @@ def read_results(
 
 
 def damaged(store: Store, name: str, error: Exception) -> DamagedRun:
-    """The error of a unit's file that can't be read, in one line, and what helps."""
-    said = " ".join(str(error).split()).rstrip(".")
-    return DamagedRun(
-        f"{store.url}/{name} is damaged: {said}; delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
-    )
+    """The error of a unit's file that can't be read."""
+    remedy = "delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
+    return DamagedRun(f"{store.url}/{name}", error, remedy)
