@@ -9,9 +9,10 @@ bytes. Memory does not grow with the input.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -32,6 +33,9 @@ from storage.failpoints import failpoint
 from storage.reader import InputFile, default_id, iterate, read_rows
 from storage.records import SCHEMA_VERSION
 from storage.verbs import AlreadyExists, NotFound, Store
+
+UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
+"""Error kinds of rows that can't be read: they tell nothing of the columns that the input has."""
 
 FORMAT = 1
 """Of `_plan.json` itself; SCHEMA_VERSION is that of the results."""
@@ -173,29 +177,37 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
 
 
 def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
-    """Pass the survey on; UserError for no rows at all, an id that occurs twice, or a column that no row has."""
-    rows = lacking = 0
+    """Pass the survey on; UserError for no rows at all, an id that occurs twice, or a column that no readable row has."""
+    rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
         for table in tables:
             finder.add(table["id"].to_pylist(), table["file"].to_numpy(), table["row"].to_numpy())
             rows += table.num_rows
-            lacking += table["error_kind"].to_pylist().count("missing_column")
-            if lacking == rows >= spec.batching.window:
+            kinds.update(table["error_kind"].to_pylist())
+            if rows >= spec.batching.window and lacks_a_column(kinds):
                 break
             yield table
         if rows == 0:
             raise UserError(f"{spec.input.path}: no rows in {len(inputs)} files", field="input.path")
-        if lacking == rows:
-            raise _no_column(spec, inputs)
+        if lacks_a_column(kinds):
+            raise no_column(spec, inputs)
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
 
 
-def _no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
-    """Every row lacks what it needs: then the spec is wrong, not the rows."""
+def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
+    """Whether, by the error kinds of all rows, no row that can be read has what it needs. `kinds` counts them, None if fine.
+
+    Rows that can't be read say nothing of the columns: one of them among many must not hide that the spec is wrong.
+    """
+    return bool(kinds.get("missing_column")) and set(kinds) <= {"missing_column", *UNREADABLE}
+
+
+def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
+    """The error of a job whose rows all lack what they need: then the spec is wrong, not the rows."""
     rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
-    first = next(rows, None)
+    first = next((row for row in rows if row.error is None), None)
     there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
         return UserError(

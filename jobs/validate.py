@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -25,6 +25,7 @@ from decoders.base import Decoder, Request
 from jobs.codes import OK
 from jobs.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
 from jobs.handout import decoder_of, place_of
+from jobs.plan import lacks_a_column, no_column
 from jobs.prepare import Prepared, prepare
 from jobs.spec import JobSpec
 from jobs.survey import survey
@@ -65,8 +66,8 @@ def take_sample(prepared: Prepared) -> Sample:
     if not tables:
         raise UserError(f"{spec.input.path}: no rows in {len(inputs)} files", field="input.path")
     table = pa.concat_tables(tables)
-    if table["error_kind"].to_pylist().count("missing_column") == table.num_rows:
-        raise UserError(f"in every row looked at: {next(_canvases(prepared))}", field="input.columns")
+    if lacks_a_column(Counter(table["error_kind"].to_pylist())):
+        raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
     total = table.num_rows if exact else estimated_rows(inputs, table)
     return Sample(table, total if spec.input.limit is None else min(total, spec.input.limit), exact)

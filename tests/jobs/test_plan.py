@@ -170,6 +170,7 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
          "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
         ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
         ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first has 'text'"),
+        ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
     ],
 )  # fmt: skip
 def test_an_unusable_input_leaves_nothing_behind(
@@ -187,6 +188,12 @@ def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"body": "x"}\n{"text": "y"}')
     assert plan(spec_for(file), open_store("memory://alone")).errors == {"missing_column": 1}
+
+
+def test_rows_that_none_can_read_are_failed_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": \n[1]')
+    assert plan(spec_for(file), open_store("memory://unread")).errors == {"bad_json": 1, "bad_row": 1}
 
 
 def test_parts_left_by_an_interrupted_planner_are_replaced(rows: Path) -> None:
