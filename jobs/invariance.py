@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+import pyarrow.compute as pc
+
 from actors.messages import WorkUnit
 from actors.worker import build_parts
 from decoders.base import Decoder, Outcome, Request
@@ -44,19 +47,20 @@ def said(outcome: Outcome) -> Said:
 
 
 def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, Said]]:
-    """Evenly spread over the run: (unit, row in it, what it says) of samples that are ok."""
-    total = manifest.total("rows")
-    wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)})
-    first = 0
+    """(unit, row in it, what it says) of `samples` samples that are ok, or of all where there are fewer, spread evenly."""
+    total = manifest.total("ok")
+    wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
+    first = 0  # of the samples that are ok, counted over all units
     for unit in manifest.units:
-        rows = [row - first for row in wanted if first <= row < first + unit.rows]
-        first += unit.rows
-        table = read_parquet(store.get(unit.object)) if rows else None
-        for row in rows:
-            assert table is not None
-            if table.column("status")[row].as_py() == "ok":
-                scores = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
-                yield unit, row, (table.column("tokens")[row].as_py(), scores)
+        inside = [number - first for number in wanted if first <= number < first + unit.ok]
+        first += unit.ok
+        if not inside:
+            continue
+        table = read_parquet(store.get(unit.object))
+        good = np.flatnonzero(pc.equal(table.column("status"), "ok").to_numpy())
+        for row in good[inside].tolist():
+            scores = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+            yield unit, row, (table.column("tokens")[row].as_py(), scores)
 
 
 def alone(unit: CommittedUnit, index: int) -> WorkUnit:

@@ -18,11 +18,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.codes import OK, TOO_MANY_FAILED, UNEXPECTED
+from jobs.codes import OK, UNEXPECTED
 from jobs.compact_check import check_compact
-from jobs.passes import Pass, Rows, failed_rows, finished, left_failed, passes_of
+from jobs.passes import Pass, Rows, failed_rows, finished, passes_of
 from jobs.plan import Plan
-from jobs.thresholds import too_many_failed
 from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
 from storage.errors import DamagedRun, StoreError
 from storage.promises import promised
@@ -58,7 +57,11 @@ class Findings:
 
 
 def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
-    """Check the run and print what was checked; returns 0, 3 (too many samples failed), or 1 (a promise is broken)."""
+    """Check the run and print what was checked; returns 0 where every promise holds, else 1.
+
+    How many samples failed plays no part: each came back with its reason, which is the promise. `invariance` is how many
+    samples that are ok are decoded again.
+    """
     store = open_store(run_dir, s3=s3)
     try:
         passes = passes_of(store, s3=s3)
@@ -81,9 +84,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
 
         prepare(plan.spec, store)  # what is decoded again must be what was decoded
         check_invariance(store, plan, manifest, samples=invariance)
-    if findings.problems:
-        return UNEXPECTED
-    return TOO_MANY_FAILED if too_many_failed(left_failed(done), plan.rows, plan.spec.errors) else OK
+    return UNEXPECTED if findings.problems else OK
 
 
 def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:

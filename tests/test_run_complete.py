@@ -78,8 +78,10 @@ def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails
 def test_a_finished_run_is_verified_and_decoded_again(
     world: World, completed: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["verify", str(world.folder / "run"), "--invariance", "7"]) == 3
-    assert "6 equal (100.0%)" in capsys.readouterr().out
+    assert main(["verify", str(world.folder / "run"), "--invariance", "7"]) == 0
+    assert "decoded 6 samples again, each alone: 6 equal (100.0%)" in capsys.readouterr().out
+    assert main(["verify", str(world.folder / "run"), "--invariance", "5"]) == 0
+    assert "decoded 5 samples again" in capsys.readouterr().out, "samples that are ok, however many failed"
     assert main(["run", str(world.folder / "job.yaml"), "--quiet"]) == 3
     out = capsys.readouterr().out
     assert "is finished already" in out and "6 ok, 1 failed" in out and "NFE per token" in out
