@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
     except KeyboardInterrupt:
-        print("draftmill: interrupted; run it again to go on", file=sys.stderr)
+        resumes = arguments.command in {_run, _rerun}  # what only looks leaves nothing to go on with
+        print(f"draftmill: interrupted{'; run it again to go on' if resumes else ''}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -85,6 +85,20 @@ def test_something_unexpected_is_one_line_and_exit_code_1(
 
 
 @pytest.mark.parametrize(
+    ("command", "said"), [("run", "interrupted; run it again to go on\n"), ("validate", "interrupted\n")]
+)
+def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, said: str
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobs.spec.load_spec", interrupted)
+    assert cli.main([command, str(tmp_path / "any.yaml")]) == 4
+    assert capsys.readouterr().err == f"draftmill: {said}"
+
+
+@pytest.mark.parametrize(
     "command",
     ["run x.yaml --grace-seconds -3", "run x.yaml --grace-seconds nan", "rerun run --failed --grace-seconds soon",
      "verify run --invariance -1", "compact run --file-mb 0"],
