@@ -141,11 +141,15 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker is gone, or never came up; `reason` in one line. `idle` if none of the units it holds had reached it."""
+    """The worker is gone, or never came up; `reason` in one line. `idle` if none of the units it holds had reached it.
+
+    `device` says that it ended since its device was lost, of which no unit can be told to be the cause.
+    """
 
     worker: str
     reason: str
     idle: bool = False
+    device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from actors.faults import DeviceLostError
 from actors.job import Job
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
@@ -152,7 +153,7 @@ class Pool:
         except RayError as error:
             self.kill(name)
             idle = member.leases == {unit.lease for unit in member.unsent}
-            return [*news, Died(name, reason_of(error), idle)]
+            return [*news, Died(name, reason_of(error), idle, isinstance(error, DeviceLostError))]
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
         return news

@@ -5,7 +5,8 @@ ones, so that neither stalls the slots. The loop sees no text, no file and no Ra
 the older unit before those of the newer; a unit that runs out of samples is topped up from the next, never drained.
 
 When the decoder raises, its samples are decoded again one at a time: who fails alone is quarantined, its neighbours come
-back ok. When memory runs out, the rows are halved, and grow again later (row_limit.py).
+back ok. When memory runs out, the rows are halved, and grow again later (row_limit.py). When the device is lost, nothing more can
+be decoded here: `step` raises DeviceLostError, and the worker's end is up to the caller (faults.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
 from actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
 from actors.row_limit import RowLimit
 from actors.samples import Meter, Sample, length_of
@@ -207,12 +209,16 @@ class UnitRunner:
         self.decoder.admit(requests, queued_at_s=[unit.queued_at_s for unit, _ in samples])
 
     def _decoder_failed(self, error: Exception) -> None:
+        if lost_device(error):
+            raise DeviceLostError(f"{type(error).__name__}: {error}") from None
         if not self._resident:
             raise error  # no sample is to blame: the decoder itself is broken, and so is this worker
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
         self._resident.clear()
         self.decoder.clear()
-        starved = _is_memory(error)
+        starved = ran_out_of_memory(error)
+        if starved:
+            self._let_go(error)
         if len(dropped) == 1:
             unit, sample = dropped[0]
             kind = "out_of_memory" if starved else "decode_error"
@@ -225,6 +231,12 @@ class UnitRunner:
         else:
             self._suspects.extend(dropped)
 
+    def _let_go(self, error: Exception) -> None:
+        try:
+            let_go(error)
+        except RuntimeError as refusal:  # of an allocator that can't even free: it was not memory that was missing
+            raise DeviceLostError(f"{type(refusal).__name__}: {refusal}, after {error}") from None
+
     def _finished(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
         sample.outcome = outcome
         if outcome.error_kind is not None:
@@ -235,9 +247,3 @@ class UnitRunner:
         unit.left -= 1
         self._meter.count(sample)
         self._close_if_ended(unit)
-
-
-def _is_memory(error: Exception) -> bool:
-    """Whether memory ran out, on the host or on a device; torch's own class is a RuntimeError, so the text decides."""
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text

@@ -198,8 +198,8 @@ class Driver:
                 self.totals.worker_up()
                 self.log.add("worker_up", worker=worker, node=node, pid=pid)
                 self._tell(WorkerUp(worker))
-            case Died(worker, reason, idle):
-                self._worker_died(worker, reason, idle)
+            case Died():
+                self._worker_died(news)
             case Leaving(worker, left_s):
                 self.log.add("worker_leaving", worker=worker, left_s=left_s)
                 self.display.note(f"worker {worker} is on a node that is drained{within(left_s)}")
@@ -213,12 +213,12 @@ class Driver:
                     self._answer(item)
                 self._tell(Heard(worker, report.spent, report.moved))
 
-    def _worker_died(self, worker: str, reason: str, idle: bool) -> None:
+    def _worker_died(self, died: Died) -> None:
         if self.scheduler.finished is None:
             self.totals.worker_died()
-            self.log.add("worker_died", worker=worker, reason=reason)
-            self.display.note(f"worker {worker} died: {reason}")
-        self._tell(WorkerDied(worker, reason, idle))
+            self.log.add("worker_died", worker=died.worker, reason=died.reason)
+            self.display.note(f"worker {died.worker} died: {died.reason}")
+        self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):

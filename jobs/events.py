@@ -27,11 +27,15 @@ class WorkerUp:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker is gone, or never came up. `idle` if nothing that it was given had reached it: no row of that is to blame."""
+    """A worker is gone, or never came up. `idle` if nothing that it was given had reached it: no row of that is to blame.
+
+    `device` if its device was lost: that is the machine's fault, unless it follows a unit from worker to worker.
+    """
 
     worker: str
     reason: str
     idle: bool = False
+    device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,16 @@ class Limits:
     """How much is borne before something is done about it.
 
     `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers a unit may take with it before it
-    runs alone. `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker
-    wanted, and `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job
-    gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further one. `lease_s` is for
-    a worker that gets nowhere, `start_s` for one that does not come up.
+    runs alone. `devices`: devices that a unit's workers may lose before each further one counts as such a death.
+    `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker wanted, and
+    `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job gives up. A
+    unit rests `rest_s` after its first INFRA failure, twice as long after each further one. `lease_s` is for a worker that
+    gets nowhere, `start_s` for one that does not come up.
     """
 
     attempts: int = 3
     deaths: int = 2
+    devices: int = 2
     infra: int = 8
     starts: int = 2
     fruitless: int = 30
@@ -48,6 +50,7 @@ class Unit:
     task_failures: int = 0
     infra_failures: int = 0
     deaths: int = 0
+    lost_devices: int = 0
     alone: bool = False
     rounds: int = 0
     resting_until_s: float | None = None

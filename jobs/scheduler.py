@@ -93,8 +93,8 @@ class Scheduler:
             case WorkerUp(name) if name in self.books.workers:
                 self.books.workers[name].up = True
                 self.staffing.came_up()
-            case WorkerDied(name, reason, idle):
-                self._worker_died(name, reason, idle=idle)
+            case WorkerDied(name, reason, idle, device):
+                self._worker_died(name, reason, idle=idle, device=device)
             case WorkerLeaving(name) if name in self.books.workers:
                 self.books.workers[name].leaving = True
                 self._unburden(self.books.workers[name])
@@ -124,7 +124,7 @@ class Scheduler:
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
 
-    def _worker_died(self, name: str, reason: str, *, idle: bool = False) -> None:
+    def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
         known = self.books.dismiss(name)
         if known is None:
             return
@@ -136,8 +136,19 @@ class Scheduler:
         for lease in leases:
             if worker.leaving or idle:  # as had been said, or of something else: no row is to blame
                 self._give_back(lease)
+            elif device:
+                self._lost_device(lease, cause)
             else:
                 self._failed(lease, cause, death=True)
+
+    def _lost_device(self, lease: Lease, cause: Cause) -> None:
+        """The device broke down: the machine's fault, unless it happens to this unit wherever it is decoded."""
+        unit = self.books.touched[lease.unit]
+        unit.lost_devices += 1
+        if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
+            self._failed(lease, cause, death=True)
+        else:
+            self._rest(lease, cause.message)
 
     def _unit_done(self, number: int, unit: int) -> None:
         """Late answers find the unit done, waiting, resting or in an inquest: committed is committed."""

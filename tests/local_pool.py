@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from actors.faults import DeviceLostError
 from actors.job import Job
 from actors.messages import Died, PoolNews, Reported, Up, WorkUnit
 from actors.pool import Seat
@@ -63,7 +64,7 @@ class LocalPool:
             return Reported(name, Turns(self._runners[name], "here").turn(add, forget))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the worker
             self.kill(name)
-            return Died(name, f"{type(error).__name__}: {error}")
+            return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
 
 
 @contextmanager

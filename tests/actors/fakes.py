@@ -17,6 +17,7 @@ from decoders.base import HOLE, EngineStats, Outcome, Request
 from storage.errors import RowError
 
 ENDLESS = 98
+LOSES_DEVICE = 97
 
 
 class FakeDecoder:
@@ -131,11 +132,20 @@ def work(unit: int, rows: int, *, lease: int | None = None, verdicts: tuple[Verd
 
 
 class FakeWorker(Turns):
-    """A worker without a model for the pool: unit 99 ends its process, ENDLESS does not end, and the name `w9` can't be built."""
+    """A worker without a model for the pool: unit 99 ends its process, LOSES_DEVICE its device, ENDLESS does not end.
+
+    The name `w9` can't be built.
+    """
 
     def __init__(self, name: str, job: object, threads: int) -> None:
         if name == "w9":
             raise ValueError("the model is not there")
-        clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6]})
+        clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
         clerk.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
-        super().__init__(UnitRunner(FakeDecoder(), clerk, worker=name), node=socket.gethostname())
+        decoder = FakeDecoder(trouble=lose_device)
+        super().__init__(UnitRunner(decoder, clerk, worker=name), node=socket.gethostname())
+
+
+def lose_device(requests: list[Request]) -> None:
+    if any(len(request.canvas) == LOSES_DEVICE for request in requests):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")

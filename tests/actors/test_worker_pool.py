@@ -12,7 +12,7 @@ import pytest
 
 from actors.messages import Died, PoolNews, Receipt, Reported, Up
 from actors.pool import Pool, Seat, is_running
-from tests.actors.fakes import ENDLESS, FakeWorker, work
+from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
 
@@ -99,6 +99,14 @@ def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: Pool)
     pool.assign("w1", work(1, 2))
     news = until(pool, Died)
     assert [item.worker for item in news if isinstance(item, Died)] == ["w0"]
+
+
+def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: Pool):
+    pool.start("w0")
+    until(pool, Up)
+    pool.assign("w0", work(LOSES_DEVICE, 1))
+    died = until(pool, Died)[-1]
+    assert isinstance(died, Died) and died.device and not died.idle and "illegal memory access" in died.reason
 
 
 def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool: Pool):

@@ -174,6 +174,41 @@ def test_bisection_finds_the_row_that_kills_and_the_others_come_back():
     assert scheduler.on(UnitDone(work.lease, work.unit)) == [Finish("done")]
 
 
+def test_a_lost_device_is_the_machines_fault_and_its_units_rest_and_go_elsewhere():
+    scheduler = Scheduler(sizes(9, 8), workers=1)
+    holding(scheduler, spent=1)
+    assert scheduler.on(WorkerDied("w0", "illegal memory access", device=True)) == [StartWorker("w1")]
+    assert not units_of(scheduler.on(WorkerUp("w1")))
+    (first,) = units_of(scheduler.on(Tick(1.0)))
+    (second,) = units_of(scheduler.on(Heard("w1", (first.lease,))))
+    assert [(work.unit, work.attempt) for work in (first, second)] == [(0, 2), (1, 2)]
+    assert not any(unit.suspect for unit in scheduler.books.touched.values())
+
+
+def test_a_row_under_which_every_device_is_lost_is_found_and_its_neighbours_come_back():
+    scheduler = Scheduler(sizes(9, rows=8), workers=1)
+    commands, deaths, now_s = started(scheduler), 0, 0.0
+    while not (units_of(commands) and units_of(commands)[0].verdicts):
+        works = units_of(commands)
+        if not works:
+            now_s += 10.0
+            commands = scheduler.on(Tick(now_s))
+        elif works[0].start <= 5 < works[0].stop:
+            deaths += 1
+            (start,) = scheduler.on(WorkerDied(work_holder(scheduler), "device-side assert", device=True))[-1:]
+            assert isinstance(start, StartWorker)
+            commands = scheduler.on(WorkerUp(start.worker))
+        else:
+            commands = scheduler.on(ProbeDone(works[0].lease, works[0].unit))
+    (verdict,) = units_of(commands)[0].verdicts
+    assert (verdict.start, verdict.stop, verdict.kind) == (
+        5,
+        6,
+        "worker_died",
+    ) and "device-side assert" in verdict.message
+    assert deaths == 5 + 4, "two on the machines' account, three of the whole unit, then by halves, the last one twice"
+
+
 def work_holder(scheduler: Scheduler) -> str:
     return next(lease.worker for lease in scheduler.books.leases.values())
 

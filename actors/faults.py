@@ -1,0 +1,107 @@
+"""What an exception out of a decoder means for its worker: memory ran out, the device is lost, or neither.
+
+Memory that ran out comes back when the batch is gone. A device that is lost (an illegal address, an assertion on the device, an
+uncorrectable memory error) refuses every later call of the same process, so that only another process can go on. Errors are told
+apart by their classes, and where a library has none of its own by its texts. Imports no torch: who has not loaded it has no
+device to lose.
+
+Source: CUDA runtime API, "CUDA Error types" (which errors leave the process in an inconsistent state).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+
+_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "cublas_status_alloc_failed",
+    # cuBLAS makes its handle when it is first called, and names this where the memory for that is missing.
+    "cublas_status_not_initialized",
+    "cudnn_status_alloc_failed",
+    "unable to find an engine to execute this computation",
+    "unable to find a valid cudnn algorithm",
+)
+_LOST = (
+    "illegal memory access",
+    "device-side assert",
+    "illegal instruction",
+    "illegal address",
+    "misaligned address",
+    "invalid program counter",
+    "unspecified launch failure",
+    "launch timed out",
+    "hardware stack error",
+    "ecc error",
+    "nvlink error",
+    "device is lost",
+    "cuda_error_launch_failed",
+    "cuda_error_assert",
+    "cublas_status_execution_failed",
+    "cudnn_status_execution_failed",
+    "cudnn_status_internal_error",
+)
+# Refusals of one call: the device goes on.
+_REFUSED = (
+    "invalid argument",
+    "invalid configuration",
+    "invalid device function",
+    "too many resources",
+    "not supported",
+)
+
+
+class DeviceLostError(RuntimeError):
+    """The device refuses all further work of this process: the worker has to end."""
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or on a device, here or in what the error was raised from."""
+    return any(_is_memory(one) for one in _chain(error))
+
+
+def lost_device(error: BaseException) -> bool:
+    """Whether no later call of this process can succeed on its device. What ran out of memory has lost nothing."""
+    return not ran_out_of_memory(error) and any(_is_loss(one) for one in _chain(error))
+
+
+def let_go(error: BaseException) -> None:
+    """Free what the frames of an error hold, and what the device's allocator keeps for later."""
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _is_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or _is_torchs(error, "OutOfMemoryError") or _says(error, _MEMORY)
+
+
+def _is_loss(error: BaseException) -> bool:
+    # torch's own class is for errors of the device's runtime, of which few leave the device usable.
+    return _says(error, _LOST) or (_is_torchs(error, "AcceleratorError") and not _says(error, _REFUSED))
+
+
+def _is_torchs(error: BaseException, name: str) -> bool:
+    kind = getattr(sys.modules.get("torch"), name, None)
+    return kind is not None and isinstance(error, kind)
+
+
+def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
+    said = str(error).lower()
+    return any(text in said for text in texts)
