@@ -1,7 +1,7 @@
 """Text to token ids and back, exactly: nothing is added, cleaned up or parsed as a special token, unless asked for.
 
-Wraps the tokenizer of a Hugging Face checkpoint, and its chat template. transformers is imported when the first tokenizer
-is loaded.
+Wraps the tokenizer of a Hugging Face checkpoint, and its chat template. A tokenizer.json is read by the `tokenizers` library
+alone; transformers, which takes seconds to import, is imported for the older files only.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     A tokenizer without a begin token has the one that the model's own configuration names. Raises UserError where there is
     no tokenizer, or it can't be loaded.
     """
-    from decoders.backbones.load import bos_id
+    from decoders.backbones.checkpoint import bos_id
 
     if setting == "none":
         return None
@@ -134,13 +134,37 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
             "that give tokens",
             field=_FIELD,
         )
+    core, bos, eos, chat = _read(place, trust_remote_code)
+    return Tokenizer(core, bos_id=bos_id(folder) if bos is None else bos, eos_id=eos, chat=chat)
+
+
+Parts = tuple["tokenizers.Tokenizer", int | None, int | None, Callable[[Messages], str] | None]
+"""A tokenizer, its begin and end tokens, and its chat."""
+
+
+def _read(place: Path, trust_remote_code: bool) -> Parts:
+    """Read what tokenizer.json says, where there is one; everything else is transformers' business, which takes seconds.
+
+    AutoTokenizer would go by the model's type, and for some types put that family's own rules for cutting text in the place
+    of the file's: a model with another vocabulary than its family's would be given other tokens than it was trained with.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from actors.chat import ChatTemplate
+    from actors.tokenizer_files import NotPlain, read_files
+
+    try:
+        files = read_files(place)
+    except NotPlain:
+        return _read_by_transformers(place, trust_remote_code)
+    except Exception as error:  # the library raises anything for a damaged file, bare Exception included
+        raise _damaged(place, error) from error
+    chat = None if files.template is None else ChatTemplate(files.template, files.names)
+    return files.core, files.id_of("bos_token"), files.id_of("eos_token"), chat
+
+
+def _read_by_transformers(place: Path, trust_remote_code: bool) -> Parts:
     inner = _load(place, trust_remote_code)
-    return Tokenizer(
-        inner.backend_tokenizer,
-        bos_id=bos_id(folder) if inner.bos_token_id is None else inner.bos_token_id,
-        eos_id=inner.eos_token_id,
-        chat=_chat_of(inner),
-    )
+    return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, _chat_of(inner)
 
 
 def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
@@ -151,13 +175,13 @@ def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
     return lambda messages: inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _load(place: Path, trust_remote_code: bool) -> Any:
-    """Load what tokenizer.json says, where there is one.
+def _damaged(place: Path, error: Exception) -> UserError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD)
 
-    AutoTokenizer goes by the model's type, and for some types puts that family's own rules for cutting text in the place
-    of the file's: a model with another vocabulary than its family's would be given other tokens than it was trained with.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+def _load(place: Path, trust_remote_code: bool) -> Any:
+    """Load a tokenizer with transformers."""
     import transformers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -170,8 +194,7 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
             str(place), trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception included
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"the tokenizer in {place} can't be loaded: {reason[0]}", field=_FIELD) from error
+        raise _damaged(place, error) from error
     if not inner.is_fast:
         raise UserError(f"the tokenizer in {place} has no fast form, which draftmill needs", field=_FIELD)
     return inner
