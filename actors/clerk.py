@@ -22,7 +22,7 @@ from actors.samples import Sample, tally_of
 from actors.stop_text import stop_strings
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
-from decoders.noise import sample_key
+from decoders.keys import sample_key
 from decoders.settings import DrafterPlace, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError

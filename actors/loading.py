@@ -67,7 +67,8 @@ def build(
     trace: bool = False,
 ) -> Decoder:
     """Return the decoder that does the task. Raises ValueError, with the field path, where settings and model do not fit."""
-    from decoders.registry import build_decoder, check_family
+    from decoders.fit import check_family
+    from decoders.registry import build_decoder
     from decoders.scoring import Scorer
 
     if isinstance(task, Score):
@@ -110,7 +111,7 @@ def check_drafter(
 
     `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
     """
-    from decoders.backbones.load import inspect_model
+    from decoders.backbones.checkpoint import inspect_model
     from decoders.registry import stored_heads
 
     try:
@@ -130,7 +131,7 @@ def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> No
             raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
         return
     from decoders.backbones.families import masked_diffusion_families
-    from decoders.specdiff import check_window
+    from decoders.fit import check_window
 
     if found.family not in masked_diffusion_families():
         raise ValueError(

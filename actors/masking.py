@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from actors.ids import STAGE
 from actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
-from decoders.noise import MASK, uniforms
+from decoders.keys import MASK, uniforms
 from storage.errors import RowError
 
 Range = tuple[int, int]

@@ -70,7 +70,7 @@ def model_hash(folder: Path) -> str:
 
     Raises UserError where the checkpoint is incomplete.
     """
-    from decoders.backbones.load import weight_files
+    from decoders.backbones.checkpoint import weight_files
 
     try:
         weights = weight_files(folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.task import Columns, Complete, Score
-from decoders.noise import sample_key
+from decoders.keys import sample_key
 from storage.errors import RowError, listed
 
 Values = Mapping[str, Any]

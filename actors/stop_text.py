@@ -59,7 +59,7 @@ class StopStrings:
 
 def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[int, ...]:
     """The end tokens of a completion, sorted: those of the checkpoint's generation config, and the tokenizer's."""
-    from decoders.backbones.load import stop_ids
+    from decoders.backbones.checkpoint import stop_ids
 
     if not isinstance(task, Complete) or task.ignore_eos:
         return ()

@@ -72,7 +72,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     """Load the model and everything else that a worker needs; raises UserError or ValueError where that can't be."""
     import torch
 
-    from decoders.backbones.load import inspect_model
+    from decoders.backbones.checkpoint import inspect_model
 
     torch.set_num_threads(threads)
     place = job.model

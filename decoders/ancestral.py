@@ -32,6 +32,7 @@ from torch import Tensor
 from decoders import noise
 from decoders.absorbing import chance_by_scores, log_scores, time_of_share, total_noise
 from decoders.base import HOLE, Request
+from decoders.fit import predictor_of
 from decoders.masked_diffusion import MaskedDecoder
 from decoders.node_rows import Nodes, lay
 from decoders.settings import Ancestral as AncestralSettings
@@ -39,20 +40,6 @@ from decoders.state import Group
 
 LAST_TIME: Final = 1e-5
 """Where the steps end; what is still masked then is revealed at once."""
-_PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
-
-
-def predictor_of(settings: AncestralSettings, family: str) -> str:
-    """The predictor asked for, or the family's own; ValueError where the model can't be asked for it."""
-    allowed = _PREDICTORS.get(family, ("ddpm", "analytic", "euler"))
-    if settings.predictor == "auto":
-        return allowed[0]
-    if settings.predictor not in allowed:
-        raise ValueError(
-            f"decoder.predictor: {settings.predictor!r} does not run on models of family {family!r}; "
-            f"allowed: auto, {', '.join(allowed)}"
-        )
-    return settings.predictor
 
 
 class Ancestral(MaskedDecoder):

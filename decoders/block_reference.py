@@ -19,9 +19,9 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.base import HOLE, ModelInfo
 from decoders.block_settings import BlockSettings, S2d2
-from decoders.block_slots import block_size_of
 from decoders.block_state import KINDS
 from decoders.choosers import Rule
+from decoders.fit import block_size_of
 from decoders.router_settings import MinSpan
 from decoders.sampling import log_law
 from decoders.settings import Sampling

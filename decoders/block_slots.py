@@ -22,6 +22,7 @@ from decoders.block_settings import BlockSettings
 from decoders.block_state import COMMIT, DRAFT, KINDS, PREFILL, BlockState
 from decoders.causal import FINISHES
 from decoders.endings import ending
+from decoders.fit import block_size_of, check_blocks
 from decoders.settings import Sampling
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident
@@ -49,28 +50,6 @@ class News:
     def cut(self, counts_B: Tensor) -> News:
         """Only the first `counts_B` of each slot."""
         return News(self.places_BT, self.tokens_BT, self.log_p_BT, counts_B, self.proposed_BT, self.num_proposed_B)
-
-
-def block_size_of(settings: BlockSettings, info: ModelInfo) -> int:
-    """The size that is asked for, else that of the training; ValueError where there is neither, or sub-blocks don't fit."""
-    size = settings.block_size or info.block_size
-    if size is None:
-        raise ValueError(f"decoder.block_size: models of family {info.family!r} don't say theirs; allowed: a number")
-    if settings.sub_block is not None and size % settings.sub_block:
-        raise ValueError(
-            f"decoder.sub_block: {settings.sub_block} does not divide block_size = {size}; allowed: its divisors"
-        )
-    return size
-
-
-def check_blocks(settings: BlockSettings, info: ModelInfo) -> None:
-    """Raise ValueError where the model's blocks can't be decoded as the settings say."""
-    block_size_of(settings, info)
-    if settings.fused and info.shift and not settings.drafts_in_verifications:
-        raise ValueError(
-            f"decoder.fused: models of family {info.family!r} say the first token of a block in the forward before it; "
-            "allowed: false, or s2d2 over a causal cache that verifies always, without sub_block, tau_edit and paper_compat"
-        )
 
 
 class BlockSlots(SlotDecoder):

@@ -9,49 +9,41 @@ Legend: R rows, V vocabulary, Q = V / 4 blocks.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-# Purposes keep the streams of one sample apart; their numbers are part of every result and never change.
-TARGET: Final = 0
-DRAFT: Final = 1
-ACCEPT: Final = 2
-RESIDUAL: Final = 3
-BONUS: Final = 4
-ORDER: Final = 5
-JACOBI: Final = 6
-MASK: Final = 7
+from decoders.keys import (
+    ACCEPT,
+    BONUS,
+    DRAFT,
+    JACOBI,
+    MASK,
+    MASK32,
+    MULTIPLIERS,
+    ORDER,
+    RESIDUAL,
+    ROUNDS,
+    TARGET,
+    WEYL,
+    sample_key,
+    uniforms,
+)
 
-_MASK32: Final = 0xFFFFFFFF
-_MULTIPLIER_0: Final = 0xD2511F53
-_MULTIPLIER_1: Final = 0xCD9E8D57
-_WEYL_0: Final = 0x9E3779B9
-_WEYL_1: Final = 0xBB67AE85
-_ROUNDS: Final = 10
+__all__ = [
+    "ACCEPT", "BONUS", "DRAFT", "JACOBI", "MASK", "ORDER", "RESIDUAL", "TARGET",
+    "gumbel_rows", "key_words", "philox", "sample_key", "uniform_rows", "uniforms",
+]  # fmt: skip
+
 _BLOCK: Final = 4
 # Rows x blocks worked on at once: small enough that the ten rounds stay in the second-level cache.
 _CHUNK_BLOCKS: Final = 1 << 16
 
 
-def sample_key(job_seed: int, sample_id: str) -> int:
-    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8.
-
-    Raises ValueError where the seed does not fit a signed 64-bit integer.
-    """
-    if not -(2**63) <= job_seed < 2**63:
-        raise ValueError(f"seed: {job_seed} does not fit 64 bits; allowed: -2**63 .. 2**63 - 1")
-    payload = job_seed.to_bytes(8, "little", signed=True) + sample_id.encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
-
-
 def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
     """Split 64-bit keys into int64 [R, 2] of (low, high) 32-bit words."""
-    return torch.tensor([[key & _MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
+    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -62,18 +54,18 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     """
     word_0, word_1, word_2, word_3 = counter
     key_0, key_1 = key
-    for _ in range(_ROUNDS):
-        product_0, product_1 = word_0 * _MULTIPLIER_0, word_2 * _MULTIPLIER_1
+    for _ in range(ROUNDS):
+        product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
         word_0 = _mixed(product_1 >> 32, word_1, key_0)
         word_2 = _mixed(product_0 >> 32, word_3, key_1)
         word_1, word_3 = product_1, product_0
-        key_0, key_1 = (key_0 + _WEYL_0) & _MASK32, (key_1 + _WEYL_1) & _MASK32
-    return word_0, word_1 & _MASK32, word_2, word_3 & _MASK32
+        key_0, key_1 = (key_0 + WEYL[0]) & MASK32, (key_1 + WEYL[1]) & MASK32
+    return word_0, word_1 & MASK32, word_2, word_3 & MASK32
 
 
 def _mixed(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
     """(high ^ word ^ key), masked; keys must broadcast to counters, since the last two steps work in place."""
-    return (high ^ word).bitwise_xor_(key).bitwise_and_(_MASK32)
+    return (high ^ word).bitwise_xor_(key).bitwise_and_(MASK32)
 
 
 def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
@@ -111,10 +103,3 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
 def _gumbel(uniforms: Tensor) -> Tensor:
     # Close to one the inner logarithm needs float64; its result is at least 1e-10 and needs no more than float32.
     return uniforms.log_().neg_().to(torch.float32).log_().neg_()
-
-
-def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
-    """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
-    where = torch.from_numpy(np.ascontiguousarray(positions, dtype=np.int64))
-    keys = key_words([key]).expand(len(where), 2)
-    return uniform_rows(keys, where, purpose, torch.full_like(where, draw)).numpy()

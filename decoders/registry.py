@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from decoders.ancestral import Ancestral, predictor_of
+from decoders.ancestral import Ancestral
 from decoders.any_subset import Parallel, Sequential
 from decoders.assd import AssdDecoder
 from decoders.autoregressive import Autoregressive
@@ -18,7 +18,8 @@ from decoders.base import ModelInfo
 from decoders.block_diffusion import BlockDiffusion
 from decoders.block_settings import BlockSettings
 from decoders.block_settings import S2d2 as S2d2Settings
-from decoders.block_slots import BlockSlots, check_blocks
+from decoders.block_slots import BlockSlots
+from decoders.fit import check_family
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
 from decoders.masked_diffusion import MaskedDecoder
@@ -52,18 +53,6 @@ _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     SelfSpeculativeSettings: SelfSpeculative,
     AncestralSettings: Ancestral,
 }
-
-
-def check_family(settings: Settings, info: ModelInfo) -> None:
-    """Raise ValueError where the decoder does not run on the model's family, naming what would."""
-    kind = str(getattr(settings, "kind", ""))
-    if kind not in info.decoders:
-        allowed = ", ".join(info.decoders) or "none yet"
-        raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
-    if isinstance(settings, AncestralSettings):
-        predictor_of(settings, info.family)
-    if isinstance(settings, BlockSettings):
-        check_blocks(settings, info)
 
 
 def stored_heads(settings: Settings, folder: Path) -> DraftHeads | None:

@@ -16,6 +16,7 @@ from decoders.base import ModelInfo
 from decoders.budget import DraftBudget
 from decoders.cost import CostTable
 from decoders.diffusion_drafter import DiffusionDrafter, Revealing
+from decoders.fit import check_window
 from decoders.heads import DraftHeads
 from decoders.settings import SpecDiff as SpecDiffSettings
 from decoders.speculative import DraftAndVerify
@@ -61,13 +62,3 @@ class SpecDiff(DraftAndVerify):
         if open_ended:
             forwards = revealing.forwards(self.k)
             self.budget = DraftBudget(self.state, self.k, drafter=costs, draft_forwards=forwards, drawing=drawing)
-
-
-def check_window(settings: SpecDiffSettings, drafter: ModelInfo) -> None:
-    """Raise ValueError where a full window is asked for and nobody knows how long that is."""
-    longest = drafter.max_length
-    if settings.window == "full" and longest is None:
-        raise ValueError(
-            "decoder.window: 'full' is the length that the drafter was trained on, which its config.json doesn't say; "
-            "allowed: short"
-        )

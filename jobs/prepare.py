@@ -67,8 +67,8 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     """Describe the checkpoint and check that its family does the task, and runs the decoder."""
-    from decoders.backbones.load import inspect_model
-    from decoders.registry import check_family
+    from decoders.backbones.checkpoint import inspect_model
+    from decoders.fit import check_family
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)

@@ -1,138 +1,39 @@
 """From a checkpoint folder to a backbone: JSON and safetensors only, no remote code, every name accounted for.
 
-Knows the file layout of Hugging Face checkpoints: one model.safetensors, or shards with an index; config.json,
-generation_config.json and tokenizer.json. Fetching a model from elsewhere is not its business.
+What can be known without the weights is in checkpoint.py. Fetching a model from elsewhere is not its business.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from decoders.backbones.base import Backbone, TokenBackbone
-from decoders.backbones.block_families import MASK_KEYS
-from decoders.backbones.families import Family, describe, find_family, turn_ends
+from decoders.backbones.checkpoint import (
+    bos_id,
+    check_names,
+    each_tensor,
+    header_shapes,
+    inspect_model,
+    read_config,
+    stop_ids,
+)
+from decoders.backbones.families import Family, find_family
 from decoders.backbones.xlnet import XLNetBackbone
 from decoders.backbones.xlnet_family import xlnet_shape
-from decoders.base import ModelInfo
 
-T = TypeVar("T")
+__all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
+
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict; ValueError where it is missing or no JSON object."""
-    config = _read_object(folder / "config.json")
-    if config is None:
-        raise ValueError(f"model.path: {folder} has no config.json")
-    return config
-
-
-def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None where there is no such file, ValueError where it holds anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"model.path: {path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"model.path: {path} is not a JSON object")
-    return found
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one.
-
-    As in transformers, a single file is read whatever an index beside it says.
-    """
-    path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    index = None if single.exists() else _read_object(path)
-    files = [single]
-    if index is not None:
-        shards = index.get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"model.path: {path} has no weight_map from names of tensors to names of files")
-        files = [folder / name for name in sorted(set(shards.values()))]
-    missing = [path.name for path in files if not path.exists()]
-    if missing:
-        raise ValueError(f"model.path: {folder} lacks {', '.join(missing)}; only safetensors checkpoints are read")
-    return files
-
-
-def inspect_model(
-    folder: Path, *, family: str = "auto", mask_id: int | None = None, max_length: int | None = None
-) -> ModelInfo:
-    """Describe a checkpoint from config.json and the headers of its weight files, without reading the weights.
-
-    Raises ValueError, with the field path, where the family is unknown, the config does not fit it, a file is damaged, or a
-    tensor is missing, unexpected, or of another shape.
-    """
-    config = read_config(folder)
-    found = find_family(config, family)
-    if mask_id is None:
-        mask_id = _mask_by_name(found, config, folder)
-    info = describe(found, config, mask_id=mask_id, max_length=max_length)
-    _check_names(found, config, _header_shapes(folder), folder)
-    if found.rows_are_tokens:
-        without = ids_without_token(folder, info.vocab_size)
-        info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
-    return info
-
-
-def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> int | None:
-    """Return the id that the tokenizer gives the family's mask; None where config.json says it, or nobody does."""
-    if not family.mask_token or any(config.get(key) is not None for key in MASK_KEYS):
-        return None
-    return _added_tokens(folder).get(family.mask_token)
-
-
-def _header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
-
-
-def _each_tensor(folder: Path, take: Callable[[Any, str], T]) -> dict[str, T]:
-    """Call `take` for every tensor of the checkpoint; ValueError where a file is damaged."""
-    taken: dict[str, T] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"model.path: {path} is damaged or no safetensors file: {error}") from error
-    return taken
-
-
-def _check_names(
-    family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
-    expected, optional = family.weight_shapes(config), family.optional(config)
-    full = family.full_names(shapes)
-    shapes = {full[name]: shape for name, shape in shapes.items()}
-    missing = sorted(expected.keys() - shapes.keys())
-    surplus = sorted(shapes.keys() - expected.keys() - optional)
-    wrong = sorted(name for name in expected.keys() & shapes.keys() if shapes[name] != expected[name])
-    for names, what in ((missing, "lacks the tensors"), (surplus, "has tensors unknown to the family:")):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise ValueError(f"model.path: {folder} (family {family.name!r}) {what} {', '.join(names[:5])}{more}")
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"model.path: {folder}: {name} has shape {shapes[name]}, but config.json says {expected[name]}"
-        )
 
 
 def load_weights(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> dict[str, Tensor]:
     """Read every tensor of the checkpoint, one by one onto a device and into a dtype; ValueError where a file is damaged."""
-    return _each_tensor(folder, lambda file, name: file.get_tensor(name).to(device=device, dtype=dtype))
+    return each_tensor(folder, lambda file, name: file.get_tensor(name).to(device=device, dtype=dtype), "pt")
 
 
 def pick_dtype(dtype: str, device: str) -> torch.dtype:
@@ -167,7 +68,7 @@ def load_backbone(
     found.check(config)
     where = pick_device(device)
     number = pick_dtype(dtype, where)
-    _check_names(found, config, _header_shapes(folder), folder)
+    check_names(found, config, header_shapes(folder), folder)
     if not found.rows_are_tokens:
         weights = load_weights(folder, dtype=number, device=where)
         return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
@@ -196,68 +97,3 @@ def _load_module(
         backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)
     check_masking(backbone)
     return backbone
-
-
-# ---- ids with a meaning --------------------------------------------------------------------------------------------
-
-
-def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text: those of generation_config.json where it names any, else those of config.json.
-
-    transformers' `generate` takes none where generation_config.json exists and names none. Where the family's chats end a turn
-    with another token, that one ends a text too. The tokenizer may know yet another; ValueError where an id is no number.
-    """
-    config = _read_object(folder / "config.json") or {}
-    ids: list[int] = []
-    for name, held in (
-        ("generation_config.json", _read_object(folder / "generation_config.json")),
-        ("config.json", config),
-    ):
-        found = (held or {}).get("eos_token_id")
-        if found is not None:
-            listed = found if isinstance(found, list) else [found]
-            ids = [_token_id(folder / name, "eos_token_id", value) for value in listed]
-            break
-    ends = turn_ends(config)
-    added = _added_tokens(folder) if ends else {}
-    return tuple(dict.fromkeys([*ids, *(added[end] for end in ends if end in added)]))
-
-
-def bos_id(folder: Path) -> int | None:
-    """Return the id that begins a text, of generation_config.json or config.json; None where neither names one."""
-    for name in ("generation_config.json", "config.json"):
-        found = (_read_object(folder / name) or {}).get("bos_token_id")
-        if found is not None:
-            return _token_id(folder / name, "bos_token_id", found)
-    return None
-
-
-def _token_id(path: Path, key: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"model.path: {path} has {key} = {value!r}; allowed: token ids >= 0")
-    return value
-
-
-def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table.
-
-    The tokenizer is tokenizer.json, or the older vocab.json; without either nothing is known, and nothing returned.
-    """
-    tokenizer = _read_object(folder / "tokenizer.json")
-    if tokenizer is None:
-        vocab: Any = _read_object(folder / "vocab.json") or {}
-    else:
-        vocab = (tokenizer.get("model") or {}).get("vocab") or {}
-    held = set(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
-    if held or tokenizer is not None:
-        held |= set(_added_tokens(folder).values())
-    return tuple(sorted(set(range(vocab_size)) - held)) if held else ()
-
-
-def _added_tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens that stand beside the vocabulary, with their ids, wherever a tokenizer keeps them."""
-    fast = (_read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
-    slow = (_read_object(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
-    added = {token["content"]: int(token["id"]) for token in fast}
-    added |= {token["content"]: int(index) for index, token in slow.items()}
-    return added | (_read_object(folder / "added_tokens.json") or {})

@@ -9,7 +9,8 @@ import torch
 
 from decoders.block_schedules import choose, share
 from decoders.block_settings import BlockDiffusion, S2d2
-from decoders.registry import build_decoder, check_family
+from decoders.fit import check_family
+from decoders.registry import build_decoder
 from decoders.router_settings import Hysteresis, Score
 from decoders.settings import Sampling
 from decoders.stops import Stops

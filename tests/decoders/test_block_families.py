@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from decoders.backbones.families import describe, find_family, masked_diffusion_families
 from decoders.backbones.load import bos_id, inspect_model, stop_ids
-from decoders.registry import check_family
+from decoders.fit import check_family
 from decoders.settings import Stepwise
 from tests.decoders.masked_models import copy_changed, load, without
 

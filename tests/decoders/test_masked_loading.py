@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from decoders.backbones.families import FAMILIES as OFFERED
 from decoders.backbones.families import describe, find_family, masked_diffusion_families
 from decoders.backbones.load import inspect_model, stop_ids
-from decoders.registry import check_family
+from decoders.fit import check_family
 from decoders.settings import Parallel
 from tests.decoders.causal_models import save_random
 from tests.decoders.masked_models import FAMILIES, copy_changed, load, look_alone, random_canvas, without

@@ -52,6 +52,16 @@ def test_streams_positions_and_draws_differ():
     assert len(np.unique(base)) == 50
 
 
+@pytest.mark.parametrize("key", [0, 7, 2**32 - 1, 2**63 + 12345, 2**64 - 1])
+@pytest.mark.parametrize(("purpose", "draw"), [(noise.MASK, 0), (noise.ORDER, 3)])
+def test_a_planner_without_torch_draws_the_same_numbers(key, purpose, draw):
+    positions = np.array([0, 1, 5, 1000, 2**31, 2**40 + 3])
+    keys = noise.key_words([key]).expand(len(positions), 2)
+    where = torch.from_numpy(positions)
+    expected = noise.uniform_rows(keys, where, purpose, torch.full_like(where, draw))
+    assert noise.uniforms(key, positions, purpose, draw).tolist() == expected.tolist()
+
+
 def test_uniforms_are_uniform():
     # Chi-square over 64 cells, 63 degrees of freedom; the 1 - 1e-6 quantile is 131. The key is fixed: no flake.
     values = noise.uniforms(12345, np.arange(64_000), noise.MASK)
