@@ -20,8 +20,7 @@ from jobs.plan_writer import PlanWriter
 from jobs.prepare import prepare
 from jobs.progress import Display, make_display
 from jobs.run import Run, RunOptions, broken_off, decode, judge, print_table
-from jobs.spec import JobSpec, check_spec
-from jobs.spec_file import apply_override
+from jobs.spec import JobSpec, check_overridden
 from storage.lease import LeaseHeld, LeaseLost
 from storage.store import open_store, probe
 from storage.verbs import S3Options
@@ -63,9 +62,7 @@ def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | 
     """
     data = plan.spec.model_dump(mode="json")
     data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
-    for override in overrides:
-        apply_override(data, override)
-    spec = check_spec(data)
+    spec = check_overridden(data, overrides)
     return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
 
 

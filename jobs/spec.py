@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,9 +16,10 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from actors.task import Columns, Task
 from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
 from jobs.places import place_problem
-from jobs.spec_errors import spec_error
+from jobs.spec_errors import kind_changed, spec_error
 from jobs.spec_file import apply_override, read_mapping
 from jobs.task_rules import task_problem
+from storage.errors import UserError
 from storage.verbs import S3Options
 
 Auto = Literal["auto"]
@@ -179,10 +181,18 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 
     Raises UserError, with the field path, the value and what is allowed.
     """
-    data = read_mapping(Path(path))
+    return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+
+
+def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
+    """Return the spec that a mapping describes once `a.b=VALUE` overrides are in it; raises UserError as `load_spec` does."""
+    before = deepcopy(data)
     for override in overrides:
         apply_override(data, override)
-    return check_spec({"name": Path(path).stem} | data)
+    try:
+        return check_spec(data)
+    except UserError as error:
+        raise kind_changed(before, data, overrides, error) or error from None
 
 
 def check_spec(data: dict[str, Any]) -> JobSpec:

@@ -6,6 +6,7 @@ Turns pydantic's errors, whose locations name union members too, into paths that
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
@@ -46,6 +47,42 @@ def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: Validatio
         problems = [*problems[:MOST], ("", f"and {len(problems) - MOST} more problems")]
     lines = [f"{path}: {text}" if path else text for path, text in problems[1:]]
     return UserError("\n".join([problems[0][1], *lines]), field=problems[0][0] or None)
+
+
+def kind_changed(
+    before: Mapping[str, Any], after: Mapping[str, Any], overrides: Sequence[str], error: UserError
+) -> UserError | None:
+    """The error of a section whose `kind` an override changed while the old kind's settings stayed; None for any other error.
+
+    `before` and `after` are the spec's mapping without and with the `overrides` (KEY=VALUE); `error` says what is wrong in it.
+    """
+    set_here = {override.partition("=")[0].strip() for override in overrides}
+    wrong = {error.field or ""} | {
+        found[0][:-2] for line in str(error).splitlines() if (found := _LED_BY_PATH.match(line))
+    }
+    for key in sorted(set_here):
+        section, _, name = key.rpartition(".")
+        old, new = _at(before, section), _at(after, section)
+        if name != "kind" or not isinstance(old, Mapping) or old.get("kind", new["kind"]) == new["kind"]:
+            continue
+        stayed = [inner for inner in old if inner != "kind" and f"{section}.{inner}" not in set_here]
+        bad = [inner for inner in stayed if any(f"{path}.".startswith(f"{section}.{inner}.") for path in wrong)]
+        if bad:
+            fits = [f"{inner}: {json.dumps(new[inner])}" for inner in new if inner not in {"kind", *stayed}]
+            fresh = ", ".join([f"kind: {new['kind']}", *fits])
+            return UserError(
+                f"{', '.join(stayed)} of the spec belong to the old kind, {old['kind']!r}, and {', '.join(bad)} can't stay with "
+                f'{new["kind"]!r}; to drop them all write --set "{section}={{{fresh}}}"',
+                field=f"{section}.kind",
+            )
+    return None
+
+
+def _at(data: Any, section: str) -> Any:
+    """What stands at a dotted key of a mapping, None where nothing does."""
+    for key in section.split("."):
+        data = data.get(key) if isinstance(data, Mapping) else None
+    return data
 
 
 def _path(item: Any, data: Any) -> str:

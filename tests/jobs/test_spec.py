@@ -175,6 +175,44 @@ def test_a_wrong_override_is_refused(override: str, message: str) -> None:
     assert message in refusal(override)
 
 
+KINDS = (
+    "task: {kind: infill, mask: {kind: random, rate: 0.2}}\ninput: {path: a}\nmodel: {path: b}\noutput: {path: c}\n"
+    "decoder: {kind: assd, k: 3, head: none, fused: none}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "messages"),
+    [
+        (["decoder.kind=any_subset"], "decoder.kind",
+         ["k, head, fused of the spec belong to the old kind, 'assd', and k, head, fused can't stay with 'any_subset'",
+          '--set "decoder={kind: any_subset}"']),
+        (["decoder.kind=block_diffusion", "decoder.tau=0.5", "task={kind: complete}"], "decoder.kind",
+         ["and k, head, fused can't stay", '--set "decoder={kind: block_diffusion, tau: 0.5}"']),
+        (["task.mask.kind=given", "input.columns.tokens=t"], "task.mask.kind",
+         ["rate of the spec belong to the old kind, 'random'", '--set "task.mask={kind: given}"']),
+        (["decoder.kind=nonsense"], "decoder.kind", ["'nonsense' is not known; allowed: "]),
+        (["decoder.kind=assd", "decoder.k=many"], "decoder.k", ["'many' is not allowed"]),
+    ],
+)  # fmt: skip
+def test_settings_of_another_kind_than_the_one_that_was_set_are_named_as_such(
+    tmp_path: Path, overrides: list[str], field: str, messages: list[str]
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(KINDS)
+    with pytest.raises(UserError) as caught:
+        load_spec(file, overrides)
+    assert caught.value.field == field and all(message in str(caught.value) for message in messages), caught.value
+
+
+def test_what_a_refused_kind_is_told_to_write_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(KINDS)
+    with pytest.raises(UserError) as caught:
+        load_spec(file, ["decoder.kind=any_subset"])
+    assert load_spec(file, [str(caught.value).split('--set "')[1].rstrip('"')]).decoder.kind == "any_subset"
+
+
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("examples/*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_a_valid_spec(path: Path) -> None:
     assert load_spec(path).name
