@@ -77,6 +77,15 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `before` has a key in `now`, at every level."""
+    return {
+        key: common(value, now[key]) if isinstance(value, Mapping) and isinstance(now[key], Mapping) else value
+        for key, value in before.items()
+        if key in now
+    }
+
+
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
     """`a.jsonl (size was 10, is 12)`: one for each input that is new, gone or another version."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}

@@ -23,7 +23,16 @@ from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from jobs.duplicates import DuplicateFinder, Place
-from jobs.fingerprint import Hashes, changed_files, code_version, differences, fingerprint, results_key, shortened
+from jobs.fingerprint import (
+    Hashes,
+    changed_files,
+    code_version,
+    common,
+    differences,
+    fingerprint,
+    results_key,
+    shortened,
+)
 from jobs.plan_writer import PlanWriter
 from jobs.spec import JobSpec, check_spec
 from jobs.survey import survey
@@ -159,6 +168,24 @@ def load_plan(store: Store) -> Plan | None:
         raise UserError(f"{store.url}/{PLAN} is damaged: {error}") from None
 
 
+def compare_settings(plan: Plan, spec: JobSpec) -> None:
+    """Raise UserError, naming what differs, where the settings alone make `spec` another job than the plan's.
+
+    Contents (weights, tokenizer, inputs) are not looked at: `compare_plan` does that once they are hashed.
+    """
+    now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
+    changed = differences(common(plan.results, now), now)
+    if changed:
+        raise _another_job(plan, changed)
+
+
+def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
+    return UserError(
+        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
+        field="output.path",
+    )
+
+
 def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
     """Raise UserError, naming what differs, unless `results` (results_key) is what the plan was made for."""
     if fingerprint(results) == plan.fingerprint:
@@ -169,10 +196,8 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
             f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
             field="input.path",
         )
-    changed = [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
-    raise UserError(
-        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
-        field="output.path",
+    raise _another_job(
+        plan, [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
     )
 
 

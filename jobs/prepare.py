@@ -18,7 +18,7 @@ from actors.text import Tokenizer, load_tokenizer
 from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
 from jobs.handout import place_of
-from jobs.plan import Plan, build_plan, compare_plan, load_plan
+from jobs.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
 from jobs.progress import Display
 from jobs.spec import JobSpec
 from storage.errors import UserError
@@ -43,7 +43,13 @@ class Prepared:
 
 
 def prepare(spec: JobSpec, store: Store) -> Prepared:
-    """Look at the model, the inputs and the run directory; raises UserError where one of them is unusable."""
+    """Look at the run directory, the model and the inputs; raises UserError where one of them is unusable.
+
+    What takes no time is compared with a plan that is there before weights are fetched or hashed, which may take long.
+    """
+    plan = load_plan(store)
+    if plan is not None:
+        compare_settings(plan, spec)
     folder = fetch_model(spec.model.path, spec.model.revision, s3=spec.s3.options())
     info = inspect(spec, folder)
     tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
@@ -57,7 +63,6 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=end_ids(spec.task, folder, tokenizer, info),
     )
-    plan = load_plan(store)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:

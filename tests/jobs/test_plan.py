@@ -17,7 +17,7 @@ from jobs import packing, plan_writer
 from jobs.fingerprint import Hashes, results_key
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
 from jobs.plan_writer import PlanWriter
-from jobs.prepare import Prepared, make_plan
+from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
 from storage.errors import StoreError, UserError
@@ -129,6 +129,26 @@ def test_another_job_on_the_same_directory_is_refused_by_its_keys(
     with pytest.raises(UserError) as caught:
         compare_plan(made, key_of(spec_for(rows, **changes)), list_inputs(str(rows)))
     assert caught.value.field == "output.path" and named in str(caught.value)
+
+
+def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
+    file.write_text('{"text": "def f"}')
+    same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
+    make_plan(prepare(same, store), store, Silence())
+    assert prepare(same, store).plan is not None
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the model is looked at")
+
+    monkeypatch.setattr("jobs.prepare.fetch_model", never)
+    monkeypatch.setattr("jobs.prepare.model_hash", never)
+    other = spec_for(
+        file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"), decoder__k=2, input__limit=9
+    )
+    with pytest.raises(UserError, match=r"decoder\.k was 5, is 2; input\.limit was null, is 9") as caught:
+        prepare(other, store)
+    assert caught.value.field == "output.path"
 
 
 def test_other_weights_are_named(rows: Path) -> None:
