@@ -30,7 +30,7 @@ from jobs.scheduler import Scheduler
 from jobs.session import check_reachable, cluster_size, ray_session
 from jobs.spec import JobSpec
 from jobs.summary import read_summary, table_lines
-from jobs.thresholds import hopeless, too_many_failed
+from jobs.thresholds import hopeless, most_failed, too_many_failed
 from jobs.totals import Totals
 from jobs.waiting import UnitSize
 from storage.commit import (
@@ -274,5 +274,9 @@ def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
         print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
     if not too_many_failed(failed, rows, spec.errors):
         return OK
-    print(f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows", file=sys.stderr)
+    most = most_failed(rows, spec.errors)
+    print(
+        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); the table says which",
+        file=sys.stderr,
+    )
     return TOO_MANY_FAILED

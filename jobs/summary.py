@@ -19,6 +19,7 @@ from jobs.attempts import Sessions
 from jobs.progress import duration
 from jobs.totals import efficiency, ratio
 from storage.commit import Manifest
+from storage.errors import printable
 from storage.records import read_results
 from storage.verbs import Store
 
@@ -33,23 +34,52 @@ COUNTED = (
 )
 
 
+KINDS = 5
+"""Kinds of errors that the table names, the most frequent ones."""
+
+EXAMPLES = 3
+"""Failed samples that it names of each kind."""
+
+SHOWN_CHARS = 100
+
+MIN_TURNS = 4
+MIN_S = 10.0
+"""A job that has not even so many samples for each slot, or decodes for less than so many seconds, has filled its slots once and
+run dry: how well they were used says how small the job is, and nothing of the machine. Its table leaves these figures out."""
+
+
 @dataclass(slots=True)
 class Results:
-    """Sums over the result rows of a run; `longest_s` is the decoding time of its slowest sample."""
+    """Sums over the result rows of a run; `longest_s` is the decoding time of its slowest sample.
+
+    `examples` has the first few failed samples of each kind: id and message.
+    """
 
     tally: Tally = field(default_factory=Tally)
     errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     longest_s: float = 0.0
 
 
 def read_summary(store: Store, objects: Iterable[str]) -> Results:
     """Sum up result files, one in memory at a time."""
     results = Results()
-    for table in read_results(store, objects=objects, columns=["status", "error_kind", "decode_s", *COUNTED]):
+    columns = ["id", "status", "error_kind", "error", "decode_s", *COUNTED]
+    for table in read_results(store, objects=objects, columns=columns):
         results.tally += _tally(table)
-        results.errors.update(kind for kind in table.column("error_kind").to_pylist() if kind is not None)
+        _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
         results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
     return results
+
+
+def _note_errors(results: Results, failed: pa.Table) -> None:
+    """Count failed rows by kind, and keep the first of each kind."""
+    for row in failed.select(["id", "error_kind", "error"]).to_pylist():
+        kind = row["error_kind"] or "unknown"
+        results.errors[kind] += 1
+        examples = results.examples.setdefault(kind, [])
+        if len(examples) < EXAMPLES:
+            examples.append((row["id"], row["error"] or ""))
 
 
 def _tally(table: pa.Table) -> Tally:
@@ -89,6 +119,8 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
         return []
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
     rows = [("tokens/s", f"{rate:,.0f}  ({duration(sessions.wall_s)} of decoding)")]
+    if is_small(results.tally.rows, sessions):
+        return rows
     figures = efficiency(sessions.effort)
     named = [
         ("padding efficiency", "token_padding_eff", "useful token rows, of those computed"),
@@ -106,10 +138,29 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     return rows
 
 
+def is_small(rows: int, sessions: Sessions) -> bool:
+    """Whether a job is too small for figures of how well the machine was used."""
+    engine, workers = sessions.effort.engine, ratio(sessions.worker_s, sessions.wall_s)
+    slots = ratio(engine.slot_steps, engine.steps) * workers
+    return sessions.wall_s < MIN_S or rows < MIN_TURNS * slots
+
+
 def _error_rows(results: Results) -> list[tuple[str, str]]:
+    """How many samples failed of each kind and, below, the first of each kind with its reason."""
     if not results.errors:
         return [("errors", "none")]
-    worst = heapq.nlargest(5, results.errors.items(), key=lambda item: (item[1], item[0]))
+    worst = heapq.nlargest(KINDS, results.errors.items(), key=lambda item: (item[1], item[0]))
     rest = len(results.errors) - len(worst)
     text = ", ".join(f"{count:,} {kind}" for kind, count in worst)
-    return [("errors", text + (f" and {rest} more kinds" if rest > 0 else ""))]
+    rows = [("errors", text + (f" and {rest} more kinds" if rest > 0 else ""))]
+    for kind, count in worst:
+        named = results.examples.get(kind, [])
+        rows += [(f"  {kind}", f"{_brief(name)}: {_brief(reason)}") for name, reason in named]
+        if count > len(named):
+            rows.append(("", f"and {count - len(named):,} more of status failed and error_kind {kind}"))
+    return rows
+
+
+def _brief(text: str) -> str:
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."

@@ -7,7 +7,7 @@ import pytest
 from actors.pool import Seat
 from jobs.crew import crew
 from jobs.spec import ErrorSettings, WorkerSettings
-from jobs.thresholds import hopeless, too_many_failed
+from jobs.thresholds import hopeless, most_failed, too_many_failed
 from storage.errors import UserError
 
 
@@ -42,11 +42,24 @@ def test_a_model_that_is_to_be_on_a_gpu_is_refused_where_workers_have_none(gpus,
 
 @pytest.mark.parametrize(
     ("failed", "allowed", "too_many"),
-    [(1, {}, False), (2, {}, True), (1, {"max_count": 0}, True), (60, {"max_rate": 0.6}, False)],
+    [
+        (10, {}, False),
+        (11, {}, True),
+        (1, {"max_rate": 0.0}, True),
+        (1, {"max_count": 0}, True),
+        (60, {"max_rate": 0.06}, False),
+    ],
 )
 def test_the_error_threshold_is_a_rate_and_a_count(failed, allowed, too_many):
-    assert too_many_failed(failed, 100, ErrorSettings(**allowed)) == too_many
-    assert not hopeless(failed, 100, ErrorSettings(**allowed)), "a small job is finished, whatever fails"
+    assert too_many_failed(failed, 1000, ErrorSettings(**allowed)) == too_many
+    assert not hopeless(min(failed, 999), 1000, ErrorSettings(**allowed)), "a small job is finished, whatever fails"
+
+
+def test_a_few_failures_of_a_small_job_are_let_pass_whatever_their_rate():
+    most = {1: 0, 4: 0, 19: 0, 20: 1, 60: 3, 99: 4, 100: 5, 500: 5, 600: 6, 10**6: 10**4}
+    assert {rows: most_failed(rows, ErrorSettings()) for rows in most} == most
+    assert most_failed(100, ErrorSettings(max_rate=0.07)) == 7, "no rounding takes a sample away"
+    assert most_failed(60, ErrorSettings(max_rate=0.0)) == most_failed(60, ErrorSettings(max_count=0)) == 0
 
 
 def test_a_large_job_is_hopeless_as_soon_as_more_has_failed_than_the_whole_of_it_may():
