@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.cache import SlotCache
+from decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
 
 # Scores computed at once: what stays near a CPU's cache; on a GPU what is small beside the weights. Never fewer rows than
 # this, so that parts stay above what the shape rules ask for.
@@ -33,11 +34,10 @@ _LEAST_ROWS: Final = 64
 # What it takes to copy a slot's keys and values, in lines of attention; below which share of a rectangle it is cut.
 _COPY: Final = 8
 _WORTH_CUTTING: Final = 0.75
-_EXACT_DTYPES: Final = (torch.float32, torch.float64)
 
 
-Band = tuple[Tensor | None, slice]
-"""Some slots (None: all of them) and some of their lines."""
+Band = tuple[Tensor | None, slice, slice]
+"""Some slots (None: all of them), some of their lines, and the columns that these see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,16 @@ class Sight:
 class Layout:
     """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
-    `rectangle_N` is None where the valid rows fill the rectangle in order. Fewer query rows of a key head than `min_queries`
-    are filled up with what is thrown away. `bands` are the parts of the rectangle that hold rows (`cut_ragged`). `sights` are
-    keyed by window and `windows` gives the window of each layer, None for one that sees everything.
+    `rectangle_N` is None where the valid rows fill the rectangle in order. `bands` are the parts of the rectangle that hold
+    rows (`cut_ragged`). `sights` are keyed by window and `windows` gives the window of each layer, None for one that sees
+    everything.
     """
 
     cache: SlotCache
     slots: Tensor | slice
     num_slots: int
     num_rows: int
-    min_queries: int
+    rules: ShapeRules
     places: Tensor
     rectangle_N: Tensor | None
     bands: tuple[Band, ...]
@@ -69,22 +69,49 @@ class Layout:
     sights: Mapping[int | None, Sight]
 
 
-def cut_ragged(valid_BT: Tensor) -> tuple[Band, ...]:
-    """Cut a rectangle into the lines that nearly all slots have, and those of the few slots that have more.
+def cut_ragged(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Band, ...]:
+    """Cut a rectangle of lines and columns into what nearly all slots have, and what the few slots have that have more.
 
-    Where one slot has many rows, every other one would have as many lines of nothing. The few are copied out of the cache, so
-    that is done only where it saves a good part. On a GPU, where looking means waiting, the rectangle stays whole.
+    Where one slot has many rows or sees many columns, every other one would have as many lines and columns of nothing. The few
+    are copied out of the cache, so that is done only where it saves a good part: either the lines beyond a cut for the slots
+    with more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). Bits don't
+    depend on it. On a GPU, where looking means waiting, the rectangle stays whole.
     """
-    whole: tuple[Band, ...] = ((None, slice(0, valid_BT.shape[1])),)
-    if valid_BT.device.type != "cpu" or valid_BT.shape[0] == 1:
-        return whole
+    num_slots, num_lines, num_columns = visible_BTW.shape
+    every_line, every_column = slice(0, num_lines), slice(0, num_columns)
+    if valid_BT.device.type != "cpu" or num_slots == 1:
+        return ((None, every_line, every_column),)
+    lines_B, columns_B = _extents(valid_BT, visible_BTW, multiple)
+    slots = list(zip(lines_B.tolist(), columns_B.tolist(), strict=True))
+
+    def cost_of_lines(cut: int) -> int:
+        more = sum(lines > cut for lines, _ in slots)
+        return (num_slots * cut + (num_lines - cut + _COPY) * more) * num_columns
+
+    def near_lines(cut: int) -> int:
+        return max((lines for lines, columns in slots if columns <= cut), default=0)
+
+    def cost_of_columns(cut: int) -> int:
+        more = sum(columns > cut for _, columns in slots)
+        return num_slots * near_lines(cut) * cut + (num_lines + _COPY) * more * num_columns
+
+    lines = min((cost_of_lines(cut), cut) for cut in {lines for lines, _ in slots})
+    columns = min((cost_of_columns(cut), cut) for cut in {columns for _, columns in slots})
+    if min(lines, columns)[0] > _WORTH_CUTTING * num_slots * num_lines * num_columns:
+        return ((None, every_line, every_column),)
+    if lines <= columns:
+        more_B = (lines_B > lines[1]).nonzero().squeeze(1)
+        return ((None, slice(0, lines[1]), every_column), (more_B, slice(lines[1], num_lines), every_column))
+    more_B = (columns_B > columns[1]).nonzero().squeeze(1)
+    return ((None, slice(0, near_lines(columns[1])), slice(0, columns[1])), (more_B, every_line, every_column))
+
+
+def _extents(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    """How many lines each slot has, and how many columns its rows see at most, rounded up; int64 [B] each."""
     lines_B = (valid_BT * torch.arange(1, valid_BT.shape[1] + 1)).amax(1)
-    lines = lines_B.tolist()
-    most = max(lines)
-    cost, cut = min((len(lines) * at + (most - at + _COPY) * sum(one > at for one in lines), at) for at in {*lines})
-    if cost > _WORTH_CUTTING * len(lines) * most:
-        return whole
-    return ((None, slice(0, cut)), ((lines_B > cut).nonzero().squeeze(1), slice(cut, most)))
+    seen_BW = (visible_BTW & valid_BT.unsqueeze(2)).any(1)
+    columns_B = (seen_BW * torch.arange(1, visible_BTW.shape[2] + 1)).amax(1)
+    return lines_B, (-(-columns_B // multiple) * multiple).clamp(max=visible_BTW.shape[2])
 
 
 def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype) -> Sight:
@@ -122,7 +149,7 @@ def slot_attention(
 def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: float) -> Tensor:
     """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
     key, value = layout.cache.read(layer, layout.slots, sight.bias_BTW.shape[2])
-    attend = partial(attend_grouped, scaling=scaling, min_queries=layout.min_queries)
+    attend = partial(attend_grouped, scaling=scaling, rules=layout.rules)
     spread = query_NHd
     if layout.rectangle_N is not None:
         spread = query_NHd.new_zeros(layout.num_slots * layout.num_rows, *query_NHd.shape[1:])
@@ -131,12 +158,13 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
     if len(layout.bands) == 1:
         mixed = _in_parts(attend, query_BTHd, key, value, sight.bias_BTW)
     else:
-        # Whatever lies outside of the bands stays as it is: no row is gathered from there.
+        # What lies outside of the bands stays as it is: no row is gathered from there. A later band writes over an earlier one.
         mixed = torch.empty_like(query_BTHd)
-        for slots, lines in layout.bands:
+        for slots, lines, columns in layout.bands:
             some: slice | Tensor = slice(None) if slots is None else slots
-            band = _in_parts(attend, query_BTHd[some, lines], key[some], value[some], sight.bias_BTW[some, lines])
-            mixed[some, lines] = band
+            near_key, near_value = key[some, :, columns], value[some, :, columns]
+            bias_BTW = sight.bias_BTW[some, lines, columns]
+            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], near_key, near_value, bias_BTW)
     mixed = mixed.flatten(0, 1)
     return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
 
@@ -174,27 +202,26 @@ def attend_grouped(
     bias_BTW: Tensor,
     *,
     scaling: float,
-    min_queries: int = 1,
+    rules: ShapeRules,
 ) -> Tensor:
     """Softmax attention with an additive bias that all heads share; head h of the queries reads key head h // G. [B, T, H, d].
 
-    In float32 and float64 on a CPU the products are batched ones of at least `min_queries` query rows a key head, whose bits
-    depend on little (invariance.py); elsewhere they are left to torch's fused attention, which keeps scores in float32 or
-    better.
+    In float32 and float64 on a CPU the products keep the shape rules (invariance.py), so that a row's bits depend on no
+    neighbour; elsewhere they are left to torch's fused attention, which keeps scores in float32 or better.
     """
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
     query_BTKGd = query_BTHd.reshape(num_slots, num_rows, key_heads, group, width)
     query_BKRd = query_BTKGd.transpose(1, 2).reshape(num_slots, key_heads, num_rows * group, width)
-    if query_BTHd.device.type == "cpu" and query_BTHd.dtype in _EXACT_DTYPES:
-        missing = max(0, min_queries - num_rows * group)
+    if query_BTHd.device.type == "cpu" and query_BTHd.dtype in EXACT_DTYPES:
+        missing = max(0, rules.min_queries - num_rows * group)
         query_CRd = functional.pad(query_BKRd.flatten(0, 1) * scaling, (0, 0, 0, missing))
         key_CWd, value_CWd = key_BKWd.flatten(0, 1), value_BKWd.flatten(0, 1)
         scores = torch.bmm(query_CRd, key_CWd.transpose(1, 2))
         asked = scores[:, : num_rows * group].unflatten(0, (num_slots, key_heads)).unflatten(2, (num_rows, group))
         asked.add_(bias_BTW[:, None, :, None])
-        mixed = torch.bmm(scores.softmax(-1), value_CWd)[:, : num_rows * group]
+        mixed = weigh_values(scores.softmax(-1), value_CWd, rules.sum_columns)[:, : num_rows * group]
     else:
         bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, num_rows * group, num_columns)
         mixed = functional.scaled_dot_product_attention(query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scaling)

@@ -1,22 +1,33 @@
 """Shape rules that make a sample's arithmetic independent of its neighbours, and the self-test that picks them.
 
 A matrix product may sum in another order when its shape changes, and one changed bit can change a token. On a CPU the order
-depends on few things: very small row counts, few query rows, and odd key counts take other kernels. Rounding these shapes up
-makes a row's result the same, bit by bit, in any batch. Which rounding is enough differs from machine to machine; `choose_rules`
-tries, cheapest first. Knows nothing of models beyond their widths.
+depends on few things: very small row counts, few query rows, odd key counts, and sums so long that the library splits them.
+Three roundings and one fixed order remove all of them:
 
-Legend: N token rows, B slots, H heads, T query rows, W key columns.
+* linear layers run on at least `min_rows` rows and attention on at least `min_queries` query rows a key head;
+* key counts are rounded up to a multiple of `column_multiple`;
+* the second product of attention (weights x values), the only one that sums over columns, adds `sum_columns` columns at a time,
+  in the order of the columns. How many columns the longest neighbour has then changes nothing: what lies beyond a row's own
+  columns has weight 0, and adding 0 changes no bit.
+
+Which numbers are enough differs from machine to machine: `find_rules` tries candidates, cheapest first, over lengths up to the
+model's own. Knows nothing of models beyond their widths.
+
+Legend: N token rows, C slots x heads, B slots, H heads, T query rows, W key columns, d head width.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+EXACT_DTYPES: Final = (torch.float32, torch.float64)
+"""Where the products of attention are our own on a CPU; in half precision they are torch's fused ones, which promise nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,7 @@ class ShapeRules:
     min_rows: int
     min_queries: int
     column_multiple: int
+    sum_columns: int
     exact: bool
 
     def columns(self, num_columns: int, capacity: int) -> int:
@@ -33,9 +45,22 @@ class ShapeRules:
         return min(capacity, -(-max(num_columns, 1) // self.column_multiple) * self.column_multiple)
 
 
-NO_RULES = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, exact=False)
+NO_RULES: Final = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, sum_columns=1 << 30, exact=False)
 """What a GPU gets: its kernels change with the shape whatever is rounded, so nothing is padded in vain."""
-_CANDIDATES = ((1, 4, 32), (4, 4, 32), (16, 4, 32), (16, 4, 64), (32, 8, 128), (32, 8, 512))
+INEXACT_RULES: Final = ShapeRules(min_rows=16, min_queries=8, column_multiple=128, sum_columns=128, exact=False)
+"""What a CPU gets where no candidate suffices (float64, half precision): neighbours then move few bits, and rarely."""
+_ROW_CANDIDATES: Final = (1, 4, 16, 32)
+# min_queries, column_multiple, sum_columns.
+_ATTENTION_CANDIDATES: Final = ((4, 32, 128), (4, 64, 128), (8, 64, 64), (8, 128, 128), (8, 32, 32), (16, 32, 32))
+# Visible columns to look at, among them both sides of the blocks' edges and the counts at which libraries were seen to split.
+_LENGTHS: Final = (1, 31, 97, 128, 129, 185, 250, 300, 383, 513, 777, 1025, 1500, 2047)
+_LONGEST: Final = 2048
+# Columns beyond the longest text, since blocks are whole; heads x columns of the self-test's keys.
+_SPARE: Final = 256
+_MOST_CELLS: Final = 1 << 18
+NUM_PROBE_ROWS: Final = 300
+"""Query rows that an `Attention` under test holds."""
+_ROW_COUNTS: Final = (1, 2, 3, 5, 16, 17, 33, 64, 129, 257)
 
 
 def linear_rows(rows_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None, min_rows: int) -> Tensor:
@@ -61,11 +86,23 @@ def _padded(rows: Tensor, num_rows: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(num_rows - rows.shape[0], *rows.shape[1:])])
 
 
-def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: Tensor) -> Tensor:
+def weigh_values(weights_CTW: Tensor, value_CWd: Tensor, sum_columns: int) -> Tensor:
+    """Sum values by their weights, [C, T, d]: `sum_columns` columns at a time, one block of columns after the other.
+
+    The order in which each output is summed depends on nothing else: not on W, and so not on the longest neighbour.
+    """
+    mixed = torch.bmm(weights_CTW[:, :, :sum_columns], value_CWd[:, :sum_columns])
+    for first in range(sum_columns, weights_CTW.shape[2], sum_columns):
+        block = slice(first, first + sum_columns)
+        mixed.baddbmm_(weights_CTW[:, :, block], value_CWd[:, block])
+    return mixed
+
+
+def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: Tensor, sum_columns: int) -> Tensor:
     """Softmax attention with an additive bias that also carries the mask; queries are already scaled. [B, H, T, d]."""
     key, value = key_BHWd.flatten(0, 1), value_BHWd.flatten(0, 1)
     scores = torch.baddbmm(bias_BHTW.flatten(0, 1), query_BHTd.flatten(0, 1), key.transpose(1, 2))
-    return torch.bmm(scores.softmax(-1), value).view(query_BHTd.shape)
+    return weigh_values(scores.softmax(-1), value, sum_columns).view(query_BHTd.shape)
 
 
 def position_scores(query_BHTd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tensor:
@@ -81,30 +118,68 @@ def position_scores(query_BHTd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tens
     return scores_HRp.view(num_heads, num_slots, num_queries, -1).transpose(0, 1)
 
 
-@functools.lru_cache(maxsize=8)
-def choose_rules(
-    width: int, inner: int, vocab_size: int, num_heads: int, dtype: torch.dtype, threads: int
+# ---- the self-test -------------------------------------------------------------------------------------------------
+
+
+class Attention(Protocol):
+    """Attention over random keys and values that the caller holds, [slots, rows, ...]; columns from `visible` on are hidden."""
+
+    def __call__(self, slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
+        """Attend with the first slots and columns and some of its `NUM_PROBE_ROWS` rows."""
+        ...
+
+
+def find_rules(
+    rows_exact_from: Callable[[int], bool], attention: Attention, *, longest: int | None, least_rows: int | None = None
 ) -> ShapeRules:
-    """Return the cheapest rules under which rows agree bit by bit on this machine; tens of milliseconds, cached.
+    """Return the cheapest rules under which rows agree bit by bit on this machine, or `INEXACT_RULES`.
 
-    `threads` is part of the question, since it moves the boundaries between kernels. Without any sufficient candidate the
-    strictest one comes back with exact=False.
+    `rows_exact_from(min_rows)` tells whether the linear layers pass; `longest` is the model's longest text where that is known.
+    `least_rows` is the fewest rows that attention is ever asked for; None stands for `min_queries`.
     """
-    return first_exact(
-        lambda rules: (
-            _linear_exact(width, inner, vocab_size, dtype, rules.min_rows)
-            and _attention_exact(num_heads, width // num_heads, dtype, rules)
-        )
-    )
-
-
-def first_exact(is_exact: Callable[[ShapeRules], bool]) -> ShapeRules:
-    """Return the cheapest rules that pass a test; without any, the strictest ones with exact=False."""
-    for candidate in _CANDIDATES:
-        rules = ShapeRules(*candidate, exact=True)
-        if is_exact(rules):
+    exact_rows = (count for count in _ROW_CANDIDATES if rows_exact_from(count))
+    min_rows = next(exact_rows, None)
+    for candidate in _ATTENTION_CANDIDATES if min_rows is not None else ():
+        rules = ShapeRules(min_rows or 1, *candidate, exact=True)
+        if _attention_exact(attention, rules, max(longest or 0, _LONGEST), least_rows or rules.min_queries):
             return rules
-    return ShapeRules(*_CANDIDATES[-1], exact=False)
+    return INEXACT_RULES
+
+
+def _attention_exact(attention: Attention, rules: ShapeRules, longest: int, least_rows: int) -> bool:
+    few = slice(0, least_rows + 9)
+    for visible, most in _lengths(longest):
+        widest = -(-most // rules.column_multiple) * rules.column_multiple
+        whole = attention(2, few, visible, widest, rules)
+        for slots, rows, columns in _shapes(visible, widest, rules, least_rows):
+            if not torch.equal(attention(slots, rows, visible, columns, rules), whole[:slots, rows]):
+                return False
+    visible, columns = 385, 512
+    whole = attention(1, slice(0, NUM_PROBE_ROWS), visible, columns, rules)
+    for count in (count for count in _ROW_COUNTS if count >= least_rows):
+        for rows in (slice(0, count), slice(NUM_PROBE_ROWS - count, NUM_PROBE_ROWS)):
+            if not torch.equal(attention(1, rows, visible, columns, rules), whole[:, rows]):
+                return False
+    return True
+
+
+def _lengths(longest: int) -> list[tuple[int, int]]:
+    """Pairs of visible columns and the most columns to hold them against; a few of them reach up to the model's longest text."""
+    usual = [(visible, _LONGEST) for visible in _LENGTHS]
+    far = [(visible, longest) for visible in (129, longest // 2 + 1, longest - 1)] if longest > _LONGEST else []
+    return usual + far
+
+
+def _shapes(visible: int, widest: int, rules: ShapeRules, least_rows: int) -> Iterator[tuple[int, slice, int]]:
+    """Shapes (slots, rows, columns) to hold against the widest one: each number of columns with other slots and rows."""
+    tight = rules.columns(visible, widest)
+    block = rules.sum_columns
+    edge = -(-tight // block) * block
+    widths = sorted({tight, tight + rules.column_multiple, edge, edge + block, (tight + widest) // 2, widest})
+    for number, width in enumerate(widths):
+        columns = rules.columns(width, widest)
+        first = (0, 3, 8)[number % 3]
+        yield 1 + number % 2, slice(first, first + least_rows + (0, 4, 1)[number % 3]), columns
 
 
 def rows_exact(function: Callable[[Tensor], Tensor], rows_NK: Tensor, min_rows: int) -> bool:
@@ -115,48 +190,16 @@ def rows_exact(function: Callable[[Tensor], Tensor], rows_NK: Tensor, min_rows: 
     return all(torch.equal(function(rows_NK[:count]), whole[:count]) for count in counts if count <= rows_NK.shape[0])
 
 
-def _linear_exact(width: int, inner: int, vocab_size: int, dtype: torch.dtype, min_rows: int) -> bool:
-    generator = torch.Generator().manual_seed(0)
-    for num_in, num_out in ((width, width), (width, inner), (inner, width), (width, vocab_size)):
-        weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
-        rows = torch.randn(512, num_in, generator=generator).to(dtype)
-        if not rows_exact(functools.partial(functional.linear, weight=weight), rows, min_rows):
-            return False
-    return True
+def normal(seed: int, *shape: int) -> Tensor:
+    """Random normal numbers, the same for a seed and a shape; float32."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _attention_exact(num_heads: int, head_width: int, dtype: torch.dtype, rules: ShapeRules) -> bool:
-    generator = torch.Generator().manual_seed(1)
-    num_slots, num_queries, num_visible = 5, rules.min_queries + 9, min(100, rules.column_multiple * 3)
-    longest = -(-512 // rules.column_multiple) * rules.column_multiple
-    query, key, value = (
-        torch.randn(num_slots, num_heads, count, head_width, generator=generator).to(dtype)
-        for count in (num_queries, longest, longest)
-    )
-    bias = torch.randn(num_slots, num_heads, num_queries, longest, generator=generator).to(dtype)
-    bias[..., num_visible:] = -torch.inf
-    distances = key[0].transpose(1, 2).contiguous()
-    whole, scores = attend(query, key, value, bias), position_scores(query, distances, rules.min_rows)
-    for slots, queries, columns in shapes_to_compare(num_slots, num_visible, rules):
-        part = query[:slots, :, :queries]
-        near = slice(0, columns)
-        mixed = attend(part, key[:slots, :, near], value[:slots, :, near], bias[:slots, :, :queries, near])
-        product = position_scores(part, distances[:, :, near], rules.min_rows)
-        if not torch.equal(mixed, whole[:slots, :, :queries]):
-            return False
-        if not torch.equal(product, scores[:slots, :, :queries, near]):
-            return False
-    return True
+def probe_columns(seed: int, longest: int | None, *, heads: int, width: int) -> Tensor:
+    """Random keys or values [2, heads, W, width] for an `Attention` under test, W as long as `find_rules` asks for.
 
-
-def shapes_to_compare(num_slots: int, num_visible: int, rules: ShapeRules) -> list[tuple[int, int, int]]:
-    """Shapes (slots, queries, columns) of attention to hold against the largest one, in which 512 columns are there."""
-    multiple = rules.column_multiple
-    least = -(-num_visible // multiple) * multiple
-    return [
-        (slots, rules.min_queries + more, least + step * multiple)
-        for slots in (1, 2, num_slots)
-        for more in (0, 1, 4)
-        for step in (0, 1, 3)
-        if least + step * multiple <= 512 or step == 0
-    ]
+    Far columns repeat near ones, which is quick to fill; a very long text is tried with few heads.
+    """
+    num_columns = max(longest or 0, _LONGEST) + _SPARE
+    near = normal(seed, 2, max(1, min(heads, _MOST_CELLS // num_columns)), _LONGEST + _SPARE, width)
+    return near.repeat(1, 1, -(-num_columns // near.shape[2]), 1)[:, :, :num_columns]

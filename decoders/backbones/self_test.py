@@ -1,6 +1,6 @@
-"""Asks a freshly loaded model what must hold before it may decode: once, at start, in tens of milliseconds.
+"""Asks a freshly loaded model what must hold before it may decode: once, at start, in tenths of a second.
 
-`find_rules` finds the shape rules under which its own products, and attention in its shapes, do not depend on the batch.
+`model_rules` finds the shape rules under which its own products, and attention in its shapes, do not depend on the batch.
 `check_masking` decodes short random rows in the company of different junk and demands the same bits: a version of
 transformers that drops or replaces the mask is found here and not in the results.
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,37 +19,66 @@ from transformers.pytorch_utils import Conv1D
 
 from decoders.backbones.attention import attend_grouped
 from decoders.backbones.base import TokenRows
-from decoders.backbones.invariance import NO_RULES, ShapeRules, first_exact, rows_exact, shapes_to_compare
+from decoders.backbones.invariance import (
+    EXACT_DTYPES,
+    NO_RULES,
+    NUM_PROBE_ROWS,
+    Attention,
+    ShapeRules,
+    find_rules,
+    normal,
+    probe_columns,
+    rows_exact,
+)
 from decoders.backbones.packed import PackedLinear
 from decoders.masks import visible
 
 if TYPE_CHECKING:
     from decoders.backbones.transformer import ModuleBackbone
 
-_NUM_ROWS: Final = 300
 Product = tuple[nn.Module, int, int, torch.dtype]
 
 
-def find_rules(
-    found: Sequence[Product], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+@torch.no_grad()
+def model_rules(
+    found: Sequence[Product],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int | None = None,
 ) -> ShapeRules:
-    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d)."""
+    """Return the cheapest shape rules under which a model's rows agree bit by bit; `heads` is (K, G, d).
+
+    `longest` is the model's longest text, None where it has no limit. Half precision and GPUs are never exact: there the
+    products of attention are torch's own.
+    """
     if device.type != "cpu":
         return NO_RULES
     each = {(type(one[0]), *one[1:]): one for one in found}
 
-    @torch.no_grad()
-    def is_exact(rules: ShapeRules) -> bool:
-        return _attention_exact(heads, dtype, rules) and all(
-            rows_exact(module, _random(0, _NUM_ROWS, width).to(number), rules.min_rows)
+    def rows_exact_from(min_rows: int) -> bool:
+        return all(
+            rows_exact(module, normal(0, NUM_PROBE_ROWS, width).to(number), min_rows)
             for module, width, _, number in each.values()
         )
 
-    return first_exact(is_exact)
+    rules = find_rules(rows_exact_from, _grouped_attention(heads, dtype, longest), longest=longest, least_rows=1)
+    return dataclasses.replace(rules, exact=rules.exact and dtype in EXACT_DTYPES)
 
 
-def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def _grouped_attention(heads: tuple[int, int, int], dtype: torch.dtype, longest: int | None) -> Attention:
+    key_heads, group, width = heads
+    key, value = (probe_columns(seed, longest, heads=key_heads, width=width).to(dtype) for seed in (1, 2))
+    query = normal(3, 2, NUM_PROBE_ROWS, key.shape[1] * group, width).to(dtype)
+
+    def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
+        part = query[:slots, rows]
+        bias = torch.zeros(slots, part.shape[1], columns, dtype=dtype)
+        bias[..., visible:] = -torch.inf
+        near = (slice(0, slots), slice(None), slice(0, columns))
+        return attend_grouped(part, key[near], value[near], bias, scaling=width**-0.5, rules=rules)
+
+    return attention
 
 
 def products(module: nn.Module) -> Iterator[Product]:
@@ -62,25 +90,6 @@ def products(module: nn.Module) -> Iterator[Product]:
             yield part, part.in_features, part.out_features, part.weight.dtype
         elif isinstance(part, Conv1D):
             yield part, part.nx, part.nf, part.weight.dtype
-
-
-def _attention_exact(heads: tuple[int, int, int], dtype: torch.dtype, rules: ShapeRules) -> bool:
-    key_heads, group, width = heads
-    least = dataclasses.replace(rules, min_queries=1)
-    num_slots, num_rows, num_visible, longest = 5, rules.min_queries + 9, min(100, 3 * rules.column_multiple), 512
-    query = _random(1, num_slots, num_rows, key_heads * group, width).to(dtype)
-    key, value = _random(2, 2, num_slots, key_heads, longest, width).to(dtype)
-    bias = torch.zeros(num_slots, num_rows, longest, dtype=dtype)
-    bias[..., num_visible:] = -torch.inf
-    attend = partial(attend_grouped, scaling=width**-0.5, min_queries=rules.min_queries)
-    whole = attend(query, key, value, bias)
-    for slots, rows, columns in shapes_to_compare(num_slots, num_visible, least):
-        near = (slice(0, slots), slice(None), slice(0, columns))
-        for some in (slice(0, rows), slice(num_rows - rows, num_rows)):
-            part = attend(query[:slots, some], key[near], value[near], bias[:slots, some, :columns])
-            if not torch.equal(part, whole[:slots, some]):
-                return False
-    return True
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------
@@ -115,9 +124,9 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None) -> Tensor:
     backbone.allocate(3, 16)
     seed = 0 if junk is None else int(junk)
     for layer in backbone.cache.layers_2SKWd:
-        layer.copy_((junk or 0.0) * _random(seed, *layer.shape))
+        layer.copy_((junk or 0.0) * normal(seed, *layer.shape))
     slots = [1] if junk is None else [0, 1, 2]
-    others = _random(10 + seed, 2, 8).argsort().tolist()
+    others = normal(10 + seed, 2, 8).argsort().tolist()
     own = [5, 1, 4, 2, 3, 6, 0, 7]
     tokens = torch.tensor([own] if junk is None else [others[0], own, others[1]])
     parts = []

@@ -23,7 +23,7 @@ from decoders.backbones.causal_families import CausalFamily, empty_model, head_w
 from decoders.backbones.invariance import at_least_rows
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
-from decoders.backbones.self_test import find_rules, products
+from decoders.backbones.self_test import model_rules, products
 
 _ATTENTION: Final = "draftmill_slots"
 # Elementwise kernels take the last few numbers of a tensor another way; whole blocks of rows leave no such rest.
@@ -57,7 +57,9 @@ class ModuleBackbone:
         self.embedding_VD: Tensor = self.model.get_input_embeddings().weight
         self.vocab_size, self.width = int(parsed.vocab_size), int(parsed.hidden_size)
         heads = key_value_heads(parsed), parsed.num_attention_heads // key_value_heads(parsed), head_width(parsed)
-        self.rules = find_rules([*products(self.base), *products(self.head)], heads, dtype, self.device)
+        longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
+        found = [*products(self.base), *products(self.head)]
+        self.rules = model_rules(found, heads, dtype, self.device, longest)
         self.min_rows = self.rules.min_rows
         self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
         for part in self.base.modules():
@@ -151,10 +153,10 @@ class ModuleBackbone:
             slots=as_slice(rows.slots_B),
             num_slots=num_slots,
             num_rows=num_lines,
-            min_queries=self.rules.min_queries,
+            rules=self.rules,
             places=self.cache.places(slots_N, columns_N),
             rectangle_N=rectangle_N,
-            bands=((None, slice(0, num_lines)),) if fills else cut_ragged(rows.valid_BT),
+            bands=cut_ragged(rows.valid_BT, visible_BTW, self.rules.column_multiple),
             windows=self.windows,
             sights=self._sights(rows, visible_BTW, rectangle_N),
         )

@@ -15,8 +15,9 @@ P positions, H heads, d head width, D model width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -24,7 +25,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Rows
-from decoders.backbones.invariance import NO_RULES, ShapeRules, attend, choose_rules, linear_rows, position_scores
+from decoders.backbones.invariance import (
+    EXACT_DTYPES,
+    NO_RULES,
+    NUM_PROBE_ROWS,
+    Attention,
+    ShapeRules,
+    attend,
+    find_rules,
+    linear_rows,
+    normal,
+    position_scores,
+    probe_columns,
+    rows_exact,
+)
 from decoders.backbones.xlnet_family import XLNetShape
 from decoders.masks import visible
 
@@ -36,6 +50,8 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
 _MAX_BIAS_NUMBERS: Final = 1 << 24
+# Keys of distances are computed so many at a time: their bits then don't depend on how far the table reaches.
+_DISTANCES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +83,44 @@ class _Layout:
     hidden_BTW: Tensor
     distance_BTW: Tensor
     blind_N: Tensor
+
+
+@functools.lru_cache(maxsize=8)
+@torch.no_grad()
+def xlnet_rules(widths: tuple[int, int, int, int], num_heads: int, dtype: torch.dtype, threads: int) -> ShapeRules:
+    """Return the cheapest rules under which rows of these widths agree bit by bit on this machine; cached.
+
+    `widths` are those of the model, of all heads together, of the inner layer and of the vocabulary. `threads` is part of
+    the question, since it moves the boundaries between kernels.
+    """
+    width, heads_width, inner, vocab_size = widths
+    shapes = {(width, heads_width), (heads_width, width), (width, inner), (inner, width), (width, vocab_size)}
+
+    def rows_exact_from(min_rows: int) -> bool:
+        for num_in, num_out in shapes:
+            weight, rows = normal(0, num_out, num_in).to(dtype), normal(1, 512, num_in).to(dtype)
+            if not rows_exact(functools.partial(functional.linear, weight=weight), rows, min_rows):
+                return False
+        return True
+
+    rules = find_rules(rows_exact_from, _relative_attention(num_heads, heads_width // num_heads, dtype), longest=None)
+    return replace(rules, exact=rules.exact and dtype in EXACT_DTYPES)
+
+
+def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Attention:
+    """Attention whose bias comes from the relative positions, as in a layer; columns are positions."""
+    key, value, distances = (probe_columns(seed, None, heads=num_heads, width=width).to(dtype) for seed in (1, 2, 3))
+    query = normal(4, 2, key.shape[1], NUM_PROBE_ROWS, width).to(dtype) * width**-0.5
+    distances_Hdp = distances[0].transpose(1, 2).contiguous()
+
+    def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
+        part = query[:slots, :, rows]
+        bias = position_scores(part, distances_Hdp[:, :, :columns], rules.min_rows).clone()
+        bias[..., visible:] = -torch.inf
+        near = (slice(0, slots), slice(None), slice(0, columns))
+        return attend(part, key[near], value[near], bias, rules.sum_columns).transpose(1, 2)
+
+    return attention
 
 
 class XLNetBackbone:
@@ -104,7 +158,8 @@ class XLNetBackbone:
     def _rules(self, inner: int) -> ShapeRules:
         if self.device.type != "cpu":
             return NO_RULES
-        return choose_rules(self.width, inner, self.vocab_size, self.num_heads, self.dtype, torch.get_num_threads())
+        widths = (self.width, self.num_heads * self.head_width, inner, self.vocab_size)
+        return xlnet_rules(widths, self.num_heads, self.dtype, torch.get_num_threads())
 
     def _layer(self, weights: Mapping[str, Tensor], prefix: str) -> _Layer:
         attention, inner = prefix + "rel_attn.", prefix + "ff."
@@ -155,7 +210,8 @@ class XLNetBackbone:
         frequency = 10000.0 ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
         angle = distance.unsqueeze(1) * frequency
         sinusoid = torch.cat([angle.sin(), angle.cos()], dim=1).to(device=self.device, dtype=self.dtype)
-        return torch.einsum("pD,Dhd->hdp", sinusoid, layer.relative_DHd).contiguous()
+        parts = [torch.einsum("pD,Dhd->hdp", part, layer.relative_DHd) for part in sinusoid.split(_DISTANCES)]
+        return torch.cat(parts, dim=2).contiguous()
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
         """Give the positions of a slot's columns, int64 [L]; what its last sample left is wiped where it could do harm."""
@@ -278,7 +334,9 @@ class XLNetBackbone:
             content = (query_BTHd[part] + layer.content_bias_Hd).transpose(1, 2)
             position = (query_BTHd[part] + layer.position_bias_Hd).transpose(1, 2)
             bias = self._relative_bias(index, position, layout, part)
-            mixed = attend(content, key[part, :, :num_columns], value[part, :, :num_columns], bias)
+            mixed = attend(
+                content, key[part, :, :num_columns], value[part, :, :num_columns], bias, self.rules.sum_columns
+            )
             parts.append(mixed.transpose(1, 2).flatten(2))
         return torch.cat(parts).flatten(0, 1)[rectangle_N]
 

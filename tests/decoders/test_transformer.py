@@ -183,13 +183,18 @@ def test_attention_in_parts_is_the_same_attention(tmp_path, monkeypatch):
 )
 def test_a_ragged_rectangle_is_cut_where_a_few_slots_have_many_rows(lines, cut):
     valid_BT = torch.arange(max(lines)) < torch.tensor(lines).unsqueeze(1)
-    bands = attention.cut_ragged(valid_BT)
+    visible_BTW = valid_BT.unsqueeze(2).expand(-1, -1, 64)
+    bands = attention.cut_ragged(valid_BT, visible_BTW, 32)
     seen_BT = torch.zeros_like(valid_BT, dtype=torch.int64)
-    for slots, where in bands:
+    for slots, where, _ in bands:
         seen_BT[slice(None) if slots is None else slots, where] += 1
     assert (seen_BT <= 1).all() and bool(seen_BT[valid_BT].all()), "every row stands in one band"
-    assert [where.stop for slots, where in bands if slots is None] == [cut or max(lines)]
+    assert [where.stop for slots, where, _ in bands if slots is None] == [cut or max(lines)]
     assert len(bands) == (1 if cut is None else 2)
+
+
+def uncut(valid_BT, visible_BTW, multiple):
+    return ((None, slice(0, valid_BT.shape[1]), slice(0, visible_BTW.shape[2])),)
 
 
 def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
@@ -197,14 +202,14 @@ def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
     texts = {slot: random_tokens(48 if slot == 2 else 3, seed=slot) for slot in range(10)}
     cuts, cut_ragged = [], attention.cut_ragged
 
-    def counted(valid_BT):
-        cuts.append(cut_ragged(valid_BT))
+    def counted(*rectangle):
+        cuts.append(cut_ragged(*rectangle))
         return cuts[-1]
 
     monkeypatch.setattr(transformer, "cut_ragged", counted)
     ragged = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
     assert any(len(bands) == 2 for bands in cuts), "nothing was cut"
-    monkeypatch.setattr(transformer, "cut_ragged", lambda valid_BT: ((None, slice(0, valid_BT.shape[1])),))
+    monkeypatch.setattr(transformer, "cut_ragged", uncut)
     whole = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
     assert all(torch.equal(ragged[slot], whole[slot]) for slot in texts)
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
-from decoders.backbones.invariance import choose_rules
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.xlnet import xlnet_rules
 from decoders.base import Request
 from decoders.masks import decoding_order
 from decoders.reference import PlainModel
@@ -113,7 +113,7 @@ SPECULATIVE: list[dict[str, Any]] = [
 
 
 def test_the_shape_rules_hold_on_this_machine():
-    rules = choose_rules(24, 40, 61, 3, torch.float32, torch.get_num_threads())
+    rules = xlnet_rules((24, 24, 40, 61), 3, torch.float32, torch.get_num_threads())
     assert rules.exact, "no rule makes float32 rows independent of their batch on this machine"
 
 
