@@ -47,9 +47,9 @@ class World:
         return found[0, ids.shape[1] :].tolist()
 
 
-def make_world(folder: Path) -> World:
+def make_world(folder: Path, **config: Any) -> World:
     """A model in `folder / model` and what a test needs to know of it."""
-    model = save_model(folder / "model", ends=[2])
+    model = save_model(folder / "model", ends=[2], **config)
     tokenizer = load_tokenizer(TOKENIZER)
     assert tokenizer is not None
     return World(folder, model, tokenizer, [2])
