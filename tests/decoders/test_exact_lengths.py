@@ -73,16 +73,16 @@ def test_weighted_sums_are_the_plain_product():
 
 def split_beyond(limit):
     """A library that splits sums of more than `limit` numbers in halves, as some do."""
-    plain = {"bmm": torch.bmm, "baddbmm_": torch.Tensor.baddbmm_}
+    plain = torch.bmm
 
     def halves(count):
         return [slice(0, count // 2 + 1), slice(count // 2 + 1, count)] if count > limit else [slice(0, count)]
 
     def bmm(left, right):
         first, *rest = halves(left.shape[2])
-        total = plain["bmm"](left[..., first], right[:, first])
+        total = plain(left[..., first], right[:, first])
         for part in rest:
-            total = total + plain["bmm"](left[..., part], right[:, part])
+            total = total + plain(left[..., part], right[:, part])
         return total
 
     def baddbmm_(total, left, right):
@@ -170,10 +170,17 @@ def test_few_long_slots_are_cut_out_of_the_columns_and_nothing_changes(tmp_path,
     steps = {slot: in_a_row(text[-1:], len(text) - 1) for slot, text in texts.items()}
     found, bands = [], []
     cut_ragged = attention.cut_ragged
-    for cut in (cut_ragged, lambda valid, visible, _: ((None, slice(0, valid.shape[1]), slice(0, visible.shape[2])),)):
-        monkeypatch.setattr(
-            "decoders.backbones.transformer.cut_ragged", lambda *a, c=cut: bands.append(c(*a)) or bands[-1]
-        )
+
+    def uncut(valid, visible, multiple):
+        return ((None, slice(0, valid.shape[1]), slice(0, visible.shape[2])),)
+
+    for cut in (cut_ragged, uncut):
+
+        def noted(*rectangle, cut=cut):
+            bands.append(cut(*rectangle))
+            return bands[-1]
+
+        monkeypatch.setattr("decoders.backbones.transformer.cut_ragged", noted)
         backbone.forget()
         backbone.allocate(16, 704)
         found.append([play(backbone, prompts), play(backbone, steps)])
