@@ -1,19 +1,21 @@
 """Checkpoints as local folders, wherever they come from, and the hashes by which a job knows them again.
 
-`builtin:NAME`, a local folder, `s3://bucket/prefix` or the id of a hub repository. Only weights in safetensors, JSON and
-tokenizer files are fetched, never code. Reads no tensor.
+`builtin:NAME`, a local folder, `s3://bucket/prefix` or the id of a hub repository; or a file `*.gguf` in one of the last three,
+which is converted. Only weights in safetensors or GGUF, JSON and tokenizer files are fetched, never code. Reads no tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from actors.gguf_files import gguf_folder, is_gguf
+from actors.made_folders import cache_folder, read_source
 from storage.errors import StoreError, UserError
 from storage.store import open_store
 from storage.verbs import S3Options, Stat, Store
@@ -23,6 +25,7 @@ BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "vocab.txt", "merges.txt", "*.jinja")
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)/(?P<file>[\w./-]+\.gguf)")
 _HEAD_FILES = ("draft_head.json", "draft_head.safetensors")
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -37,7 +40,7 @@ def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None 
     Raises UserError, led by `field`, where there is no such model.
     """
     folder = Path(path).expanduser()
-    is_here = path.startswith(("builtin:", "s3://")) or folder.is_dir()
+    is_here = path.startswith(("builtin:", "s3://")) or folder.is_dir() or (is_gguf(path) and folder.is_file())
     if is_here and revision is not None:
         raise UserError(
             f"{revision!r} is not allowed for {path!r}, which has no revisions; allowed: null, or a hub id as path",
@@ -45,6 +48,8 @@ def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None 
         )
     if path.startswith("builtin:"):
         return _builtin(path, field)
+    if is_gguf(path) and not folder.is_dir():
+        return gguf_folder(_gguf_file(path, revision, s3, field), field)
     if path.startswith("s3://"):
         return _from_s3(path, s3, field)
     if is_here:
@@ -59,17 +64,14 @@ def builtin_models() -> list[str]:
     return sorted(place.name for place in BUILTIN.iterdir() if (place / "config.json").is_file())
 
 
-def cache_folder() -> Path:
-    """Where fetched models are kept: DRAFTMILL_CACHE, or the user's cache folder."""
-    named = os.environ.get("DRAFTMILL_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftmill"
-
-
 def model_hash(folder: Path) -> str:
     """SHA-256 over config.json, the weight files and the draft head, if there is one; by content, not by place.
 
-    Raises UserError where the checkpoint is incomplete.
+    For a folder that was made from a GGUF file it is a hash of that file. Raises UserError where the checkpoint is incomplete.
     """
+    source = read_source(folder)
+    if source is not None:
+        return str(source["weights"])
     from decoders.backbones.checkpoint import weight_files
 
     try:
@@ -123,6 +125,34 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "none are installed"
 
 
+def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
+    """A GGUF file as a local one: where it is, a copy of an object of S3, or `owner/repository/FILE.gguf` of the hub."""
+    if path.startswith("s3://"):
+        place, _, name = path.rpartition("/")
+        return _from_s3(place, s3, field, only=name) / name
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file.resolve()
+    found = _HUB_FILE.fullmatch(path)
+    if found is None or file.parent.is_dir():
+        raise UserError(
+            f"{path!r} is no file; allowed: a GGUF file here, s3://..., or owner/repository/FILE.gguf", field=field
+        )
+    return _file_from_hub(found["repository"], found["file"], revision, field)
+
+
+def _file_from_hub(repository: str, name: str, revision: str | None, field: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repository, name, revision=revision))
+    except (OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{repository}/{name} is neither a file here nor one of the hub's: {reason}", field=field
+        ) from None
+
+
 def _from_hub(path: str, revision: str | None, field: str) -> Path:
     from huggingface_hub import snapshot_download
 
@@ -135,15 +165,16 @@ def _from_hub(path: str, revision: str | None, field: str) -> Path:
         ) from None
 
 
-def _from_s3(path: str, s3: S3Options | None, field: str) -> Path:
-    """A copy in the cache, named by the objects' etags: another version is another folder."""
+def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = None) -> Path:
+    """A copy in the cache, named by the objects' etags: another version is another folder. `only` names the one file wanted."""
     bucket, _, prefix = path.removeprefix("s3://").partition("/")
     prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
     try:
         store = open_store(f"s3://{bucket}", s3=s3)
-        found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix))]
+        names = (only,) if only is not None else PATTERNS
+        found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix), names)]
         if not found:
-            raise UserError(f"{path!r} holds no model files ({', '.join(PATTERNS)})", field=field)
+            raise UserError(f"{path!r} holds no model files ({', '.join(names)})", field=field)
         version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in found]).encode()).hexdigest()[:16]
         target = cache_folder() / "models" / f"{bucket}-{version}"
         if not target.is_dir():
@@ -153,8 +184,8 @@ def _from_s3(path: str, s3: S3Options | None, field: str) -> Path:
         raise UserError(f"{path}: {error}", field=field) from None
 
 
-def _is_wanted(name: str) -> bool:
-    return "/" not in name and any(Path(name).match(pattern) for pattern in PATTERNS)
+def _is_wanted(name: str, patterns: Iterable[str]) -> bool:
+    return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _download(store: Store, prefix: str, found: list[Stat], target: Path) -> None:

@@ -15,6 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.made_folders import read_source
 from actors.rows import Messages
 from storage.errors import UserError
 
@@ -129,6 +130,9 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
         return None
     place = folder if setting == "auto" else Path(setting).expanduser()
     if not has_tokenizer(place):
+        reason = (read_source(place) or {}).get("tokenizer")
+        if reason is not None:
+            raise UserError(f"{reason}; allowed: a folder with the original model's tokenizer, or none", field=_FIELD)
         raise UserError(
             f"{setting!r}: {place} holds no tokenizer ({', '.join(_FILES)}); allowed: auto, a folder, or none for rows "
             "that give tokens",

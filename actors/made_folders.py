@@ -1,0 +1,143 @@
+"""Checkpoints that are made here from other files, each once: a folder of the cache, named by the content it was made from.
+
+The work is done by a process of its own: the caller needs no torch, and the memory is free again afterwards. Two callers that
+want the same folder at once wait for each other where the file system has locks; where it has none, both do the work, and the
+folder that is finished first stays. A folder of the final name is always whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from storage.errors import UserError
+
+try:
+    import fcntl
+except ImportError:  # a system without locks of this kind
+    fcntl = None  # type: ignore[assignment]
+
+SOURCE = "draftmill_source.json"
+"""What a made folder was made from: `weights`, the hash that stands for its weights, and more to read for people."""
+
+_ROOT = Path(__file__).resolve().parents[1]
+_CHUNK_BYTES = 2**22
+
+
+def cache_folder() -> Path:
+    """Where fetched and converted models are kept: DRAFTMILL_CACHE, or the user's cache folder."""
+    named = os.environ.get("DRAFTMILL_CACHE")
+    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftmill"
+
+
+def made_once(target: Path, make: Callable[[Path], None]) -> Path:
+    """Return `target`, calling `make` on an empty folder that becomes it if it is not there yet."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.with_name(f"{target.name}.lock")):
+        if not target.is_dir():
+            _make(target, make)
+    return target
+
+
+def _make(target: Path, make: Callable[[Path], None]) -> None:
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
+    partial.mkdir()
+    try:
+        make(partial)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file, as far as the file system has locks; it stays, since another process may be waiting on it."""
+    with path.open("a") as file:
+        if fcntl is not None:
+            with suppress(OSError):  # no locks on this file system
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def run_maker(module: str, arguments: Sequence[str], *, field: str) -> None:
+    """Run `python -m MODULE ARGUMENTS...`; UserError with its words where it refuses, RuntimeError where it fails."""
+    paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"},
+    )
+    refused = _refusal(done.stdout)
+    if refused is not None:
+        raise UserError(refused, field=field)
+    if done.returncode != 0:
+        why = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
+        raise RuntimeError(f"{module} {why} (signal 9 is what a machine out of memory sends): {done.stderr[-2000:]}")
+
+
+def refuse(message: str) -> None:
+    """Tell `run_maker` why the work can't be done; for the modules that it runs."""
+    print(json.dumps({"refused": message}))
+
+
+def _refusal(output: str) -> str | None:
+    """The refusal on the last line of a maker's output, None where there is none."""
+    lines = output.strip().splitlines()
+    try:
+        found = json.loads(lines[-1]) if lines else None
+    except json.JSONDecodeError:
+        return None
+    return str(found["refused"]) if isinstance(found, dict) and "refused" in found else None
+
+
+def write_source(folder: Path, source: dict[str, Any]) -> None:
+    """Note what a folder was made from; `source` has the key `weights`."""
+    (folder / SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+
+
+def read_source(folder: Path) -> dict[str, Any] | None:
+    """What `write_source` noted; None for a folder that was not made here."""
+    try:
+        found = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def content_hash(file: Path) -> str:
+    """SHA-256 of a file's content. Remembered for a file of the same place, size and time, since models are large."""
+    stat = file.stat()
+    known_by = f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+    memo = cache_folder() / "hashes" / hashlib.sha256(known_by.encode()).hexdigest()[:32]
+    try:
+        return memo.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        pass
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while data := stream.read(_CHUNK_BYTES):
+            digest.update(data)
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
+    partial.write_text(digest.hexdigest(), encoding="ascii")
+    partial.replace(memo)
+    return digest.hexdigest()
