@@ -56,13 +56,17 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU."""
+    """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU.
+
+    `longest` is the length in tokens to which longer canvases were cut, None where none was.
+    """
 
     rows: int
     tokens: int
     took_s: float
     memory_bytes: int
     where: str
+    longest: int | None = None
 
 
 def header(prepared: Prepared) -> Iterator[str]:
@@ -147,7 +151,8 @@ def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[st
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
     todo = float(sample.masked().mean()) * sample.total
-    yield f"rate      {rate:,.0f} tokens/s on one worker, measured over {trial.took_s:.1f} s"
+    cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
+    yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, measured over {trial.took_s:.1f} s{cut}"
     if rate:
         count = prepared.spec.workers.count
         shared = "; divide by the number of workers" if count == "auto" else f" on {count} workers"

@@ -9,19 +9,21 @@ import resource
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.canvas import Canvas, runs
 from actors.clerk import guarded
 from actors.loading import build, load_networks
 from actors.makers import Maker, maker_for
 from actors.models import user_error
 from actors.rows import row_id, row_key
 from actors.stop_text import stops_of
-from decoders.base import Decoder, Request
+from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
 from jobs.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
 from jobs.handout import decoder_of, place_of
@@ -38,6 +40,15 @@ SAMPLE_ROWS = 512
 TRIAL_ROWS = 64
 TRIAL_S = 5.0
 
+FIRST_FLOP = 2e10
+LONGEST_FLOP = 2e11
+"""The trial's first forward, and the longest canvas in it, by 2 FLOP a token and parameter: under a second, and a few seconds, on
+one slow core. A forward can't be interrupted, so what is asked of it has to be bounded."""
+
+QUICK_S = 0.5
+LEAST_TOKENS = 16
+"""A step that took less than QUICK_S is followed by one that may take in twice as many tokens."""
+
 
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError where something is unusable."""
@@ -52,6 +63,7 @@ def validate(spec: JobSpec) -> int:
     for line in size_lines(prepared, sample):
         print(line)
     if canvases:
+        print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
         for line in trial_lines(prepared, sample, try_out(prepared, canvases)):
             print(line)
     return OK
@@ -119,18 +131,49 @@ def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
 
 
 def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
-    """Load the model and decode these rows for at most TRIAL_S; raises UserError where the weights are unusable."""
+    """Load the model and decode these rows for about TRIAL_S; raises UserError where the weights are unusable.
+
+    Short rows are taken first and long ones are cut, so that no forward takes long on a slow machine; the clock is looked at
+    after each step.
+    """
+    most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     try:
-        decoder = _build(prepared, max_rows=len(rows))
+        decoder = _build(prepared, max_rows=len(cut))
     except ValueError as error:
         raise user_error(error, "model.path") from None
+    tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
+    return Trial(len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest)
+
+
+def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
+    """Decode for about TRIAL_S; returns tokens and seconds. `budget` is how many tokens of canvases the first step takes in."""
     waiting = deque(row.request(number) for number, row in enumerate(rows))
-    _step(decoder, waiting)  # the first forward allocates and chooses kernels
-    tokens, began_s = decoder.stats.committed, time.perf_counter()
-    while (waiting or decoder.active) and time.perf_counter() - began_s < TRIAL_S:
-        _step(decoder, waiting)
-    took_s = time.perf_counter() - began_s
-    return Trial(len(rows), decoder.stats.committed - tokens, took_s, *_memory(prepared.spec.model.device))
+    began_s = time.perf_counter()
+    since_s, before = began_s, 0
+    while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < TRIAL_S:
+        _step(decoder, waiting, budget)
+        if not before:  # the first forward allocates and chooses kernels
+            since_s, before = time.perf_counter(), decoder.stats.committed
+        if time.perf_counter() - now_s < QUICK_S:
+            budget *= 2
+    if decoder.stats.committed > before:
+        return decoder.stats.committed - before, time.perf_counter() - since_s
+    return decoder.stats.committed, time.perf_counter() - began_s  # there was time for nothing but the first one
+
+
+def shortened(row: Made, most: int) -> Made:
+    """The row with at most `most` tokens of its canvas: those around the first that is generated, or scored."""
+    canvas = row.canvas
+    if len(canvas.tokens) <= most:
+        return row
+    wanted = canvas.holes[0][0] if canvas.score_from is None else canvas.score_from
+    start = max(0, min(wanted - most // 2, len(canvas.tokens) - most))
+    tokens = canvas.tokens[start : start + most]
+    if canvas.score_from is not None:
+        return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
+    return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
 
 
 def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
@@ -147,9 +190,11 @@ def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
     )
 
 
-def _step(decoder: Decoder, waiting: deque[Request]) -> None:
-    while waiting and decoder.room(len(waiting[0].canvas)):
+def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
+    """Take in rows of `budget` tokens together, one at least where no other is decoded, and make one step."""
+    while waiting and decoder.room(size := len(waiting[0].canvas)) and (size <= budget or not decoder.active):
         decoder.admit([waiting.popleft()])
+        budget -= size
     decoder.step()
 
 
