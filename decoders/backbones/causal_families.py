@@ -1,8 +1,8 @@
 """The causal families of transformers: which of its classes they are, which tensors their checkpoints hold.
 
-Everything that a module can tell is asked of the module, built without memory on torch's meta device: names, shapes, which
-tensors are tied. transformers takes seconds to import and is imported only where a checkpoint is looked at. Only its own
-classes are used: a checkpoint's remote code is never run.
+A checkpoint is described from its JSON alone (causal_config.py, causal_shapes.py). transformers takes seconds to import and is
+imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's remote
+code is never run.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+from decoders.backbones.causal_config import read_fields
+from decoders.backbones.causal_shapes import shapes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +22,10 @@ DECODERS: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multi
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 # Fields that say how others are to run the weights, and nothing of what these compute.
-_HOW_TO_RUN: Final = {"attn_implementation", "_attn_implementation", "return_dict"}
+_HOW_TO_RUN: Final = {
+    "attn_implementation", "_attn_implementation", "return_dict", "architectures", "transformers_version",
+    "id2label", "label2id", "num_labels", "problem_type",
+}  # fmt: skip
 
 
 def _no_windows(config: Any) -> tuple[int | None, ...]:
@@ -155,19 +161,36 @@ CAUSAL_FAMILIES: Final = (
 # ---- what config.json says ---------------------------------------------------------------------------------------
 
 
+def read_config(family: CausalFamily, config: Config) -> Any:
+    """Return the fields of config.json as `parse_config` would; ValueError where it is unusable, or is not to be batched."""
+    try:
+        parsed = read_fields(family.config_class, _fields(family, config))
+        _check(family, config, parsed)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise _unfit(family, error) from error
+    return parsed
+
+
 def parse_config(family: CausalFamily, config: Config) -> Any:
     """Return config.json as transformers' config object; ValueError where it is unusable, or is not to be batched."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
+    read_config(family, config)
     try:
-        fields = {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
-        parsed = getattr(transformers, family.config_class).from_dict(fields)
-        _check(family, config, parsed)
+        parsed = getattr(transformers, family.config_class).from_dict(_fields(family, config))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}") from error
+        raise _unfit(family, error) from error
     return parsed
+
+
+def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
+    return {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
+
+
+def _unfit(family: CausalFamily, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}")
 
 
 def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
@@ -208,15 +231,15 @@ def head_width(parsed: Any) -> int:
 
 def max_positions(family: CausalFamily, config: Config) -> int | None:
     """The longest text that the model was made for."""
-    return getattr(parse_config(family, config), "max_position_embeddings", None)
+    return getattr(read_config(family, config), "max_position_embeddings", None)
 
 
 def vocab_size(family: CausalFamily, config: Config) -> int:
     """How many token ids there are, with and without a token."""
-    return int(parse_config(family, config).vocab_size)
+    return int(read_config(family, config).vocab_size)
 
 
-# ---- what its module says ----------------------------------------------------------------------------------------
+# ---- its tensors -------------------------------------------------------------------------------------------------
 
 
 def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
@@ -233,15 +256,16 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
 
 def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:
     """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
-    parsed = parse_config(family, config)
-    state = empty_model(family.model_class, parsed, family.adapt).state_dict()
-    tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
-    return {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
+    parsed = read_config(family, config)
+    shapes = shapes_of(family.model_class, parsed)
+    if parsed.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
 
 
 def optional_names(family: CausalFamily, config: Config) -> set[str]:
     """Name the tensors that a checkpoint may have besides."""
-    parsed = parse_config(family, config)
+    parsed = read_config(family, config)
     names = {buffer.format(layer) for buffer in family.buffers for layer in range(parsed.num_hidden_layers)}
     return names | ({"lm_head.weight"} if parsed.tie_word_embeddings else set())
 
