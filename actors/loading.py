@@ -112,14 +112,14 @@ def check_drafter(
     `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
     """
     from decoders.backbones.checkpoint import inspect_model
-    from decoders.registry import stored_heads
+    from decoders.fit import check_heads
 
     try:
         found = inspect_model(drafter)
         _check_kind(drafter, found, decoder)
         if tokenizer_hash(drafter) != tokenizer_hash(model, place.tokenizer):
             _check_vocabulary(drafter, found, info, tokenizer, place)
-        stored_heads(decoder, drafter)
+        check_heads(decoder, drafter)
         return model_hash(drafter)
     except ValueError as error:
         _refuse(error)

@@ -5,11 +5,13 @@ A driver asks here before anything is loaded; the decoders ask again when they a
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 from decoders.base import ModelInfo
 from decoders.block_settings import BlockSettings
-from decoders.settings import Ancestral, Settings, SpecDiff
+from decoders.head_files import CONFIG, WEIGHTS, HeadKind, check_files, read_sizes
+from decoders.settings import Ancestral, Assd, Settings, SpecDiff
 
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
@@ -69,3 +71,27 @@ def check_window(settings: SpecDiff, drafter: ModelInfo) -> None:
             "decoder.window: 'full' is the length that the drafter was trained on, which its config.json doesn't say; "
             "allowed: short"
         )
+
+
+def head_place(settings: Settings, folder: Path) -> tuple[Path, HeadKind] | None:
+    """Where the draft head is that the settings name, and of which kind; None where none serves. 'auto' is the one in `folder`.
+
+    Raises ValueError where there is none in the place named.
+    """
+    if not isinstance(settings, Assd | SpecDiff) or settings.head == "none":
+        return None
+    if isinstance(settings, SpecDiff) and settings.order == "native":
+        return None
+    if settings.head == "auto":
+        return folder, settings.kind
+    place = Path(settings.head).expanduser()
+    if read_sizes(place, settings.kind) is None:
+        raise ValueError(f"decoder.head: {settings.head} has no {CONFIG} and {WEIGHTS}")
+    return place, settings.kind
+
+
+def check_heads(settings: Settings, folder: Path) -> None:
+    """Raise ValueError where a draft head is named, or lies in `folder`, that can't serve the decoder."""
+    place = head_place(settings, folder)
+    if place is not None:
+        check_files(*place)

@@ -13,19 +13,24 @@ Legend: R any leading shape, D = model width, H = hidden width of the head.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-MAX_DISTANCE = 16
-MAX_UNSEEN = 8
+from decoders.head_files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
 
-HeadKind = Literal["assd", "specdiff"]
-"""The decoder that a head was trained for; heads of one kind would be worthless to the other."""
+__all__ = [
+    "MAX_DISTANCE",
+    "MAX_UNSEEN",
+    "ChainHead",
+    "DraftHeads",
+    "HeadKind",
+    "MarkovHead",
+    "distance_index",
+    "load_heads",
+]
 
 
 def distance_index(position: Tensor, other: Tensor) -> Tensor:
@@ -135,28 +140,13 @@ def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
     Which heads there are is the file's say. Raises ValueError where only one of the two files exists, the weights do not fit
     the sizes, or the heads were trained for another decoder than `kind`.
     """
-    config_path, weights_path = folder / "draft_head.json", folder / "draft_head.safetensors"
-    if not config_path.exists() and not weights_path.exists():
+    sizes = read_sizes(folder, kind)
+    if sizes is None:
         return None
-    if not (config_path.exists() and weights_path.exists()):
-        raise ValueError(f"decoder.head: {folder} needs both draft_head.json and draft_head.safetensors")
-    heads = _of_config(config_path, kind)
-    weights = {name: tensor.float() for name, tensor in load_file(weights_path).items()}
+    heads, path = DraftHeads(**sizes), folder / WEIGHTS
+    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
     try:
         heads.load_state_dict(weights, strict=True)
     except RuntimeError as error:
-        raise ValueError(f"decoder.head: {weights_path} does not fit {config_path}: {error}") from error
+        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}: {error}") from error
     return heads.eval()
-
-
-def _of_config(path: Path, kind: HeadKind) -> DraftHeads:
-    sizes: dict[str, Any] = json.loads(path.read_text())
-    # The first heads were all of one kind, and their files don't name it.
-    found = sizes.pop("kind", "assd")
-    if found != kind:
-        raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
-    missing = {"width", "markov_hidden"} - sizes.keys()
-    unknown = sizes.keys() - {"width", "markov_hidden", "chain_hidden"}
-    if missing or unknown:
-        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-    return DraftHeads(**{name: int(size) for name, size in sizes.items()})

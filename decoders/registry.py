@@ -19,7 +19,7 @@ from decoders.block_diffusion import BlockDiffusion
 from decoders.block_settings import BlockSettings
 from decoders.block_settings import S2d2 as S2d2Settings
 from decoders.block_slots import BlockSlots
-from decoders.fit import check_family
+from decoders.fit import check_family, head_place
 from decoders.heads import DraftHeads, load_heads
 from decoders.jacobi import Jacobi
 from decoders.masked_diffusion import MaskedDecoder
@@ -60,15 +60,8 @@ def stored_heads(settings: Settings, folder: Path) -> DraftHeads | None:
 
     Raises ValueError where there is none in the place named, or none that serves the decoder.
     """
-    if not isinstance(settings, Assd | SpecDiffSettings) or settings.head == "none":
-        return None
-    if isinstance(settings, SpecDiffSettings) and settings.order == "native":
-        return None
-    named = settings.head != "auto"
-    heads = load_heads(Path(settings.head).expanduser() if named else folder, settings.kind)
-    if heads is None and named:
-        raise ValueError(f"decoder.head: {settings.head} has no draft_head.json and draft_head.safetensors")
-    return heads
+    place = head_place(settings, folder)
+    return None if place is None else load_heads(*place)
 
 
 def find_heads(settings: Settings, folder: Path, backbone: Model) -> DraftHeads | None:
