@@ -63,8 +63,13 @@ def digest(value: Any) -> str:
 
 
 def identity(file: InputFile) -> dict[str, Any]:
-    """What tells one version of an input from another: its name and format, size, etag and date."""
-    return {key: value for key, value in asdict(file).items() if key != "uri"}
+    """What tells one version of an input from another: name, format, size and content (hash or etag); without these, its date."""
+    known = {
+        key: value for key, value in asdict(file).items() if key != "uri" and (key != "sha256" or value is not None)
+    }
+    if file.sha256 is not None or file.etag is not None:
+        del known["mtime_s"]  # a file that was touched, or uploaded again, is the same
+    return known
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

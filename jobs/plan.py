@@ -179,6 +179,16 @@ def compare_settings(plan: Plan, spec: JobSpec) -> None:
         raise _another_job(plan, changed)
 
 
+def compare_inputs(plan: Plan, inputs: Sequence[InputFile]) -> None:
+    """Raise UserError, naming what differs, where the inputs are not those of the plan."""
+    files = changed_files(plan.files, inputs)
+    if files:
+        raise UserError(
+            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
+            field="input.path",
+        )
+
+
 def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
     return UserError(
         f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
@@ -190,12 +200,7 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
     """Raise UserError, naming what differs, unless `results` (results_key) is what the plan was made for."""
     if fingerprint(results) == plan.fingerprint:
         return
-    files = changed_files(plan.files, inputs)
-    if files:
-        raise UserError(
-            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
-            field="input.path",
-        )
+    compare_inputs(plan, inputs)
     raise _another_job(
         plan, [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
     )

@@ -18,15 +18,22 @@ from actors.text import Tokenizer, load_tokenizer
 from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
 from jobs.handout import place_of
-from jobs.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
+from jobs.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from jobs.progress import Display
 from jobs.spec import JobSpec
+from storage.contents import hashed, num_bytes_to_hash, recognised
 from storage.errors import UserError
 from storage.reader import InputFile, list_inputs
 from storage.verbs import Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
+
+NOTED_BYTES = 2**30
+"""As much input is hashed in a second or two; more gets a line."""
+
+LIMITED_HASH_BYTES = 2**30
+"""With `input.limit` a job may read the first few rows of a huge file: larger ones are then known by size and date alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,9 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
     inputs = list_inputs(spec.input.path, s3=spec.s3.options())
+    if plan is not None:
+        inputs = recognised(inputs, {file.name: file for file in plan.files})
+        compare_inputs(plan, inputs)
     hashes = Hashes(
         model=model_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
@@ -137,10 +147,15 @@ def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int 
     """
     plan = load_plan(store)
     if plan is not None:
-        results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
-        compare_plan(plan, results, prepared.inputs)
+        inputs = recognised(prepared.inputs, {file.name: file for file in plan.files})
+        compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
         return plan
     display.note(f"planning: {len(prepared.inputs):,} input files")
+    most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
+    num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
+    if num_bytes >= NOTED_BYTES:
+        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, by which a resume knows it again")
+    inputs = hashed(prepared.inputs, most_bytes=most_bytes)
     rows = said = 0
 
     def progress(count: int) -> None:
@@ -155,7 +170,7 @@ def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int 
         prepared.info,
         prepared.tokenizer,
         prepared.hashes,
-        prepared.inputs,
+        inputs,
         store,
         epoch=epoch,
         progress=progress,

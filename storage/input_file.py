@@ -13,7 +13,8 @@ class InputFile:
 
     `name` is relative to the input's root and stable when the data moves; row ids are made of it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
-    time; they and `etag` are None where the place doesn't say.
+    time; they and `etag` are None where the place doesn't say. `sha256` is that of the content, None where it is not known
+    (storage/contents.py).
     """
 
     uri: str
@@ -23,3 +24,4 @@ class InputFile:
     mtime_s: float | None
     format: str
     compression: str | None = None
+    sha256: str | None = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,14 @@ import pytest
 from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from actors.text import Tokenizer
 from jobs import packing, plan_writer
-from jobs.fingerprint import Hashes, results_key
+from jobs.fingerprint import Hashes, changed_files, results_key
 from jobs.plan import Plan, build_plan, compare_plan, load_plan
 from jobs.plan_writer import PlanWriter
 from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
 from storage.errors import StoreError, UserError
-from storage.reader import list_inputs
+from storage.reader import InputFile, list_inputs
 from storage.store import open_store
 from storage.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
@@ -169,6 +172,79 @@ def test_a_changed_input_is_named(rows: Path) -> None:
     assert (
         "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value) and "a.jsonl" not in str(caught.value)
     )
+
+
+def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
+    """A job of the builtin model over one file of two rows, its run directory, and the file."""
+    file = folder / "rows.jsonl"
+    file.write_text('{"text": "def f"}\n{"text": "def g"}\n')
+    spec = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(folder / "run"), **changes)
+    return spec, open_store(str(folder / "run")), file
+
+
+def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    made = make_plan(prepare(spec, store), store, Silence())
+    assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    os.utime(file, (1, 1))
+    again = prepare(spec, store)
+    assert again.plan is not None and again.plan.fingerprint == made.fingerprint
+    assert make_plan(again, store, Silence()).fingerprint == made.fingerprint, "the plan that is there is taken"
+    shutil.copy(file, tmp_path / "copy")
+    (tmp_path / "copy").rename(file)
+    assert prepare(spec, store).plan is not None, "a copy has the same bytes, too"
+
+
+def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    make_plan(prepare(spec, store), store, Silence())
+    file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
+    os.utime(file, (1, 1))
+    with pytest.raises(UserError, match=r"rows\.jsonl \(sha256 was ") as caught:
+        prepare(spec, store)
+    assert caught.value.field == "input.path"
+
+
+def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store, file = small_job(tmp_path)
+    make_plan(prepare(spec, store), store, Silence())
+    read: list[str] = []
+    monkeypatch.setattr("storage.contents._hashed", lambda file: read.append(file.name) or file)
+    prepare(spec, store)
+    assert read == []
+    file.write_text("of another size")
+    with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):
+        prepare(spec, store)
+    assert read == []
+
+
+def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.prepare.LIMITED_HASH_BYTES", 8)
+    spec, store, file = small_job(tmp_path, input__limit=1)
+    assert make_plan(prepare(spec, store), store, Silence()).files[0].sha256 is None
+    assert prepare(spec, store).plan is not None
+    os.utime(file, (1, 1))
+    with pytest.raises(UserError, match="mtime_s was "):
+        prepare(spec, store)
+
+
+def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    prepared = prepare(spec, store)
+    with file.open("a") as more:
+        more.write('{"text": "late"}\n')
+    with pytest.raises(UserError, match="changed while it was read"):
+        make_plan(prepared, store, Silence())
+
+
+def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
+    before = InputFile("s3://b/a.jsonl", "a.jsonl", 7, '"e"', 1.0, "jsonl")
+    assert changed_files([before], [dataclasses.replace(before, mtime_s=2.0)]) == []
+    assert changed_files([before], [dataclasses.replace(before, etag='"f"')]) != []
 
 
 def test_inputs_that_moved_are_the_same_inputs(rows: Path) -> None:
