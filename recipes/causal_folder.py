@@ -27,12 +27,17 @@ def save_model(out: Path, model: Qwen2ForCausalLM, shape: Shape, tokenizer: Path
 
 def write_beside(out: Path, config: dict[str, Any], tokenizer: Path) -> None:
     """All of a model folder but its weights: `config`, what of it ends a text, and the files of the `tokenizer`'s folder."""
+    write_config(out, config)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(tokenizer / name, out / name)
+
+
+def write_config(out: Path, config: dict[str, Any]) -> None:
+    """The model folder `out` with config.json and what of it ends a text."""
     out.mkdir(parents=True, exist_ok=True)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     loop.write_json(out / "config.json", config)
     loop.write_json(out / "generation_config.json", ends)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer / name, out / name)
 
 
 def copy_with_weights(source: Path, out: Path, model: Qwen2ForCausalLM) -> None:
