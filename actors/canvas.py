@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.ids import STAGE, check_ids, check_length, given_ids, is_id
+from actors.infilling import Infilling
 from actors.masking import (
     Range,
     bad_mask,
@@ -47,22 +48,24 @@ class Canvas:
     """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges.
 
     A canvas to be scored has no holes: the tokens from `score_from` on are, and `text` is what they say, where it is known.
+    Where a causal model fills holes one after the other, this is the first one's canvas, and `infilling` has the row.
     """
 
     tokens: NDArray[np.int32]
     holes: tuple[Range, ...]
     score_from: int | None = None
     text: str | None = None
+    infilling: Infilling | None = None
 
     @property
     def num_masked(self) -> int:
         """How many tokens are to be generated, at most."""
-        return sum(end - start for start, end in self.holes)
+        return sum(end - start for start, end in self.holes) if self.infilling is None else sum(self.infilling.limits)
 
     @property
     def size(self) -> Size:
         """What a planner needs to know."""
-        length = len(self.tokens)
+        length = len(self.tokens) if self.infilling is None else self.infilling.longest
         return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
 
 
@@ -147,7 +150,10 @@ class CanvasMaker:
         return self.tokenizer
 
     def _encode(self, text: str) -> NDArray[np.int32]:
-        return check_ids(np.asarray(self._tokenizer().encode(text), dtype=np.int64), self.info)
+        return self._checked_ids(self._tokenizer().encode(text))
+
+    def _checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        return check_ids(np.asarray(ids, dtype=np.int64), self.info)
 
     def _checked(self, tokens: NDArray[np.int32]) -> Canvas:
         check_length(len(tokens), self.info)

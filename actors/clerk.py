@@ -16,7 +16,7 @@ from actors.job import Job
 from actors.makers import maker_for
 from actors.messages import Receipt, WorkUnit
 from actors.plan_table import PlannedRow, PlanTable
-from actors.results import counted, decoded, failed
+from actors.results import counted, decoded, failed, infilled
 from actors.rows import row_id, row_key
 from actors.samples import Sample, tally_of
 from actors.stop_text import stop_strings
@@ -130,6 +130,9 @@ class RowClerk:
         else:
             sample.note.canvas = made
             sample.canvas, sample.score_from = made.tokens, made.score_from
+            if made.infilling is not None:
+                sample.infilling = made.infilling
+                sample.ask()
 
     def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
         planned: PlannedRow = sample.note.planned
@@ -171,6 +174,8 @@ class RowClerk:
     def _decoded(self, sample: Sample) -> dict[str, Any]:
         outcome, canvas = sample.outcome, sample.note.canvas
         assert outcome is not None and canvas is not None
+        if canvas.infilling is not None:
+            return infilled(canvas.infilling, sample.parts, outcome, self._tokenizer)
         return decoded(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 

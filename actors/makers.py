@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from actors.canvas import Canvas, CanvasMaker, Size
+from actors.fim import fills_in_middle, template_of
+from actors.fim_maker import FimMaker
 from actors.prompts import PromptMaker
 from actors.rows import Values
 from actors.task import Columns, Infill, Task
@@ -27,7 +29,9 @@ class Maker(Protocol):
 
 
 def maker_for(task: Task, columns: Columns, tokenizer: Tokenizer | None, info: ModelInfo) -> Maker:
-    """Return what makes the canvases of a task."""
+    """Return what makes the canvases of a task; UserError where a causal model is to fill holes and has no tokens for it."""
+    if isinstance(task, Infill) and fills_in_middle(task, info):
+        return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info))
     if isinstance(task, Infill):
         return CanvasMaker(task, columns, tokenizer, info)
     return PromptMaker(task, columns, tokenizer, info)

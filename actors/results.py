@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+
 from actors.canvas import Canvas, finish_row
+from actors.infilling import Infilling, Part
 from actors.stop_text import StopStrings
 from actors.task import Complete, Score, Task
 from actors.text import Tokenizer
@@ -35,6 +39,37 @@ def decoded(
         return columns | scored(canvas, outcome, tokenizer)
     finished = finish_row(canvas, outcome.tokens, tokenizer)
     return columns | {"text": finished.text, "fills": finished.fills}
+
+
+def infilled(row: Infilling, parts: Sequence[Part], outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The columns of a row whose holes were asked for one after the other.
+
+    `tokens` holds what was generated, end tokens included. A fill's start and end count the tokens of the filled row, which
+    has none of them. `truncated_tokens` is how many tokens of the row a hole did not see, at most, since they did not fit.
+    """
+    fills = [part.fill for part in parts]
+    pieces = row.filled(fills)
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    filled = np.concatenate(pieces).tolist()
+    said = [] if tokenizer is None else [tokenizer.continuation(fill.tolist()) for fill in fills]
+    return {
+        "tokens": outcome.tokens,
+        "prompt_tokens": sum(part.asked.num_prompt for part in parts) if parts else len(filled),
+        "new_tokens": len(outcome.tokens),
+        "finish": outcome.finish,
+        "logprob": outcome.logprob,
+        "text": None if tokenizer is None else _whole(tokenizer, filled, begun=bool(len(row.pieces[0]))),
+        "fills": [
+            {"start": ends[2 * hole], "end": ends[2 * hole + 1], "text": said[hole] if said else None}
+            for hole in range(len(fills))
+        ],
+        "truncated_tokens": max((part.asked.cut for part in parts), default=0),
+    }
+
+
+def _whole(tokenizer: Tokenizer, ids: list[int], *, begun: bool) -> str:
+    """The text of a row; one that begins with a hole begins as a text behind another does."""
+    return tokenizer.decode(ids) if begun else tokenizer.continuation(ids)
 
 
 def completed_text(outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None) -> str | None:

@@ -39,12 +39,16 @@ class Clerk(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A unit in hand. `left` counts the samples without an outcome; `job` is what the clerk does for it now, if anything."""
+    """A unit in hand. `left` counts the samples that have not ended; `job` is what the clerk does for it now, if anything.
+
+    `again` are samples that gave their slot back with holes left to fill: they come before those that `waiting` holds.
+    """
 
     unit: WorkUnit
     job: Future[Any] | None
     samples: list[Sample] = field(default_factory=list)
     waiting: deque[Sample] = field(default_factory=deque)
+    again: deque[Sample] = field(default_factory=deque)
     left: int = 0
     queued_at_s: float = 0.0
     opened: bool = False
@@ -116,7 +120,7 @@ class UnitRunner:
     @property
     def _ready(self) -> bool:
         """Whether a sample waits for a slot."""
-        return bool(self._suspects) or any(unit.waiting for unit in self._open.values())
+        return bool(self._suspects) or any(unit.waiting or unit.again for unit in self._open.values())
 
     def _collect(self, *, block: bool) -> None:
         """Take in what the clerk has finished; `block` until it has, if it is at work."""
@@ -187,6 +191,10 @@ class UnitRunner:
                 self._give_slots([self._suspects.popleft()])
             return
         for unit in list(self._open.values()):
+            while unit.again:  # one by one: their lengths are in no order
+                if not self._room(length_of(unit.again[0])):
+                    return
+                self._give_slots([(unit, unit.again.popleft())])
             while unit.waiting:
                 room = self._room(length_of(unit.waiting[0]))
                 if not room:
@@ -206,7 +214,8 @@ class UnitRunner:
             self._resident[self._handles] = (unit, sample)
             requests.append(sample.request(self._handles))
             self._handles += 1
-        self.decoder.admit(requests, queued_at_s=[unit.queued_at_s for unit, _ in samples])
+        queued = [unit.queued_at_s if sample.queued_at_s is None else sample.queued_at_s for unit, sample in samples]
+        self.decoder.admit(requests, queued_at_s=queued)
 
     def _decoder_failed(self, error: Exception) -> None:
         if lost_device(error):
@@ -227,7 +236,7 @@ class UnitRunner:
         elif starved:
             self.limit.starved(len(dropped))
             for unit, sample in reversed(dropped):
-                unit.waiting.appendleft(sample)
+                (unit.again if sample.parts else unit.waiting).appendleft(sample)
         else:
             self._suspects.extend(dropped)
 
@@ -238,7 +247,9 @@ class UnitRunner:
             raise DeviceLostError(f"{type(refusal).__name__}: {refusal}, after {error}") from None
 
     def _finished(self, unit: Open, sample: Sample, outcome: Outcome) -> None:
-        sample.outcome = outcome
+        if sample.take(outcome):
+            unit.again.append(sample)
+            return
         if outcome.error_kind is not None:
             sample.error = RowError(outcome.error_kind, "decode", outcome.error or outcome.error_kind)
         self._sample_ended(unit, sample)

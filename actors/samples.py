@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.infilling import Asked, Infilling, Part, together
 from actors.messages import Effort, Tally
 from decoders.base import HOLE, Decoder, EngineStats, Outcome, Request
+from decoders.keys import hole_key
 from storage.errors import RowError
 
 
@@ -21,7 +23,8 @@ class Sample:
     """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
 
     `index` is its place in the unit. `score_from` is the first position to be scored, None where tokens are to be generated.
-    `note` is the clerk's own.
+    `note` is the clerk's own. A sample with an `infilling` is asked for one hole after the other: `canvas` is that of the hole
+    whose turn it is, `parts` are those that were decoded, and `outcome` is what came of them together.
     """
 
     index: int
@@ -31,15 +34,44 @@ class Sample:
     error: RowError | None = None
     outcome: Outcome | None = None
     note: Any = None
+    infilling: Infilling | None = None
+    asked: Asked | None = None
+    parts: list[Part] = field(default_factory=list)
+    queued_at_s: float | None = None
 
     def request(self, handle: int) -> Request:
         """What a decoder is asked for; the outcome comes back under `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
-        return Request(handle, self.key, self.canvas, score_from=self.score_from)
+        return Request(handle, hole_key(self.key, len(self.parts)), self.canvas, score_from=self.score_from)
+
+    def take(self, outcome: Outcome) -> bool:
+        """Take in what came of the request; True where the sample has another one, for its next hole.
+
+        That one is made of the row, the key and the holes filled so far, so it is the same after any failure or retry.
+        """
+        self.outcome = outcome
+        if self.infilling is None or not self.infilling.limits:
+            return False
+        assert self.asked is not None, "an outcome of a hole that was not asked for"
+        self.parts.append(Part(self.asked, outcome))
+        self.outcome = together(self.parts)
+        if outcome.error_kind is not None or len(self.parts) == len(self.infilling.limits):
+            return False
+        self.ask()
+        self.queued_at_s = time.perf_counter()
+        return True
+
+    def ask(self) -> None:
+        """Make the canvas of the next hole."""
+        assert self.infilling is not None, "a sample that is not asked for hole after hole"
+        self.asked = self.infilling.ask([part.fill for part in self.parts])
+        self.canvas = self.asked.canvas
 
     @property
     def num_given(self) -> int:
-        """Tokens that are there before anything is generated or scored."""
+        """Tokens that are there before anything is generated or scored; of several prompts their sum."""
+        if self.parts:
+            return sum(part.asked.num_prompt for part in self.parts)
         if self.canvas is None:
             return 0
         return int((self.canvas != HOLE).sum()) if self.score_from is None else self.score_from

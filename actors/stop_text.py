@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.task import Complete, Task
+from actors.fim import fills_in_middle, template_of
+from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.stops import Stops
@@ -58,12 +59,20 @@ class StopStrings:
 
 
 def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[int, ...]:
-    """The end tokens of a completion, sorted: those of the checkpoint's generation config, and the tokenizer's."""
+    """The end tokens of a completion, sorted: those of the checkpoint's generation config, and the tokenizer's.
+
+    A hole that a causal model fills has them, too, and those that its way of filling in the middle has.
+    """
     from decoders.backbones.checkpoint import stop_ids
 
-    if not isinstance(task, Complete) or task.ignore_eos:
+    if isinstance(task, Infill) and fills_in_middle(task, info):
+        own = template_of(task.fim, tokenizer, info).ends
+    elif isinstance(task, Complete) and not task.ignore_eos:
+        own = ()
+    else:
         return ()
-    own = () if tokenizer is None or tokenizer.eos_id is None else (tokenizer.eos_id,)
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        own = (*own, tokenizer.eos_id)
     return tuple(sorted({token for token in (*stop_ids(folder), *own) if 0 <= token < info.vocab_size}))
 
 
@@ -76,7 +85,7 @@ def stop_strings(task: Task, tokenizer: Tokenizer | None) -> StopStrings | None:
 
 
 def stops_of(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> Stops | None:
-    """All that ends a completion; None for tasks that complete nothing."""
-    if not isinstance(task, Complete):
+    """All that ends a completion, or a hole that a causal model fills; None for tasks that have no such end."""
+    if not isinstance(task, Complete) and not fills_in_middle(task, info):
         return None
     return Stops(end_ids(task, folder, tokenizer, info), stop_strings(task, tokenizer))

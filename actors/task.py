@@ -138,18 +138,49 @@ class Given(Settings):
 Mask = Annotated[Marker | Random | Spans | Lines | Sentences | SpanFraction | Given, Field(discriminator="kind")]
 
 
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else _as_tuple(value)
+
+
+Spelling = Annotated[str, Field(min_length=1)]
+
+
+class Fim(Settings):
+    """The special tokens that ask a causal model to fill in the middle, as its tokenizer spells them.
+
+    `psm` is prefix P suffix S middle, `spm` is suffix S prefix P middle, where P stands before the hole and S after it; only
+    `spm` goes without a middle token. `ends` end a hole, beside the end tokens of the model and the tokens named here.
+    """
+
+    prefix: Spelling
+    suffix: Spelling
+    middle: Spelling | None = None
+    order: Literal["psm", "spm"] = "psm"
+    ends: Annotated[tuple[Spelling, ...], BeforeValidator(_one_or_more)] = ()
+
+    @model_validator(mode="after")
+    def _psm_has_a_middle(self) -> Fim:
+        if self.order == "psm" and self.middle is None:
+            raise ValueError(
+                "task.fim.middle: null goes with order spm only; order psm ends the prompt with that token"
+            )
+        return self
+
+
 class Infill(Settings):
-    """Fill the holes that the mask leaves in each row."""
+    """Fill the holes that the mask leaves in each row.
+
+    A causal model fills them from left to right, each until an end token comes or `max_new_tokens` are there; `fim` says how
+    it is asked, `auto` by the tokens that its tokenizer has.
+    """
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
     goal: ClassVar[str] = "to generate"
     done: ClassVar[str] = "generated"
     kind: Literal["infill"]
     mask: Mask
-
-
-def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _as_tuple(value)
+    fim: Literal["auto"] | Fim = "auto"
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
 
 
 def _visible(text: str) -> str:
@@ -190,11 +221,13 @@ class Score(Settings):
 
 Task = Infill | Complete | Score
 
+CAUSAL: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
+"""The decoders of causal models."""
 _MASKED: Final = ("stepwise", "threshold", "factor", "ssd", "ancestral")
 _BLOCKS: Final = ("block_diffusion", "s2d2")
 TASK_DECODERS: dict[str, tuple[str, ...]] = {
-    "infill": ("any_subset", "parallel", "assd", *_MASKED),
-    "complete": ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi", *_MASKED, *_BLOCKS),
+    "infill": ("any_subset", "parallel", "assd", *_MASKED, *CAUSAL),
+    "complete": (*CAUSAL, *_MASKED, *_BLOCKS),
     "score": ("autoregressive",),
 }
 """The decoders that do each kind of task."""

@@ -38,6 +38,17 @@ def sample_key(job_seed: int, sample_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
 
 
+def hole_key(key: int, hole: int) -> int:
+    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own.
+
+    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
+    """
+    if hole == 0:
+        return key
+    payload = key.to_bytes(8, "little") + hole.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+
+
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
     """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
     where = np.ascontiguousarray(positions, dtype=np.int64).astype(np.uint64)

@@ -22,7 +22,8 @@ SHOWN = 8
 @dataclass(frozen=True, slots=True)
 class Hashes:
     """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, a draft head from elsewhere, and the model
-    that drafts; and the ids that begin and end a text, which may come from the checkpoint's generation config.
+    that drafts; the ids that begin and end a text, which may come from the checkpoint's generation config; and those that ask
+    a causal model to fill in the middle.
     """
 
     model: str
@@ -31,6 +32,7 @@ class Hashes:
     drafter: str | None = None
     begin: int | None = None
     ends: tuple[int, ...] = ()
+    fim: dict[str, Any] | None = None
 
 
 def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
@@ -38,6 +40,8 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
     key = spec.results_key()
     if not isinstance(spec.task, Infill):
         key["task"] |= {"begin": hashes.begin, "ends": list(hashes.ends)}
+    elif hashes.fim is not None:
+        key["task"] |= {"fim": hashes.fim, "ends": list(hashes.ends)}
     if hashes.drafter is not None:
         key["decoder"]["drafter"] |= {"weights": hashes.drafter}
     key["model"] |= {

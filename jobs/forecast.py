@@ -103,6 +103,9 @@ def wanted(task: Task, canvas: Canvas) -> str:
     """What a decoder is to do with the canvas."""
     if canvas.score_from is not None:
         return f"{canvas.size.masked} to score from position {canvas.score_from} on"
+    if canvas.infilling is not None:
+        holes = len(canvas.infilling.limits)
+        return f"up to {canvas.num_masked} to generate in {holes} holes, of which this is the first"
     if isinstance(task, Infill):
         return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
     return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.fim import fills_in_middle, template_of
 from actors.loading import check_drafter, fetch_drafter
 from actors.models import fetch_model, hash_files, model_hash, tokenizer_hash, user_error
 from actors.plan_table import PLAN
@@ -72,6 +73,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         drafter=drafter_hash(spec, folder, info, tokenizer),
         begin=None if tokenizer is None else tokenizer.bos_id,
         ends=end_ids(spec.task, folder, tokenizer, info),
+        fim=fim_key(spec.task, tokenizer, info),
     )
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
@@ -115,6 +117,13 @@ def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
     """Raise UserError where the task is a chat and the tokenizer has no chat template."""
     if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
         raise UserError("the tokenizer has no chat template; allowed: false", field="task.chat")
+
+
+def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
+    """The tokens that ask the model to fill in the middle; None where it is not asked so, UserError where it can't be."""
+    if not isinstance(task, Infill) or not fills_in_middle(task, info):
+        return None
+    return template_of(task.fim, tokenizer, info).key()
 
 
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:

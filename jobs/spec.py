@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from actors.task import Columns, Task
+from actors.task import CAUSAL, Columns, Task
 from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
 from jobs.places import place_problem
 from jobs.spec_errors import kind_changed, spec_error
@@ -166,6 +166,9 @@ class JobSpec(Settings):
             full["decoder"]["drafter"] = {
                 key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
             }
+        if self.task.kind == "infill" and self.decoder.kind not in CAUSAL:
+            # No other decoder has a use for them, and runs of earlier versions don't know them.
+            full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
         return {
             "seed": self.seed,
             "task": full["task"],

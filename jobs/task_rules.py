@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import get_args
 
 from actors.task import (
+    CAUSAL,
     TASK_DECODERS,
     Columns,
     Complete,
@@ -17,6 +18,7 @@ from actors.task import (
     Mask,
     Score,
     Sentences,
+    SpanFraction,
     Spans,
     Task,
 )
@@ -39,7 +41,10 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
             if isinstance(task, Infill)
             else prompt_problem(task, columns, has_tokenizer=has_tokenizer)
         )
-    return problem or decoder_problem(task, decoder)
+    problem = problem or decoder_problem(task, decoder)
+    if problem is None and isinstance(task, Infill):
+        problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer)
+    return problem
 
 
 def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
@@ -83,6 +88,26 @@ def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
             return "task.mask: count and length are for random spans, but input.columns.spans gives each row its own"
         if "tokens" in named:
             return "input.columns.spans: ranges of characters need text, but the rows give tokens"
+    return None
+
+
+def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
+    """Why this decoder can't fill the holes of this task, if it is one of causal models, or has keys that only those use."""
+    if decoder.kind not in CAUSAL:
+        for key in ("fim", "max_new_tokens"):
+            if getattr(task, key) != Infill.model_fields[key].default:
+                return (
+                    f"task.{key}: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that the mask "
+                    f"gives them; used by: {', '.join(CAUSAL)}"
+                )
+        return None
+    if not isinstance(task.mask, Marker | Spans | Lines | SpanFraction):
+        return (
+            f"task.mask.kind: {task.mask.kind!r} leaves holes that a causal model can't fill one after the other; "
+            f"allowed with the decoder {decoder.kind!r}: marker, spans, lines, span_fraction"
+        )
+    if not has_tokenizer:
+        return "model.tokenizer: a causal model is asked for a hole by its tokenizer's special tokens; with 'none' there are none"
     return None
 
 

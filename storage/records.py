@@ -16,8 +16,8 @@ from storage.promises import promised
 from storage.soundness import THREADS
 from storage.verbs import Store
 
-SCHEMA_VERSION = 3
-_ADDED = {"token_logprobs": 2, "nfe_kinds": 3}
+SCHEMA_VERSION = 4
+_ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4}
 """The version that brought a column; the others are as old as the schema."""
 
 KEY_PREFIX = "draftmill."
@@ -79,6 +79,7 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("metrics", pa.map_(pa.string(), pa.float64())),
         pa.field("token_logprobs", pa.list_(pa.float32())),
         pa.field("nfe_kinds", pa.map_(pa.string(), pa.int32())),
+        pa.field("truncated_tokens", pa.int32()),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""

@@ -27,6 +27,14 @@ COMPLETE: dict[str, Any] = {
     "output": {"path": "runs/a"},
 }
 SCORE = COMPLETE | {"task": {"kind": "score"}}
+INFILL = COMPLETE | {"task": {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 9}}
+SPANS = COMPLETE | {
+    "task": {"kind": "infill", "mask": {"kind": "spans"}},
+    "input": {"path": "a.jsonl", "columns": {"tokens": "ids"}},
+}
+NAMED = COMPLETE | {
+    "task": {"kind": "infill", "mask": {"kind": "marker"}, "fim": {"prefix": "a", "suffix": "b", "order": "spm"}}
+}
 SMALL = "decoder={kind: speculative, drafter: {kind: model, path: small}}"
 CAUSAL = ModelInfo("qwen2", 300, None, 64, ("autoregressive", "speculative", "jacobi", "multiblock_jacobi"), 1000)
 
@@ -51,7 +59,19 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (SCORE, "task.stop=[a]", "task.stop: unknown key"),
         (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
         (SCORE, "decoder.kind=jacobi", "decoder.kind: 'jacobi' does not run the task 'score'; allowed: autoregressive"),
-        (COMPLETE, "task={kind: infill, mask: {kind: random}}", "does not run the task 'infill'; allowed: any_subset, parallel"),
+        (COMPLETE, "task={kind: infill, mask: {kind: random}}", "task.mask.kind: 'random' leaves holes that a causal model"),
+        (COMPLETE, "task={kind: infill, mask: {kind: sentences}}", "'autoregressive': marker, spans, lines, span_fraction"),
+        (INFILL, "decoder.kind=block_diffusion", "does not run the task 'infill'; allowed: any_subset, parallel"),
+        (INFILL, "task.mask.marker=''", "task.mask.marker: '' is not allowed"),
+        (INFILL, "task.fim=psm", "task.fim: 'psm' is not allowed"),
+        (INFILL, "task.fim={prefix: a, suffix: b}", "task.fim.middle: null goes with order spm only"),
+        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not"),
+        (INFILL, "task.fim={prefix: a, suffix: b, midle: c}", "task.fim.midle: unknown key; did you mean task.fim.middle?"),
+        (INFILL, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
+        (INFILL, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
+        (SPANS, "model.tokenizer=none", "model.tokenizer: a causal model is asked for a hole by its tokenizer's special tokens"),
+        (INFILL, "decoder={kind: assd}", "task.max_new_tokens: the decoder 'assd' does not use it, since its holes"),
+        (NAMED, "decoder={kind: assd}", "task.fim: the decoder 'assd' does not use it"),
         (COMPLETE, "input.columns.prefix=a", "input.columns.prefix: the task 'complete' does not use it; used by: infill"),
         (COMPLETE, "input.columns.completion=a", "input.columns.completion: the task 'complete' does not use it; used by: score"),
         (COMPLETE, "input.columns.messages=a", "input.columns.messages: only a chat has messages; set task.chat: true"),
@@ -127,3 +147,19 @@ def test_workers_are_given_the_drafters_absolute_place(tmp_path: Path, monkeypat
     assert drafter.path == str(tmp_path / "small")
     drafter = getattr(decoder_of(spec_of(COMPLETE, SMALL, "decoder.drafter.path=org/name")), "drafter", None)
     assert drafter.path == "org/name", "no folder here: an id of the hub"
+
+
+def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> None:
+    by_canvas = spec_of(INFILL, "task={kind: infill, mask: {kind: marker}}", "decoder={kind: assd}")
+    assert by_canvas.results_key()["task"] == {
+        "kind": "infill",
+        "mask": {"kind": "marker", "marker": "<mask>", "length": 8},
+    }
+    assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
+
+    def of(**known: Any) -> str:
+        return fingerprint(results_key(spec_of(INFILL), CAUSAL, Hashes("w", "t", **known), []))
+
+    asked = {"prefix": 5, "suffix": 6, "middle": 7, "order": "psm"}
+    assert len({of(fim=asked, ends=(2,)), of(fim=asked, ends=(2, 3)), of(fim=asked | {"middle": 8}, ends=(2,))}) == 3
+    assert check_spec(spec_of(NAMED).model_dump(mode="json")) == spec_of(NAMED)

@@ -1,0 +1,100 @@
+"""A row of the input -> its holes for a causal model that fills in the middle. Pure: no files, no model.
+
+The masks are those of canvas.py. What they hide has an unknown length here: a hole ends with an end token, or when it has
+as many tokens as `task.max_new_tokens` (by default DEFAULT_LIMIT) or its own marker, as in `<mask:12>`, allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.canvas import Canvas, CanvasMaker, Size, Values, runs
+from actors.fim import Template
+from actors.ids import STAGE, given_ids
+from actors.infilling import IDS, Infilling
+from actors.masking import Range, hole_length, marker_pattern, masked_positions
+from actors.rows import text_of
+from actors.task import Columns, Marker, SpanFraction, Spans
+from decoders.base import HOLE
+from storage.errors import RowError
+
+DEFAULT_LIMIT: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class FimMaker(CanvasMaker):
+    """All that a row's holes depend on, apart from the row and its key."""
+
+    template: Template
+
+    def make(self, values: Values, key: int) -> Canvas:
+        """Return the canvas of the row's first hole, and with it the row; RowError where it fits the mask or the model not."""
+        pieces, limits = self._row(values, key)
+        row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
+        if row.room is not None and row.room < 1:
+            raise RowError(
+                "too_long",
+                STAGE,
+                f"a hole of up to {max(limits)} tokens leaves no room for text; the model takes {self.info.max_length}",
+            )
+        tokens = row.ask([]).canvas
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row)
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        """Return the size of each row's longest canvas, or why it has none; rows are (values, key)."""
+        return [self._size(values, key) for values, key in rows]
+
+    def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int]]:
+        """The visible pieces and the most tokens of each hole."""
+        mask = self.task.mask
+        if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
+            ids = self._ids(values)
+            hidden = np.zeros(len(ids), dtype=np.bool_)
+            hidden[masked_positions(mask, key, len(ids))] = True
+            ranges = list(runs(hidden))
+            return between(ids, ranges), [self._limit] * len(ranges)
+        if isinstance(mask, Marker):
+            texts, limits = self._marked(mask, values)
+        else:
+            text, ranges = self._hidden_text(values, key)
+            texts, limits = [text[start:end] for start, end in visible(ranges, len(text))], [self._limit] * len(ranges)
+        return [self._encode_piece(piece, first=not number) for number, piece in enumerate(texts)], limits
+
+    @property
+    def _limit(self) -> int:
+        return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
+
+    def _ids(self, values: Values) -> NDArray[np.int32]:
+        if self.columns.tokens is not None:
+            return given_ids(values, self.columns.tokens, self.info, nulls=False)
+        return self._encode(text_of(values, self.columns))
+
+    def _marked(self, mask: Marker, values: Values) -> tuple[list[str], list[int]]:
+        names = (self.columns.prefix, self.columns.suffix)
+        if names != (None, None):
+            return ["" if name is None else text_of(values, Columns(text=name)) for name in names], [self._limit]
+        parts = marker_pattern(mask.marker).split(text_of(values, self.columns))
+        if len(parts) == 1:
+            raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
+        return parts[::2], [hole_length(written, mask) if written else self._limit for written in parts[1::2]]
+
+    def _encode_piece(self, text: str, *, first: bool) -> IDS:
+        if first:
+            return self._encode(text)
+        return self._checked_ids(self._tokenizer().encode_behind(text))
+
+
+def visible(ranges: Sequence[Range], size: int) -> list[Range]:
+    """What lies before, between and after ranges that are sorted and apart: one more than there are ranges."""
+    edges = [0, *(edge for pair in ranges for edge in pair), size]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def between(ids: IDS, ranges: Sequence[Range]) -> list[IDS]:
+    """The ids outside of the ranges, one piece more than there are ranges."""
+    return [ids[start:end] for start, end in visible(ranges, len(ids))]
