@@ -46,7 +46,15 @@ class RowClerk:
     """Opens and closes the units of one job; see actors.runner.Clerk."""
 
     def __init__(
-        self, job: Job, *, tokenizer: Tokenizer | None, info: ModelInfo, worker: str, node: str, has_head: bool = False
+        self,
+        job: Job,
+        *,
+        tokenizer: Tokenizer | None,
+        info: ModelInfo,
+        worker: str,
+        node: str,
+        has_head: bool = False,
+        exact: bool | None = None,
     ) -> None:
         self._job = job
         self._store = open_store(job.store_url, s3=job.s3)
@@ -57,6 +65,7 @@ class RowClerk:
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
+        self._exact = exact
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         """Read the unit's rows and make their canvases; a row that fails, or is condemned, is a Sample with its error."""
@@ -85,6 +94,7 @@ class RowClerk:
                 pass_=unit.pass_,
                 conditional=self._job.conditional,
                 attempt=unit.attempt,
+                exact=self._exact,
                 trace=table_from_rows(list(_trace_rows(unit, samples)), schema=TRACE_SCHEMA)
                 if self._job.trace
                 else None,

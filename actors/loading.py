@@ -39,6 +39,11 @@ class Networks:
     drafter: TokenBackbone | None
     drafter_info: ModelInfo | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether results are the same to the bit in any batch: on GPUs and in half precision they are not."""
+        return self.backbone.exact and (self.drafter is None or self.drafter.exact)
+
 
 def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options) -> Networks:
     """Load the model in `folder` and all that drafts for it onto the device of `place`."""

@@ -94,7 +94,9 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
         trace=job.trace,
     )
     has_head = networks.heads is not None
-    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head)
+    clerk = RowClerk(
+        job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head, exact=networks.exact
+    )
     return decoder, clerk
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.totals import Totals, add_effort
+from storage.commit import all_exact
 from storage.errors import StoreError
 from storage.secrets import redacted
 from storage.verbs import Store
@@ -79,6 +80,7 @@ class Sessions:
     committed: Tally = dataclasses.field(default_factory=Tally)
     effort: Effort = dataclasses.field(default_factory=Effort)
     units_held: int = 0
+    exact: bool | None = None
 
 
 def session_record(totals: Totals) -> dict[str, Any]:
@@ -87,6 +89,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "wall_s": totals.wall_s,
         "worker_s": totals.worker_s,
         "units_held": totals.units_held,
+        "exact": totals.exact,
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
     }
@@ -114,4 +117,5 @@ def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
         total.committed + Tally(**record["committed"]),
         add_effort(total.effort, spent),
         record["units_held"],
+        record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
     )

@@ -17,6 +17,7 @@ from jobs.packing import auto_unit_rows, longest_first, padding_efficiency
 from jobs.prepare import Prepared
 from jobs.progress import duration
 from jobs.spec import JobSpec
+from jobs.totals import exactness
 from storage.errors import printable
 
 SHOWN_CHARS = 1200
@@ -59,8 +60,11 @@ class Trial:
     """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU.
 
     `longest` is the length in tokens to which longer canvases were cut, None where none was.
+
+    `exact` says whether results are the same to the bit in any batch.
     """
 
+    exact: bool
     rows: int
     tokens: int
     took_s: float
@@ -151,6 +155,7 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
 
 def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[str]:
     """Memory and time, measured and extrapolated."""
+    yield f"exact     {exactness(trial.exact)}"
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
     todo = float(sample.masked().mean()) * sample.total

@@ -11,7 +11,7 @@ from jobs.codes import OK
 from jobs.passes import Pass, left_failed, passes_of, require_plan
 from jobs.plan import Plan
 from jobs.progress import duration
-from jobs.totals import ratio
+from jobs.totals import exactness, ratio
 from storage.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.errors import StoreError
 from storage.lease import LEASE, process_is_dead
@@ -51,6 +51,9 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
     yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    manifest = read_manifest(store)
+    if done:
+        yield f"  exact    {exactness(manifest.exact if manifest else sessions.exact)}"
     rate = ratio(sessions.committed.rows, sessions.wall_s)
     if rate:
         tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from actors.messages import Tally
 from jobs.attempts import Sessions
 from jobs.progress import duration
-from jobs.totals import efficiency, ratio
+from jobs.totals import efficiency, exactness, ratio
 from storage.commit import Manifest
 from storage.errors import printable
 from storage.records import read_results
@@ -92,7 +92,12 @@ def table_lines(
     name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions, *, done: str = "generated"
 ) -> list[str]:
     """The table, one line a figure, aligned; `done` says what was done to the new tokens."""
-    rows = [*_sample_rows(results, done), *_machine_rows(results, sessions), *_error_rows(results)]
+    rows = [
+        *_sample_rows(results, done),
+        ("exact", exactness(manifest.exact)),
+        *_machine_rows(results, sessions),
+        *_error_rows(results),
+    ]
     rows.append(("results", f"{url}/data  ({len(manifest.units):,} files, {manifest.total('bytes'):,} bytes)"))
     width = max(len(label) for label, _ in rows)
     return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
+from storage.commit import all_exact
 
 
 @dataclass(slots=True)
@@ -17,7 +18,8 @@ class Totals:
     """Counts of one driver's session on top of what was committed before it. Times in seconds of `clock`.
 
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` only what this
-    session's receipts carry. `errors` counts the failed samples of the receipts by kind.
+    session's receipts carry. `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
+    results are the same to the bit in any batch; None before the first one.
     """
 
     units: int
@@ -36,6 +38,7 @@ class Totals:
     errors: Counter[str] = field(default_factory=Counter)
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
+    exact: bool | None = None
 
     def worker_up(self) -> None:
         """A worker takes units now; the first one starts the clock."""
@@ -62,6 +65,9 @@ class Totals:
         self.units_done += 1
         self.committed += receipt.tally
         self.errors.update(receipt.error_kinds)
+        if receipt.committed is not None:
+            exact = receipt.committed.exact
+            self.exact = exact if self.units_done == 1 else all_exact((self.exact, exact))
 
     def stop(self) -> None:
         """Stop the clock."""
@@ -95,6 +101,15 @@ class Totals:
         """Seconds to go at the rate so far, None before there is one."""
         ended = self.rows_done - self.rows_before
         return (self.rows - self.rows_done) * self.wall_s / ended if ended else None
+
+
+def exactness(exact: bool | None) -> str:
+    """Whether a run's results depend on its batches, for a person."""
+    if exact is None:
+        return "unknown"
+    if exact:
+        return "true: no result depends on what it was batched with, to the bit"
+    return "false: on GPUs and in half or double precision another batch moves last bits, and with them near ties"
 
 
 def ratio(above: float, below: float) -> float:

@@ -139,12 +139,12 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
     cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     try:
-        decoder = _build(prepared, max_rows=len(cut))
+        decoder, exact = _build(prepared, max_rows=len(cut))
     except ValueError as error:
         raise user_error(error, "model.path") from None
     tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    return Trial(len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest)
+    return Trial(exact, len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest)
 
 
 def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
@@ -176,10 +176,12 @@ def shortened(row: Made, most: int) -> Made:
     return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
 
 
-def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
+def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:
+    """The job's decoder, and whether its results are the same to the bit in any batch."""
     spec, batching = prepared.spec, prepared.spec.batching
-    return build(
-        load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options()),
+    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
+    decoder = build(
+        networks,
         prepared.info,
         spec.task,
         spec.decoder,
@@ -188,6 +190,7 @@ def _build(prepared: Prepared, *, max_rows: int) -> Decoder:
         max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
         max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
     )
+    return decoder, networks.exact
 
 
 def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:

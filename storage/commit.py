@@ -53,6 +53,8 @@ class CommittedUnit:
     skipped: int
     bytes: int
     sha256: str
+    exact: bool | None = None
+    """Whether its worker's results are the same to the bit in any batch; None where a file of an earlier version tells not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,17 @@ class Manifest:
     def total(self, fact: str) -> int:
         """Sum of rows, ok, failed, skipped or bytes over all units."""
         return sum(getattr(unit, fact) for unit in self.units)
+
+    @property
+    def exact(self) -> bool | None:
+        """Whether every unit's results are the same to the bit in any batch; None where that is not known of all."""
+        return all_exact(unit.exact for unit in self.units)
+
+
+def all_exact(parts: Iterable[bool | None]) -> bool | None:
+    """True if all are, False if one is not, else None: not known."""
+    found = set(parts)
+    return False if False in found else None if None in found or not found else True
 
 
 def unit_name(unit: int) -> str:
@@ -89,6 +102,7 @@ def commit_unit(
     conditional: bool = True,
     attempt: int = 1,
     trace: pa.Table | None = None,
+    exact: bool | None = None,
 ) -> CommittedUnit:
     """A unit is committed once: afterwards its file is there, whole and checked, and these are that file's facts.
 
@@ -96,7 +110,7 @@ def commit_unit(
     another job. `conditional=False` (a store that fails `probe`) writes a name of this attempt's own; then the driver
     decides with `record_commit`. The trace is written before the data, so that a committed unit has one.
     """
-    counts = _counts(table)
+    counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
     identity = {"fingerprint": fingerprint, "unit": str(unit), "pass": str(pass_)}
     described = identity | {"schema_version": str(SCHEMA_VERSION), "code_version": code_version}
     described["attempt"] = str(attempt)
@@ -246,7 +260,8 @@ def _read_facts(store: Store, name: str) -> dict[str, str]:
 
 def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> CommittedUnit:
     rows, ok, failed, skipped = (int(counts[key]) for key in ("rows", "ok", "failed", "skipped"))
-    return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256)
+    exact = {"true": True, "false": False}.get(counts.get("exact", ""))
+    return CommittedUnit(unit, stat.name, stat.etag, rows, ok, failed, skipped, stat.size, sha256, exact)
 
 
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
@@ -281,7 +296,8 @@ def _manifest_json(manifest: Manifest) -> bytes:
     """One unit a line, so that a large manifest can be searched and compared with plain tools."""
     sums = {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     totals = {"units": len(manifest.units)} | sums
-    head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "totals": totals}
+    head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
+    head |= {"totals": totals}
     out = io.BytesIO()
     out.write(f'{json.dumps(head)[:-1]}, "units": ['.encode())
     for number, unit in enumerate(manifest.units):

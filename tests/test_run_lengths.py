@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from jobs.run import RunOptions, run_job
+from jobs.spec import JobSpec
+from jobs.status import status
+from jobs.validate import validate
 from tests.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.decoders.causal_models import random_tokens
 from tests.local_pool import without_ray
@@ -32,7 +35,9 @@ def world(tmp_path_factory) -> World:
     return make_world(tmp_path_factory.mktemp("lengths"), max_position_embeddings=2048)
 
 
-def spec_of(world: World, name: str, folder: str, rows: list[dict[str, Any]], **sections: Any):
+def spec_of(
+    world: World, name: str, folder: str, rows: list[dict[str, Any]], *, dtype: str = "auto", **sections: Any
+) -> JobSpec:
     (world.folder / name / folder).mkdir(parents=True)
     job = {"task": {"kind": "complete", "max_new_tokens": 6}} | JOBS[name]
     here = world.folder / name / folder
@@ -40,7 +45,7 @@ def spec_of(world: World, name: str, folder: str, rows: list[dict[str, Any]], **
         here,
         rows,
         **job,
-        model={"path": str(world.folder / "model"), "device": "cpu"},
+        model={"path": str(world.folder / "model"), "device": "cpu", "dtype": dtype},
         input={"path": str(here / "rows.jsonl"), "columns": {"tokens": "tokens"}},
         **sections,
     )
@@ -68,6 +73,21 @@ def test_a_rows_result_is_the_same_in_any_company(world, name):
         assert told(run_here(spec)) == expected, f"{batch} rows a batch"
     for row in ROWS[::3]:
         assert told(run_here(spec_of(world, name, "alone-" + row["id"], [row])))[row["id"]] == expected[row["id"]]
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """What was printed after the word exact."""
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    return {line[1] for line in lines if line[:1] == ["exact"]}
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [("float32", "true:"), ("bfloat16", "false:")])
+def test_validate_the_run_and_status_say_whether_results_are_exact(world, capsys, dtype, exact):
+    spec = spec_of(world, "plain", f"said-{dtype}", ROWS[:2], dtype=dtype)
+    assert validate(spec) == 0 and said(capsys) == {exact}
+    with without_ray():
+        assert run_job(spec, RunOptions(quiet=True)) == 0 and said(capsys) == {exact}
+    assert status(spec.output.path) == 0 and said(capsys) == {exact}
 
 
 def test_a_rows_result_is_the_same_with_any_number_of_workers(world):

@@ -35,7 +35,7 @@ class TableBackbone:
         self.vocab_size, self.width = vocab_size, vocab_size
         self.device, self.dtype = torch.device(device), torch.float64
         self.num_positions = num_positions
-        self.num_rows_computed, self.min_rows = 0, 1
+        self.num_rows_computed, self.min_rows, self.exact = 0, 1, True
         table = spread * torch.randn(num_positions, num_contexts, vocab_size, generator=generator, dtype=torch.float64)
         self.table_PXV = table.to(self.device)
         self.embedding_VD = torch.randn(vocab_size, vocab_size, generator=generator, dtype=torch.float64).to(

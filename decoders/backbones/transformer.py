@@ -60,7 +60,7 @@ class ModuleBackbone:
         longest = getattr(parsed, "max_position_embeddings", None) or getattr(parsed, "max_length", None)
         found = [*products(self.base), *products(self.head)]
         self.rules = model_rules(found, heads, dtype, self.device, longest)
-        self.min_rows = self.rules.min_rows
+        self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
         for part in self.base.modules():
             if isinstance(part, Mixture):

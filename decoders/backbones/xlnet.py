@@ -146,7 +146,7 @@ class XLNetBackbone:
         self.output_bias_V = ready["lm_loss.bias"]
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = self._rules(shape.d_inner)
-        self.min_rows = self.rules.min_rows
+        self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self.cache = torch.zeros(
             self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device
         )

@@ -18,7 +18,7 @@ class Script:
     def __init__(self, following, vocab_size=10):
         self.following, self.vocab_size, self.width = following, vocab_size, vocab_size
         self.device, self.dtype = torch.device("cpu"), torch.float64
-        self.num_rows_computed, self.min_rows, self.num_columns = 0, 1, 0
+        self.num_rows_computed, self.min_rows, self.exact, self.num_columns = 0, 1, True, 0
 
     def allocate(self, num_slots, num_columns):
         self.num_columns = max(self.num_columns, num_columns)

@@ -219,3 +219,23 @@ def test_a_damaged_manifest_is_named(store: Store) -> None:
 def test_facts_are_plain(store: Store) -> None:
     committed = commit(store)
     assert CommittedUnit(**json.loads(json.dumps(dataclasses.asdict(committed)))) == committed
+
+
+def test_a_unit_and_the_manifest_say_whether_results_are_exact(store: Store) -> None:
+    units = [commit(store, unit=unit, exact=exact) for unit, exact in enumerate((True, True, False))]
+    assert [unit.exact for unit in units] == [True, True, False]
+    assert [read_unit(store, unit.object).exact for unit in units] == [True, True, False]
+    write_manifest(store, units, fingerprint="f00", units=3, rows=sum(unit.rows for unit in units))
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.exact is False
+    assert json.loads(store.get(MANIFEST))["exact"] is False
+
+
+def test_a_manifest_of_an_earlier_version_does_not_know_whether_it_is_exact(store: Store) -> None:
+    units = [commit(store, unit=unit) for unit in range(2)]
+    write_manifest(store, units, fingerprint="f00", units=2, rows=sum(unit.rows for unit in units))
+    old = store.get(MANIFEST).replace(b', "exact": null', b"")
+    assert old != store.get(MANIFEST)
+    store.put(MANIFEST, old)
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.exact is None
