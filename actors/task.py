@@ -15,8 +15,8 @@ Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 
-def _as_tuple(value: Any) -> Any:
-    # Strict validation takes no list for a tuple, and YAML has only lists.
+def as_tuple(value: Any) -> Any:
+    """A list as a tuple, all else as it is: strict validation takes no list for a tuple, and YAML has only lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -115,7 +115,7 @@ class Sentences(Settings):
     """
 
     kind: Literal["sentences"]
-    which: Literal["middle", "random"] | Annotated[tuple[int, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
+    which: Literal["middle", "random"] | Annotated[tuple[int, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         "middle"
     )
     count: Count = 1
@@ -139,7 +139,7 @@ Mask = Annotated[Marker | Random | Spans | Lines | Sentences | SpanFraction | Gi
 
 
 def _one_or_more(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else _as_tuple(value)
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 Spelling = Annotated[str, Field(min_length=1)]

@@ -15,6 +15,9 @@ from jobs.spec import JobSpec
 from storage.reader import InputFile
 from storage.records import SCHEMA_VERSION
 
+_NO_IDENTITY = ("uri", "delimiter")
+"""What says where an input is and how the spec reads it; the latter is in the fingerprint by itself."""
+
 SHOWN = 8
 """Differing keys that are named; the rest are counted."""
 
@@ -69,7 +72,9 @@ def digest(value: Any) -> str:
 def identity(file: InputFile) -> dict[str, Any]:
     """What tells one version of an input from another: name, format, size and content (hash or etag); without these, its date."""
     known = {
-        key: value for key, value in asdict(file).items() if key != "uri" and (key != "sha256" or value is not None)
+        key: value
+        for key, value in asdict(file).items()
+        if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
     }
     if file.sha256 is not None or file.etag is not None:
         del known["mtime_s"]  # a file that was touched, or uploaded again, is the same

@@ -81,7 +81,7 @@ def header(prepared: Prepared) -> Iterator[str]:
     mask = f", mask {spec.task.mask.kind}" if isinstance(spec.task, Infill) else ""
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
-    yield f"input     {spec.input.path}: {len(prepared.inputs):,} files, {num_bytes / 1e6:,.1f} MB"
+    yield f"input     {spec.input.shown}: {len(prepared.inputs):,} files, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from storage.inputs import glob_pattern
+from storage.inputs import expanded, glob_pattern
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
@@ -33,11 +33,12 @@ _WILD = re.compile(r"[*?\[]")
 def place_problem(data: Any) -> str | None:
     """The first place in a spec (a JobSpec) that can't be one, led by its key; None if all are fine."""
     for key, value in _places(data):
-        problem = path_problem(value, SCHEMES[key])
+        problem = path_problem(value, SCHEMES[key.rstrip(".0123456789")])
         if problem:
             return f"{key}: {problem}"
-    if among_inputs(data.input.path, data.output.path):
-        return f"output.path: {data.output.path!r} lies among the inputs, {data.input.path!r}; choose a place outside of them"
+    for path in [data.input.path] if isinstance(data.input.path, str) else data.input.path:
+        if among_inputs(path, data.output.path):
+            return f"output.path: {data.output.path!r} lies among the inputs, {path!r}; choose a place outside of them"
     return None
 
 
@@ -63,6 +64,8 @@ def among_inputs(inputs: str, output: str) -> bool:
     """
     if inputs.startswith(("builtin:", "hf://")) or ("://" in inputs) != ("://" in output):
         return False
+    if len(alternatives := expanded(inputs)) > 1:
+        return any(among_inputs(one, output) for one in alternatives)
     inputs, output = _absolute(inputs), _absolute(output)
     if _WILD.search(inputs):
         return glob_pattern(inputs).fullmatch(f"{output}/data/unit-00000000.parquet") is not None
@@ -80,3 +83,5 @@ def _places(data: Any) -> Iterator[tuple[str, str]]:
             value = getattr(value, name, None)
         if isinstance(value, str):
             yield key, value
+        if isinstance(value, tuple):
+            yield from ((f"{key}.{index}", one) for index, one in enumerate(value))

@@ -34,12 +34,13 @@ from jobs.fingerprint import (
     shortened,
 )
 from jobs.plan_writer import PlanWriter
-from jobs.spec import JobSpec, check_spec
+from jobs.spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from jobs.survey import survey
 from jobs.waiting import UnitSize
 from storage.errors import UserError, brief, listed
 from storage.failpoints import failpoint
-from storage.reader import InputFile, default_id, iterate, read_rows
+from storage.fields import field_of
+from storage.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
 from storage.records import SCHEMA_VERSION
 from storage.verbs import AlreadyExists, NotFound, Store
 
@@ -174,6 +175,7 @@ def compare_settings(plan: Plan, spec: JobSpec) -> None:
     Contents (weights, tokenizer, inputs) are not looked at: `compare_plan` does that once they are hashed.
     """
     now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
+    now["input"] = dict.fromkeys(NEWER_INPUT_KEYS) | now["input"]
     changed = differences(common(plan.results, now), now)
     if changed:
         raise _another_job(plan, changed)
@@ -218,9 +220,11 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
                 break
             yield table
         if rows == 0:
-            raise UserError(f"{spec.input.path}: no rows in {len(inputs)} files", field="input.path")
+            raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
         if lacks_a_column(kinds):
             raise no_column(spec, inputs)
+        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):
+            raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
@@ -236,7 +240,8 @@ def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
 
 def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """The error of a job whose rows all lack what they need: then the spec is wrong, not the rows."""
-    rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
+    s3 = spec.s3.options()
+    rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
     first = next((row for row in rows if row.error is None), None)
     there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
@@ -245,9 +250,10 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
         )
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.named() or {expected: expected}
-    name, column = next((pair for pair in needed.items() if there.get(pair[1]) is None), (expected, expected))
+    name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
     return UserError(
-        f"no row has a value in a column {column!r}; the first has {listed(there)}", field=f"input.columns.{name}"
+        f"no row has a value in a column {column!r}; the first has {listed(there)}{delimiter_hint(inputs, s3)}",
+        field=f"input.columns.{name}",
     )
 
 
@@ -266,7 +272,10 @@ def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Pla
 
 
 def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
-    found = next(read_rows(file, [(row, None)], chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()))
+    columns = spec.input.columns.wanted(spec.task)
+    found = next(
+        read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    )
     return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
 
 

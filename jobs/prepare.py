@@ -62,7 +62,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     info = inspect(spec, folder)
     tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
-    inputs = list_inputs(spec.input.path, s3=spec.s3.options())
+    inputs = list_inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     if plan is not None:
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)

@@ -11,9 +11,9 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from actors.task import CAUSAL, Columns, Task
+from actors.task import CAUSAL, Columns, Task, as_tuple
 from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
 from jobs.places import place_problem
 from jobs.spec_errors import kind_changed, spec_error
@@ -27,13 +27,30 @@ Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-class InputSettings(Settings):
-    """Where the rows are. `chunk_chars` cuts text files into rows of at most so many characters."""
+def _delimiter(character: str) -> str:
+    character = {"\\t": "\t", "tab": "\t"}.get(character, character)
+    if len(character) != 1 or character in '"\r\n\0' or not (character.isprintable() or character == "\t"):
+        raise ValueError(f"{character!r} is not allowed; allowed: one character, for example ; or | or tab")
+    return character
 
-    path: Text
+
+class InputSettings(Settings):
+    """Where the rows are: a path, or several, of which each must be there.
+
+    `chunk_chars` cuts text files into rows of at most so many characters. `delimiter` is that of the csv files, null for a
+    comma (a tab in .tsv).
+    """
+
+    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
     columns: Columns = Columns()
     limit: Positive | None = None
     chunk_chars: Positive | None = None
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+
+    @property
+    def shown(self) -> str:
+        """The path or paths as a message shows them."""
+        return self.path if isinstance(self.path, str) else ", ".join(self.path)
 
 
 def _device(name: str) -> str:
@@ -120,6 +137,10 @@ def _shown(name: str) -> str:
     return name
 
 
+NEWER_INPUT_KEYS = ("delimiter",)
+"""Keys of `input` that came later: in the fingerprint only where they are set, so that a job without them stays itself."""
+
+
 class JobSpec(Settings):
     """A whole job."""
 
@@ -174,7 +195,8 @@ class JobSpec(Settings):
             "task": full["task"],
             "decoder": full["decoder"],
             "sampling": full["sampling"],
-            "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")},
+            "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
+            | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype},
         }
 

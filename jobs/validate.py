@@ -76,7 +76,7 @@ def take_sample(prepared: Prepared) -> Sample:
     few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
     tables = list(survey(few, maker_of(prepared), inputs))
     if not tables:
-        raise UserError(f"{spec.input.path}: no rows in {len(inputs)} files", field="input.path")
+        raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
     table = pa.concat_tables(tables)
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
         raise no_column(spec, inputs)

@@ -49,6 +49,18 @@ def csv_reader(delimiter: str) -> Reader:
     return rows
 
 
+def header_of(stream: BufferedReader, delimiter: str) -> list[str]:
+    """The column names of a stream that stands at its front; UserError where they can't be used."""
+    return _header(_Lines(stream, 0), delimiter)
+
+
+def other_delimiter(header: list[str]) -> str | None:
+    """What a header of a single column has in its name that more often stands between names; None where nothing does."""
+    if len(header) != 1:
+        return None
+    return next((character for character in (";", "\t", "|", ",") if character in header[0]), None)
+
+
 def _header(source: _Lines, delimiter: str) -> list[str]:
     """The column names, read from the front; `source` then stands behind them."""
     record = next(_records(source, delimiter, 0), None)

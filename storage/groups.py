@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from storage.errors import UserError
+from storage.fields import outer_columns
 from storage.input_file import InputFile
 from storage.portions import is_bytes
 from storage.rows import damaged
@@ -61,8 +62,8 @@ def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options |
 
 
 def present(names: list[str], columns: Columns) -> list[str] | None:
-    """Those of the columns that are there, None for all."""
-    return None if columns is None else [name for name in names if name in columns]
+    """Those of the names that the columns are, or lie in; None for all."""
+    return None if columns is None else outer_columns(names, columns)
 
 
 @lru_cache(maxsize=64)

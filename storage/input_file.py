@@ -14,7 +14,7 @@ class InputFile:
     `name` is relative to the input's root and stable when the data moves; row ids are made of it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
     time; they and `etag` are None where the place doesn't say. `sha256` is that of the content, None where it is not known
-    (storage/contents.py).
+    (storage/contents.py). `delimiter` is that of a csv file, None for what its ending says.
     """
 
     uri: str
@@ -25,3 +25,4 @@ class InputFile:
     format: str
     compression: str | None = None
     sha256: str | None = None
+    delimiter: str | None = None

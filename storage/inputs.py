@@ -9,7 +9,7 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -45,15 +45,49 @@ _ROW_FORMATS = ("jsonl", "parquet", "arrow", "csv")
 _NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"})
 _ABOUT_DATA = re.compile(r"(readme|license|licence|copying|notice|changelog|citation|dataset_info)", re.IGNORECASE)
 _WILD = re.compile(r"[*?\[]")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # the innermost ones
+MOST_ALTERNATIVES = 1000
 
 
-def list_inputs(path: str, *, s3: S3Options | None = None) -> list[InputFile]:
-    """Return the inputs at `path`, sorted by name, never an empty list.
+def list_inputs(
+    path: str | Sequence[str], *, s3: S3Options | None = None, delimiter: str | None = None
+) -> list[InputFile]:
+    """Return the inputs at `path`, sorted by name, never an empty list; of several paths those of each in turn.
 
-    `path` is a file, a glob (`**` for any depth), a folder, the same under s3://, `hf://DATASET` or
-    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are passed over.
-    Raises UserError if nothing matches, or a file's format is not known.
+    A path is a file, a glob (`**` for any depth, `{a,b}` for either), a folder, the same under s3://, `hf://DATASET` or
+    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are passed over. A file
+    that several paths find is there once, and names are relative to what all paths have in common. `delimiter` is noted with
+    each csv file. Raises UserError if nothing matches, or a file's format is not known.
     """
+    paths = [path] if isinstance(path, str) else list(path)
+    files = _together([_list_any(one, s3) for one in paths])
+    if delimiter is None:
+        return files
+    if not any(file.format == "csv" for file in files):
+        raise UserError(
+            f"{delimiter!r} is for csv files, of which there are none; allowed: null", field="input.delimiter"
+        )
+    return [replace(file, delimiter=delimiter) if file.format == "csv" else file for file in files]
+
+
+def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
+    """What one path finds; a file or folder whose name has braces in it is meant before what they would stand for."""
+    alternatives = expanded(path)
+    if len(alternatives) == 1 or ("://" not in path and os.path.exists(os.path.expanduser(path))):
+        return _list_one(path, s3)
+    found = []
+    for one in alternatives:
+        try:
+            found.append(_list_one(one, s3))
+        except NothingThere:  # of `{a,b}/*.{jsonl,csv}` not all four need be there
+            if not _WILD.search(one):
+                raise
+    if not found:
+        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
+    return sorted(_together(found), key=lambda file: file.name)
+
+
+def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path == STDLIB:
         return _list_stdlib()
     if path.startswith("builtin:"):
@@ -67,6 +101,43 @@ def list_inputs(path: str, *, s3: S3Options | None = None) -> list[InputFile]:
     if "://" in path:
         raise UserError(f"{path!r}: inputs are local paths, s3://, hf:// or builtin:", field=FIELD)
     return _list_local(os.path.expanduser(path))
+
+
+class NothingThere(UserError):
+    """A path at which nothing is."""
+
+
+def expanded(pattern: str) -> list[str]:
+    """`a.{csv,tsv}` -> `a.csv`, `a.tsv`, in that order and nested ones too; braces without a comma stand for themselves."""
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    each = (f"{before}{choice}{after}" for choice in found[1].split(","))
+    every = dict.fromkeys(whole for one in each for whole in expanded(one))
+    if len(every) > MOST_ALTERNATIVES:
+        raise UserError(f"{pattern[:80]!r} stands for more than {MOST_ALTERNATIVES} paths", field=FIELD)
+    return list(every)
+
+
+def _together(groups: list[list[InputFile]]) -> list[InputFile]:
+    """The files of several places, each once; their names begin where the places part."""
+    if len(groups) == 1:
+        return groups[0]
+    unique: dict[str, InputFile] = {}
+    for group in groups:
+        for file in group:
+            unique.setdefault(file.uri, file)
+    files = list(unique.values())
+    roots = [_root(file).split("/")[:-1] for file in files]
+    levels = enumerate(zip(*roots, strict=False))
+    shared = next((level for level, parts in levels if len(set(parts)) > 1), min(map(len, roots)))
+    return [replace(file, name="/".join([*root[shared:], file.name])) for file, root in zip(files, roots, strict=True)]
+
+
+def _root(file: InputFile) -> str:
+    """What a file's name is relative to, with a slash at its end."""
+    return file.uri.removesuffix(file.name) if file.uri.endswith(f"/{file.name}") else f"{file.uri}/"
 
 
 def format_of(name: str) -> tuple[str, str | None] | None:
@@ -186,7 +257,7 @@ def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
 
 def _checked(path: str, files: list[InputFile]) -> list[InputFile]:
     if not files:
-        raise UserError(f"nothing is at {path!r}", field=FIELD)
+        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
     for file in files:
         if not file.format:
             raise UserError(f"{file.uri}: the format is not known by its ending; {_known()}", field=FIELD)

@@ -13,8 +13,9 @@ from pathlib import PurePosixPath
 from threading import Lock
 
 from storage.blocks import BLOCK_BYTES, Block, ahead
-from storage.delimited import csv_reader
+from storage.delimited import csv_reader, header_of, other_delimiter
 from storage.errors import StoreError, UserError
+from storage.fields import lifted
 from storage.groups import Columns
 from storage.input_file import FIELD, InputFile
 from storage.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
@@ -25,7 +26,7 @@ from storage.spools import SEEK_BUFFER_BYTES, Spools
 from storage.tables import pick_table_rows, table_rows
 from storage.verbs import S3Options
 
-__all__ = ["InputFile", "Row", "default_id", "fetched_ahead", "iterate", "list_inputs", "read_rows"]
+__all__ = ["InputFile", "Row", "default_id", "delimiter_hint", "fetched_ahead", "iterate", "list_inputs", "read_rows"]
 
 Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""
@@ -45,8 +46,8 @@ def iterate(
 ) -> Iterator[Row]:
     """Yield every row of the file in order, one at a time: memory does not grow with the file.
 
-    `columns` (task column -> file column) lets columnar files leave the others unread; values keep the file's own
-    names. `chunk_chars` cuts text files (txt too) into rows of at most so many characters. Raises UserError if the
+    `columns` (task column -> file column, or `a.b` for a field of one) lets columnar files leave the others unread; values keep
+    the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most so many characters. Raises UserError if the
     file is gone or damaged as a whole.
     """
     try:
@@ -55,7 +56,7 @@ def iterate(
         else:
             with open_stream(file, s3=s3) as stream:
                 _refuse_json_array(file, stream)
-                yield from _reader(file, chunk_chars)(stream, Start())
+                yield from _with_fields(_reader(file, chunk_chars)(stream, Start()), columns)
     except StoreError as error:
         raise UserError(str(error), field=FIELD) from None
 
@@ -80,7 +81,7 @@ def read_rows(
             if file.format in TABLE_FORMATS:
                 found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
             else:
-                found = list(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3))
+                found = list(_with_fields(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3), columns))
     except StoreError as error:
         raise UserError(str(error), field=FIELD) from None
     by_number = {row.row: row for row in found}
@@ -108,6 +109,15 @@ def fetched_ahead(
     return ahead(wanted, blocks)
 
 
+def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:
+    """The rows, with the wanted columns that are fields of others beside these (storage/fields.py)."""
+    inner = [name for name in (columns or {}).values() if "." in name]
+    for row in rows:
+        if inner and row.values is not None:
+            row.values = lifted(row.values, inner)
+        yield row
+
+
 def _projection(columns: Mapping[str, str] | None) -> Columns:
     return None if columns is None else tuple(sorted(set(columns.values())))
 
@@ -124,8 +134,26 @@ def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
     if file.format in {"txt", "text"} and chunk_chars is not None:
         return piece_reader(chunk_chars)
     if file.format == "csv":
-        return csv_reader("\t" if ".tsv" in file.name.lower() else ",")
+        return csv_reader(delimiter_of(file))
     return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
+
+
+def delimiter_of(file: InputFile) -> str:
+    """What stands between the fields of a csv file."""
+    return file.delimiter or ("\t" if ".tsv" in file.name.lower() else ",")
+
+
+def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
+    """What to say of the first csv file whose header looks as if another delimiter stood in it; empty where none does."""
+    for file in files:
+        if file.format == "csv":
+            with open_stream(file, s3=s3) as stream:
+                other = other_delimiter(header_of(stream, delimiter_of(file)))
+            if other is not None:
+                named = "tab" if other == "\t" else other
+                return f"; the header of {file.name} looks delimited by {other!r}: set input.delimiter to '{named}'"
+            break
+    return ""
 
 
 def _pick_stream_rows(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from storage.fields import lifted_batch
 from storage.groups import BATCH_ROWS, DAMAGE, Columns, group_batches, groups_of, num_groups, present
 from storage.input_file import InputFile
 from storage.inputs import local_path
@@ -31,7 +32,7 @@ def table_rows(file: InputFile, columns: Columns, s3: S3Options | None) -> Itera
     row = 0
     try:
         for batch in map(sound, _batches(file, columns, s3)):
-            yield from _rows_of(batch, range(row, row + batch.num_rows))
+            yield from _rows_of(batch, range(row, row + batch.num_rows), columns)
             row += batch.num_rows
     except DAMAGE as error:
         raise damaged(file, row, error) from None
@@ -43,11 +44,11 @@ def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: 
         if file.format == "parquet":
             for group, first, inside in groups_of(file, rows, s3):
                 opened = partial(group_batches, file, group, columns, s3)
-                yield from _picked((file, group, columns, s3), first, inside, opened)
+                yield from _picked((file, group, columns, s3), first, inside, columns, opened)
         elif file.format == "hf":
             yield from _pick_dataset(file, rows, columns)
         else:
-            yield from _picked((file, columns, s3), 0, rows, partial(_batches, file, columns, s3))
+            yield from _picked((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
     except DAMAGE as error:
         raise damaged(file, rows[0], error) from None
 
@@ -92,16 +93,19 @@ def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
 
 
-def _picked(table: Hashable, first: int, rows: Sequence[int], opened: Callable[[], Batches]) -> Iterator[Row]:
+def _picked(
+    table: Hashable, first: int, rows: Sequence[int], columns: Columns, opened: Callable[[], Batches]
+) -> Iterator[Row]:
     """The wanted rows of a table whose first row is `first`."""
     for batch, inside in _STRETCHES.pick(table, [row - first for row in rows], lambda: map(sound, opened())):
-        yield from _rows_of(batch, [first + row for row in inside])
+        yield from _rows_of(batch, [first + row for row in inside], columns)
 
 
-def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int]) -> Iterator[Row]:
+def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: Columns) -> Iterator[Row]:
     """The rows of a batch or table, as many at a time as memory holds."""
     first = 0
-    for batch in table.to_batches() if isinstance(table, pa.Table) else (table,):
+    for read in table.to_batches() if isinstance(table, pa.Table) else (table,):
+        batch = read if columns is None else lifted_batch(read, columns)
         sizes = row_bytes(batch)
         for start, stop in portions(sizes):
             if sizes[start] > MAX_ROW_BYTES:  # then it is alone
@@ -137,7 +141,7 @@ def _pick_dataset(file: InputFile, rows: Sequence[int], columns: Columns) -> Ite
     dataset = load(file)
     inside = [row for row in rows if row < len(dataset)]
     if inside:
-        yield from _rows_of(_projected(dataset[inside], columns), inside)
+        yield from _rows_of(_projected(dataset[inside], columns), inside, columns)
 
 
 def _projected(table: pa.Table, columns: Columns) -> pa.Table:

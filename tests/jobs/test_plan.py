@@ -18,7 +18,7 @@ from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
 from actors.text import Tokenizer
 from jobs import packing, plan_writer
 from jobs.fingerprint import Hashes, changed_files, results_key
-from jobs.plan import Plan, build_plan, compare_plan, load_plan
+from jobs.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
 from jobs.plan_writer import PlanWriter
 from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Silence
@@ -210,14 +210,15 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
 ) -> None:
     spec, store, file = small_job(tmp_path)
     make_plan(prepare(spec, store), store, Silence())
-    read: list[str] = []
-    monkeypatch.setattr("storage.contents._hashed", lambda file: read.append(file.name) or file)
+
+    def never(file: InputFile) -> InputFile:
+        raise AssertionError(f"{file.name} is read")
+
+    monkeypatch.setattr("storage.contents._hashed", never)
     prepare(spec, store)
-    assert read == []
     file.write_text("of another size")
     with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):
         prepare(spec, store)
-    assert read == []
 
 
 def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
@@ -284,6 +285,47 @@ def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"body": "x"}\n{"text": "y"}')
     assert plan(spec_for(file), open_store("memory://alone")).errors == {"missing_column": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "message"),
+    [
+        (
+            "id;text\n1;x\n",
+            "input.columns.text",
+            "the header of rows.csv looks delimited by ';': set input.delimiter to ';'",
+        ),
+        ("id;text\n1;x, y\n2;a, b\n", "input.delimiter", "none of 2 rows can be read; the header of rows.csv looks"),
+    ],
+)
+def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
+    tmp_path: Path, content: str, field: str, message: str
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        plan(spec_for(file), open_store("memory://delimited"))
+    assert caught.value.field == field and message in str(caught.value)
+    spec = spec_for(file, input__delimiter=";")
+    inputs = list_inputs(str(file), delimiter=";")
+    made = build_plan(spec, model_info(), byte_level(), HASHES, inputs, open_store(str(tmp_path / "run")))
+    assert made.errors == {} and made.results["input"]["delimiter"] == ";" and made.files[0].delimiter == ";"
+    with pytest.raises(UserError, match=r"input\.delimiter was \";\", is null"):
+        compare_settings(made, spec_for(file))
+
+
+def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"meta": {"id": "a"}, "doc": {"body": "xyz"}}\n{"meta": {"id": "b"}, "doc": {}}\n')
+    columns = {"id": "meta.id", "text": "doc.body"}
+    made = plan(spec_for(file, input__columns=columns), open_store("memory://fields"))
+    assert {row.id: row.error_kind for row in made.unit_rows(0)} == {"a": None, "b": "missing_column"}
+    with pytest.raises(UserError, match=r"no row has a value in a column 'doc\.text'; the first has 'meta', 'doc'"):
+        plan(spec_for(file, input__columns={"text": "doc.text"}), open_store("memory://nofields"))
+    with file.open("a") as more:
+        more.write('{"meta": {"id": "a"}, "doc": {"body": "again"}}\n')
+    with pytest.raises(UserError, match="the id 'a' occurs twice"):
+        plan(spec_for(file, input__columns=columns), open_store("memory://twice"))
 
 
 def test_rows_that_none_can_read_are_failed_rows(tmp_path: Path) -> None:

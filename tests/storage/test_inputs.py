@@ -25,8 +25,8 @@ def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
     return folder
 
 
-def names(path: str | Path, **options: S3Options) -> list[str]:
-    return [file.name for file in list_inputs(str(path), **options)]
+def names(path: str | Path, *, s3: S3Options | None = None) -> list[str]:
+    return [file.name for file in list_inputs(str(path), s3=s3)]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,54 @@ def test_what_cannot_be_an_input_is_refused(
     assert str(refused.value).startswith("input.path: ")
 
 
+def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path: Path) -> None:
+    write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl")
+    both = [f"{tmp_path}/data/en/*.jsonl", f"{tmp_path}/data/de", f"{tmp_path}/data/en/a.jsonl"]
+    assert [file.name for file in list_inputs(both)] == ["en/a.jsonl", "en/b.jsonl", "de/a.jsonl"], "each file once"
+    assert [file.name for file in list_inputs(both[:1])] == ["a.jsonl", "b.jsonl"]
+    same = [f"{tmp_path}/data/en/b.jsonl", f"{tmp_path}/data/en/a.jsonl"]
+    assert [file.name for file in list_inputs(same)] == ["b.jsonl", "a.jsonl"], "as they are listed"
+    mixed = list_inputs([f"{tmp_path}/data/de", "builtin:python-stdlib"])
+    assert mixed[0].name.endswith("data/de/a.jsonl") and mixed[1].name.startswith("builtin:python-stdlib/")
+    with pytest.raises(UserError, match=r"nothing is at '.*fr'"):
+        list_inputs([*both, f"{tmp_path}/data/fr"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("data/{en,de}/*.jsonl", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en,de}", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en/{a,b},de/a}.jsonl", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en,de}/*.{jsonl,csv}", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("{odd,name}.jsonl", ["{odd,name}.jsonl"]),
+        ("{one}.jsonl", ["{one}.jsonl"]),
+    ],
+)
+def test_braces_stand_for_either(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+    write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl", "{odd,name}.jsonl", "{one}.jsonl")
+    assert [file.name for file in list_inputs(f"{tmp_path}/{pattern}")] == expected
+
+
+def test_braces_that_name_what_is_not_there_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl")
+    for pattern, message in (
+        ("{train,tset}.jsonl", "nothing is at '.*tset.jsonl'"),
+        ("{a,b}/*.jsonl", "nothing is at '.*{a,b}/"),
+        ("{a,b}" * 12, "more than 1000 paths"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list_inputs(f"{tmp_path}/{pattern}")
+
+
+def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "b.jsonl")
+    found = list_inputs([f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl"], delimiter=";")
+    assert [file.delimiter for file in found] == [";", None]
+    with pytest.raises(UserError, match=r"input\.delimiter: ';' is for csv files"):
+        list_inputs(f"{tmp_path}/b.jsonl", delimiter=";")
+
+
 def test_the_standard_library_is_an_input_everywhere() -> None:
     files = list_inputs("builtin:python-stdlib")
     assert len(files) > 300 and files == sorted(files, key=lambda file: file.name)
@@ -171,6 +219,8 @@ def test_s3_inputs_are_files_folders_and_globs(s3_store: S3Store, s3_url: str, s
     assert names(f"{s3_url}/in", s3=s3_options) == names(f"{s3_url}/in/", s3=s3_options) == ["a.jsonl", "sub/b.jsonl"]
     assert names(f"{s3_url}/in/a.jsonl", s3=s3_options) == ["a.jsonl"]
     assert names(f"{s3_url}/in*/*.jsonl", s3=s3_options) == ["in/.x.jsonl", "in/a.jsonl", "in2/c.jsonl"]
+    braces = names(f"{s3_url}/{{in,in2}}/*.jsonl", s3=s3_options)
+    assert braces == ["in/.x.jsonl", "in/a.jsonl", "in2/c.jsonl"]
     (file,) = list_inputs(f"{s3_url}/in2", s3=s3_options)
     assert file.uri == f"{s3_url}/in2/c.jsonl" and file.etag and file.size == 14 and file.mtime_s
     for path in (f"{s3_url}/absent", "s3://no-such-bucket-of-mine/x"):

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import UserError
-from storage.reader import InputFile, Row, iterate, list_inputs, read_rows
+from storage.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
 from storage.s3 import S3Store
 from storage.stretches import Stretches
 from storage.verbs import S3Options
@@ -154,6 +154,47 @@ def test_csv_quotes_hold_commas_quotes_and_lines(tmp_path: Path) -> None:
     data = b'id,text\n1,"a, ""b""\nc"\n\n2,plain\n'
     assert kinds(rows_of(tmp_path / "a.csv", data)) == [{"id": "1", "text": 'a, "b"\nc'}, {"id": "2", "text": "plain"}]
     assert kinds(rows_of(tmp_path / "a.tsv", b"id\ttext\n1\ta,b\n")) == [{"id": "1", "text": "a,b"}]
+
+
+def test_a_csv_file_may_have_another_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('id;text\n1;"a, b; c"\n2;d\n')
+    (file,) = list_inputs(str(tmp_path), delimiter=";")
+    rows = list(iterate(file))
+    assert [row.values for row in rows] == [{"id": "1", "text": "a, b; c"}, {"id": "2", "text": "d"}]
+    assert list(read_rows(file, [(1, rows[1].offset)])) == [rows[1]]
+    assert delimiter_hint([file], None) == ""
+    for header, named in (("id;text", "';'"), ("id\ttext", "'tab'"), ("id|text", "'|'")):
+        (tmp_path / "a.csv").write_text(f"{header}\n")
+        assert delimiter_hint(list_inputs(str(tmp_path)), None).endswith(f"set input.delimiter to {named}")
+
+
+FIELDS = [
+    {"meta": {"lang": "en", "deep": {"n": 1, "text": "x" * 50}}, "a.b": "literal", "a": {"b": "inside"}},
+    {"meta": {"lang": "de", "deep": None}, "a.b": None, "a": {"b": "inside"}},
+    {"meta": None, "a.b": "literal", "a": None},
+]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_a_field_of_a_struct_is_a_column(tmp_path: Path, name: str) -> None:
+    table = pa.Table.from_pylist(FIELDS)
+    if name == "a.jsonl":
+        (tmp_path / name).write_text("\n".join(map(json.dumps, FIELDS)))
+    elif name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    (file,) = list_inputs(str(tmp_path))
+    wanted = {"text": "meta.deep.text", "id": "meta.lang", "seed": "a.b", "prompt": "meta.absent", "suffix": "gone.x"}
+    rows = list(iterate(file, columns=wanted))
+    found = [{key: (row.values or {}).get(column) for key, column in wanted.items()} for row in rows]
+    assert found == [
+        {"text": "x" * 50, "id": "en", "seed": "literal", "prompt": None, "suffix": None},
+        {"text": None, "id": "de", "seed": None, "prompt": None, "suffix": None},
+        {"text": None, "id": None, "seed": "literal", "prompt": None, "suffix": None},
+    ]
+    assert list(read_rows(file, [(row.row, row.offset) for row in rows], columns=wanted)) == rows
 
 
 def test_a_broken_csv_record_loses_no_neighbour(tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""Columns that lie inside others: `meta.lang` is the field `lang` of the struct (or JSON object) `meta`, unless a column has just
+that name, dots and all, which then wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_ABSENT: Final = object()
+
+
+def field_of(values: Mapping[str, Any], name: str) -> Any:
+    """The value of a column or of a field inside of one; None where there is none."""
+    found = _find(values, name)
+    return None if found is _ABSENT else found
+
+
+def _find(values: Mapping[str, Any], name: str) -> Any:
+    if name in values:
+        return values[name]
+    for outer, inner in _splits(name):
+        if isinstance(values.get(outer), Mapping):
+            found = _find(values[outer], inner)
+            if found is not _ABSENT:
+                return found
+    return _ABSENT
+
+
+def _splits(name: str) -> Iterable[tuple[str, str]]:
+    """(`a.b`, `c`), (`a`, `b.c`): the ways to read a dotted name as a column and what lies inside of it."""
+    parts = name.split(".")
+    return ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(len(parts) - 1, 0, -1))
+
+
+def lifted(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The row with each of these names that lies inside of another column as a column of its own."""
+    more = {name: found for name in names if name not in values and (found := _find(values, name)) is not _ABSENT}
+    return values | more if more else values
+
+
+def outer_columns(names: Sequence[str], columns: Iterable[str]) -> list[str]:
+    """Those of a table's column `names` that have to be read for these columns, in the table's order."""
+    wanted = {found for column in columns if (found := _outer(names, column)) is not None}
+    return [name for name in names if name in wanted]
+
+
+def _outer(names: Sequence[str], column: str) -> str | None:
+    """The column of a table that holds this one: itself, or the one that it lies in."""
+    return column if column in names else next((outer for outer, _ in _splits(column) if outer in names), None)
+
+
+def lifted_batch(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
+    """The batch with exactly these columns, as far as it has them; those inside of a struct stand by themselves."""
+    if set(batch.schema.names) <= set(columns):
+        return batch
+    arrays = {column: found for column in columns if (found := _array(batch, column)) is not None}
+    if not arrays:  # a batch without columns would have no rows
+        return batch
+    return pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
+
+
+def _array(batch: pa.RecordBatch, column: str) -> pa.Array | None:
+    outer = _outer(batch.schema.names, column)
+    if outer is None:
+        return None
+    array = batch.column(batch.schema.get_field_index(outer))
+    return array if outer == column else _inside(array, column[len(outer) + 1 :])
+
+
+def _inside(array: pa.Array, name: str) -> pa.Array | None:
+    """The field of a struct, null where the struct is."""
+    if not pa.types.is_struct(array.type):
+        return None
+    fields = [field.name for field in array.type]
+    outer = _outer(fields, name)
+    if outer is None:
+        return None
+    found = pc.struct_field(array, [fields.index(outer)])
+    return found if outer == name else _inside(found, name[len(outer) + 1 :])
