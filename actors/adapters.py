@@ -1,0 +1,79 @@
+"""A LoRA adapter of PEFT and the checkpoint that it was trained on, as one checkpoint folder: merged once, by actors.merge_adapter.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from actors.made_folders import cache_folder, made_once, run_maker
+from storage.errors import UserError
+
+FIELD = "model.adapter"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PATTERNS = (CONFIG, WEIGHTS)
+MERGER = 1
+"""Goes up when merging gives other numbers; it is part of the adapter's hash."""
+
+
+def merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Path:
+    """The folder of the cache that holds the merged checkpoint, made if need be.
+
+    `base_hash` and `digest` are the hashes of the two. UserError where they can't be merged, or PEFT is not installed.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise UserError(
+            "adapters are merged by the package peft, which is not installed: pip install peft (the extra `adapter` of this "
+            "project); or merge it yourself (PeftModel.from_pretrained(model, adapter).merge_and_unload()), save the model, and "
+            "give its folder as model.path",
+            field=FIELD,
+        )
+    versions = [importlib.metadata.version(name) for name in ("transformers", "peft")]
+    name = hashlib.sha256(repr((base_hash, digest, versions)).encode()).hexdigest()[:16]
+    arguments = [str(base), base_hash, str(adapter), digest]
+    make = partial(_merge, arguments)
+    return made_once(cache_folder() / "models" / f"{base.name[:40]}-{adapter.name[:40]}-{name}", make)
+
+
+def check_files(adapter: Path, named: str, model: str) -> None:
+    """Raise UserError unless the folder is an adapter in safetensors, and for this model as far as the names tell.
+
+    `model` is the model's path as the spec has it. Names are compared where both are ids of the hub.
+    """
+    if not (adapter / CONFIG).is_file():
+        raise UserError(f"{named!r} is no adapter: it has no {CONFIG}", field=FIELD)
+    if not (adapter / WEIGHTS).is_file():
+        raise UserError(f"{named!r} has no {WEIGHTS}; adapters in other formats (.bin) are not read", field=FIELD)
+    base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
+    if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
+        raise UserError(
+            f"{named!r} was trained on {base!r}, not on {model!r}; allowed: an adapter of that model (to merge it all the same, "
+            "give the model as a local folder)",
+            field=FIELD,
+        )
+
+
+def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
+    """The adapter's config; UserError where it is no JSON object."""
+    try:
+        found = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{named!r}: {CONFIG} can't be read: {error}", field=FIELD) from None
+    if not isinstance(found, dict):
+        raise UserError(f"{named!r}: {CONFIG} is no JSON object", field=FIELD)
+    return found
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def _merge(arguments: list[str], folder: Path) -> None:
+    run_maker("actors.merge_adapter", [*arguments, str(folder)], field=FIELD)

@@ -1,0 +1,111 @@
+"""`python -m actors.merge_adapter BASE HASH ADAPTER HASH FOLDER`: a checkpoint with a LoRA adapter merged into its weights.
+
+PEFT merges, in float32 whatever the checkpoint's dtype, so that `model.dtype` rounds once. Every weight of the adapter must
+have found its place: PEFT itself only warns where some did not.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.adapters import CONFIG, WEIGHTS
+from actors.made_folders import SOURCE, read_source, refuse, write_source
+from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.checkpoint import inspect_model, read_config
+from decoders.backbones.families import find_family
+
+_ENDS = ("lm_head", "embed_tokens", "wte")
+
+
+class Refused(ValueError):
+    """The adapter can't be merged; the message is for the user."""
+
+
+def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) -> None:
+    """Write the merged checkpoint. Raises Refused where model and adapter do not fit."""
+    family = _family(base)
+    import transformers
+
+    plain = getattr(transformers, family.model_class).from_pretrained(base, dtype=torch.float32, local_files_only=True)
+    merged = merged_model(plain, adapter)
+    _save(merged, family, folder)
+    for file in base.iterdir():
+        if file.is_file() and file.name != SOURCE and "safetensors" not in file.name:
+            shutil.copy(file, folder)
+    write_source(folder, (read_source(base) or {}) | {"weights": base_hash, "adapter": digest})
+    inspect_model(folder)
+
+
+def merged_model(plain: Any, adapter: Path) -> Any:
+    """The model with the adapter's weights added to its own."""
+    from peft import PeftConfig, PeftModel
+    from peft.utils import get_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning:
+        raise Refused(f"it is of type {kind}, which adds to prompts and can't be merged into weights")
+    try:
+        model = PeftModel.from_pretrained(plain, str(adapter))
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise Refused(f"it does not fit the model: {' '.join(str(error).split())[:400]}") from error
+    _check_names(get_peft_model_state_dict(model, save_embedding_layers=False), adapter)
+    if not hasattr(model, "merge_and_unload"):
+        raise Refused(f"it is of type {kind}, which can't be merged into weights")
+    touched = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "merge")}
+    if plain.config.tie_word_embeddings and touched.intersection(_ENDS):
+        raise Refused("it changes the embeddings or the output layer, which are one tensor in this model")
+    return model.merge_and_unload(safe_merge=True)
+
+
+def _check_names(held: dict[str, Any], adapter: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(adapter / WEIGHTS, framework="pt") as file:
+        given = set(file.keys())
+    for names, what in ((given - held.keys(), "has weights for parts that the model lacks"), (held.keys() - given, "lacks")):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise Refused(f"it {what}: {', '.join(sorted(names)[:3])}{more}")
+
+
+def _family(base: Path) -> CausalFamily:
+    found = find_family(read_config(base), "auto")
+    if found.causal not in CAUSAL_FAMILIES:
+        names = ", ".join(family.name for family in CAUSAL_FAMILIES)
+        raise Refused(f"adapters are merged into models of the families {names}, and this one is of family {found.name!r}")
+    assert found.causal is not None
+    return found.causal
+
+
+def _save(merged: Any, family: CausalFamily, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    weights = {name: tensor.detach().clone().contiguous() for name, tensor in merged.state_dict().items()}
+    if merged.config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main(arguments: list[str]) -> int:
+    """Merge; a refusal is told on standard output, for `actors.made_folders.run_maker`."""
+    base, base_hash, adapter, digest, folder = arguments
+    try:
+        merge(Path(base), base_hash, Path(adapter), digest, Path(folder))
+    except Refused as error:
+        refuse(f"the adapter in {adapter} can't be merged: {error}")
+        return 2
+    except (ValueError, TypeError, KeyError, OSError) as error:  # a damaged config or file
+        reason = " ".join(str(error).split())[:400]
+        refuse(f"the adapter in {adapter} ({CONFIG}, {WEIGHTS}) can't be merged: {type(error).__name__}: {reason}")
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

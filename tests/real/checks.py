@@ -1,0 +1,333 @@
+"""The checks of `make real`: each runs jobs on the real model and says how much of what should be equal was.
+
+A check returns Findings, one for each line of the table; it raises nothing for a difference, only for a job that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from actors.models import fetch_model
+from tests.real.jobs_on_it import Place, Row, call, finish, kill_after, rows_of, same
+from tests.real.prompts import prompts
+from tests.real.theirs import Theirs
+
+WARM = {"temperature": 0.8}
+RESULT = ("text", "tokens", "finish", "logprob", "prompt_tokens", "new_tokens", "key")
+"""What a lossless decoder, another batch or another number of workers must leave as it is."""
+
+DECODERS: dict[str, dict[str, Any]] = {
+    "speculative, n-gram, k = 5": {"kind": "speculative", "k": 5},
+    "speculative, n-gram, k = auto": {"kind": "speculative", "k": "auto"},
+    "speculative, a model drafts": {"kind": "speculative", "k": 4, "drafter": {"kind": "model", "path": "DRAFTER"}},
+    "jacobi": {"kind": "jacobi"},
+    "jacobi, running, auto": {"kind": "jacobi", "block_size": "auto", "window": "running"},
+    "multiblock_jacobi": {"kind": "multiblock_jacobi"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the table: `equal` of `of` agreed; it fails where they are not the same, unless `passes` says otherwise."""
+
+    what: str
+    equal: int
+    of: int
+    note: str = ""
+    passes: bool | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the line holds; a line about nothing does not."""
+        return self.of > 0 and (self.equal == self.of if self.passes is None else self.passes)
+
+
+@dataclass
+class Bench:
+    """What the checks share: the place of the jobs, the checkpoint's folder, how much is asked."""
+
+    place: Place
+    count: int = 64
+    new_tokens: int = 48
+    threads: int = 2
+    held: dict[str, dict[str, Row]] = field(default_factory=dict)
+
+    @cached_property
+    def folder(self) -> Path:
+        """The checkpoint as a folder."""
+        return fetch_model(self.place.model)
+
+    @cached_property
+    def theirs(self) -> Theirs:
+        """transformers with the same checkpoint, float32."""
+        torch.set_num_threads(self.threads)
+        return Theirs(self.folder)
+
+    @cached_property
+    def asked(self) -> list[str]:
+        """The prompts: all of them, or an even choice."""
+        every = prompts()
+        return [every[i * len(every) // self.count] for i in range(self.count)]
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The prompts as input rows."""
+        return [{"id": f"p{number:02}", "prompt": prompt} for number, prompt in enumerate(self.asked)]
+
+    @cached_property
+    def ids(self) -> dict[str, list[int]]:
+        """The prompts' tokens by row, as transformers' own chat template gives them."""
+        return {row["id"]: self.theirs.chat_ids(row["prompt"]) for row in self.rows}
+
+    @cached_property
+    def expected(self) -> dict[str, list[int]]:
+        """transformers' greedy continuations by row."""
+        return {key: self.theirs.greedy(ids, self.new_tokens) for key, ids in self.ids.items()}
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The task of most jobs."""
+        return {"kind": "complete", "chat": True, "max_new_tokens": self.new_tokens}
+
+    def greedy(self) -> dict[str, Row]:
+        """Rows of the greedy job."""
+        return self.once("greedy", {})
+
+    def baseline(self) -> dict[str, Row]:
+        """Rows of sequential decoding at temperature 0.8."""
+        return self.once("sampled", {"sampling": WARM})
+
+    def once(self, name: str, changes: dict[str, Any]) -> dict[str, Row]:
+        """Rows of a job over all prompts, run when they are first asked for."""
+        if name not in self.held:
+            self.held[name] = self.place.run(name, self.chat, self.rows, **changes)
+        return self.held[name]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self.theirs.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def check_greedy(bench: Bench) -> list[Finding]:
+    """Greedy chat is transformers' `generate`, token for token; two logits that are as good as equal may part them."""
+    rows, equal, ties = bench.greedy(), 0, 0
+    for key, expected in bench.expected.items():
+        ours = rows[key]["tokens"]
+        equal += ours == expected
+        ties += ours != expected and bench.theirs.is_tie(bench.ids[key], ours, expected)
+    texts = sum(rows[key]["text"] == bench.text(rows[key]["tokens"]) for key in rows)
+    lengths = sorted(map(len, bench.ids.values()))
+    prompts_equal = sum(rows[key]["prompt_tokens"] == len(ids) for key, ids in bench.ids.items())
+    note = f"prompts of {lengths[0]} to {lengths[-1]:,} tokens" + (f"; {ties} part at a tie" if ties else "")
+    return [
+        Finding("tokens of the prompt: transformers' chat template", prompts_equal, len(rows)),
+        Finding("greedy chat: transformers' generate", equal, len(rows), note, equal + ties == len(rows)),
+        Finding("text: transformers' decode of these tokens", texts, len(rows)),
+    ]
+
+
+def check_decoders(bench: Bench) -> list[Finding]:
+    """At temperature 0.8 every causal decoder gives the rows of sequential decoding, log-probabilities to the bit."""
+    baseline, found = bench.baseline(), []
+    drafter = write_drafter(bench.folder, bench.place.root / "drafter")
+    for what, settings in DECODERS.items():
+        decoder = json.loads(json.dumps(settings).replace("DRAFTER", str(drafter)))
+        rows = bench.once(what.replace(", ", "-").replace(" ", ""), {"sampling": WARM, "decoder": decoder})
+        tokens, nfe = (sum(row[name] for row in rows.values()) for name in ("new_tokens", "nfe"))
+        note = f"{nfe / tokens:.2f} forwards a token"
+        found.append(Finding(f"{what}: autoregressive, T = 0.8", same(rows, baseline, RESULT), len(baseline), note))
+    distinct = len({tuple(row["tokens"]) for row in baseline.values()})
+    greedy = same(bench.greedy(), baseline, ("tokens",))
+    note = f"{greedy} rows equal the greedy ones"
+    found.append(Finding("T = 0.8 draws other texts than T = 0", distinct, len(baseline), note, greedy < distinct // 2))
+    return found
+
+
+def write_drafter(folder: Path, target: Path) -> Path:
+    """The model with its weights rounded to 8 bits (float8, 3 bits of fraction): it drafts well, and not always right."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.suffix in {".json", ".jinja"} and file.name != "draftmill_source.json":
+            shutil.copy(file, target)
+    weights = load_file(folder / "model.safetensors")
+    rounded = {name: tensor.to(torch.float8_e4m3fn).to(torch.bfloat16) for name, tensor in weights.items()}
+    save_file(rounded, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def check_two_workers(bench: Bench) -> list[Finding]:
+    """Two workers and small batches change no row."""
+    changes = {"sampling": WARM, "workers": {"count": 2, "cpus": 1}, "batching": {"max_rows": 5}}
+    rows = bench.once("two-workers", changes)
+    workers = len({row["worker"] for row in rows.values()})
+    note = f"{workers} workers took part"
+    return [
+        Finding("two workers, 5 slots each: one with 16 or more", same(rows, bench.baseline(), RESULT), len(rows), note)
+    ]
+
+
+def check_resume(bench: Bench) -> list[Finding]:
+    """A job that is killed and started again gives the rows of one that was not."""
+    folder = bench.place.spec("killed", bench.chat, bench.rows, sampling=WARM, output={"unit_rows": 8})
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    done = kill_after(folder, 2)
+    before = rows_of(folder)
+    rows = finish(folder)
+    kept = same(before, rows, (*RESULT, "started_at", "worker"))
+    units = -(-len(rows) // 8)
+    return [
+        Finding("killed with -9 and resumed: never killed", same(rows, bench.baseline(), RESULT), len(rows)),
+        Finding(
+            "what was committed before stays",
+            kept,
+            len(before),
+            f"{done} of {units} units",
+            kept == len(before) and 0 < done < units,
+        ),
+    ]
+
+
+def check_scores(bench: Bench) -> list[Finding]:
+    """The log-probability of a text is transformers'."""
+    asked = [
+        {"id": row["id"], "prompt": row["prompt"], "completion": bench.greedy()[row["id"]]["text"] or "x"}
+        for row in bench.rows
+    ]
+    task = {"kind": "score", "chat": True}
+    rows = bench.place.run("scores", task, asked)
+    close, worst = 0, 0.0
+    for row in asked:
+        text = bench.theirs.tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+        expected, ours = bench.theirs.score(bench.ids[row["id"]], text), rows[row["id"]]["logprob"]
+        off = abs(ours - expected) / len(text)
+        worst = max(worst, off)
+        close += off < 1e-4
+    return [Finding("scores: transformers' log-probabilities", close, len(asked), f"at most {worst:.1e} a token apart")]
+
+
+def check_stops(bench: Bench) -> list[Finding]:
+    """Stop strings and several end tokens end a text where transformers' own tokens say."""
+    stops = [".", "\n\n", " a"]
+    rows = bench.place.run("stops", bench.chat | {"stop": stops}, bench.rows)
+    equal = sum(rows[key]["text"] == stopped(bench, tokens, stops) for key, tokens in bench.expected.items())
+    hit = sum(row["finish"] == "stop" for row in rows.values())
+    first = Finding(
+        "stop strings: generate, cut by hand", equal, len(rows), f"{hit} ended by one", equal == len(rows) and hit > 0
+    )
+    second = most_common(bench)
+    folder = with_ends(bench.folder, bench.place.root / "two-ends", [2, second])
+    place = Place(bench.place.root, str(folder), bench.place.threads)
+    rows = place.run("ends", bench.chat, bench.rows)
+    expected = {key: bench.theirs.greedy(ids, bench.new_tokens, [2, second]) for key, ids in bench.ids.items()}
+    equal = sum(rows[key]["tokens"] == tokens for key, tokens in expected.items())
+    hit = sum(row["finish"] == "eos" and row["tokens"][-1] == second for row in rows.values())
+    note = f"{hit} ended by the second"
+    return [first, Finding("two end ids: generate", equal, len(rows), note, equal == len(rows) and hit > 0)]
+
+
+def stopped(bench: Bench, tokens: Sequence[int], stops: Sequence[str]) -> str:
+    """The text of tokens up to the first stop string, as it appears when they come one by one."""
+    for count in range(1, len(tokens) + 1):
+        text = bench.text(tokens[:count])
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        if found:
+            return text[: min(found)[1]]
+    return bench.text(tokens)
+
+
+def most_common(bench: Bench) -> int:
+    """The token that stands in most of the greedy continuations, end tokens aside."""
+    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != 2]
+    return max(sorted(set(found)), key=found.count)
+
+
+def with_ends(folder: Path, target: Path, ends: list[int]) -> Path:
+    """The checkpoint with other end tokens in its generation config."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    for file in folder.iterdir():
+        if file.name not in {"generation_config.json", "draftmill_source.json"}:
+            os.symlink(file, target / file.name)
+    (target / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": ends}))
+    return target
+
+
+def check_bfloat16(bench: Bench) -> list[Finding]:
+    """In bfloat16 every token is one that transformers' bfloat16 forward ranks first, or next to it by a rounding."""
+    chosen = bench.rows[::4]
+    task = bench.chat | {"max_new_tokens": min(24, bench.new_tokens)}
+    rows = bench.place.run("bfloat16", task, chosen, model={"dtype": "bfloat16"})
+    half = Theirs(bench.folder, torch.bfloat16)
+    near = count = equal = 0
+    for row in chosen:
+        tokens = rows[row["id"]]["tokens"]
+        logits = half.logits(bench.ids[row["id"]], tokens)
+        behind = logits.amax(1) - logits.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+        near, count = near + int((behind <= BF16_STEPS).sum()), count + len(tokens)
+        equal += tokens == bench.expected[row["id"]][: len(tokens)]
+    note = f"{equal} of {len(chosen)} rows as in float32"
+    return [Finding(f"bfloat16: tokens within {BF16_STEPS:g} of transformers' best logit", near, count, note)]
+
+
+BF16_STEPS = 0.75
+"""bfloat16 has 8 bits of fraction: logits of 16 to 32 stand 0.125 apart, and thirty layers add a few such steps."""
+
+
+def check_openai(bench: Bench) -> list[Finding]:
+    """A batch file of OpenAI's format in, its answers out: every request once, with the text of the plain job."""
+    chosen = bench.rows[::2]
+    requests = [
+        {
+            "custom_id": row["id"],
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"model": "m", "messages": [{"role": "user", "content": row["prompt"]}]},
+        }
+        for row in chosen
+    ]
+    bench.place.run("openai", bench.chat, requests)
+    out = bench.place.root / "openai" / "answers.jsonl"
+    code, said = call("export", str(out.parent / "run"), "--format", "openai", "--out", str(out), "--overwrite")
+    assert code == 0, said
+    answers = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    greedy = bench.greedy()
+    equal = sum(
+        answer["response"]["body"]["choices"][0]["message"]["content"] == greedy[answer["custom_id"]]["text"]
+        for answer in answers
+    )
+    once = len({answer["custom_id"] for answer in answers}) == len(answers) == len(chosen)
+    return [
+        Finding("OpenAI batch in and out: the plain job's texts", equal, len(chosen), "", once and equal == len(chosen))
+    ]
+
+
+def check_refusals(bench: Bench) -> list[Finding]:
+    """What the model can't do is refused by name before anything is written."""
+    folder = bench.place.spec("infill", {"kind": "infill", "mask": {"kind": "marker"}}, [{"id": "a", "text": "x <mask> y"}])
+    code, said = call("run", str(folder / "spec.yaml"), "--quiet")
+    named = code == 2 and "task" in said and not (folder / "run" / "data").exists()
+    return [Finding("infilling, which it was not trained for, is refused", int(named), 1, " ".join(said.split())[:100])]
+
+
+CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
+    "greedy": check_greedy,
+    "decoders": check_decoders,
+    "workers": check_two_workers,
+    "resume": check_resume,
+    "scores": check_scores,
+    "stops": check_stops,
+    "bfloat16": check_bfloat16,
+    "openai": check_openai,
+    "refusals": check_refusals,
+}

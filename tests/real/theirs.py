@@ -1,0 +1,56 @@
+"""What transformers says of the same checkpoint: greedy continuations one prompt at a time, scores, how near a tie was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+TIE = 1e-3
+"""A difference of two logits below which float32 in another order of sums may choose either token."""
+
+
+class Theirs:
+    """A checkpoint as transformers loads and runs it."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        self.tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
+
+    def chat_ids(self, prompt: str) -> list[int]:
+        """The prompt in the form of the chat template, up to where the answer begins."""
+        talk = [{"role": "user", "content": prompt}]
+        return list(self.tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True)["input_ids"])
+
+    @torch.no_grad()
+    def greedy(self, ids: Sequence[int], new_tokens: int, ends: Sequence[int] | None = None) -> list[int]:
+        """`generate` without sampling: the new tokens, the end token included."""
+        given = torch.tensor([list(ids)])
+        more = {} if ends is None else {"eos_token_id": list(ends)}
+        out = self.model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False, **more
+        )
+        return list(out[0, len(ids) :].tolist())
+
+    @torch.no_grad()
+    def logits(self, ids: Sequence[int], new: Sequence[int]) -> Tensor:
+        """Logits [N, V], float32, from which each of the new tokens was chosen."""
+        found = self.model(torch.tensor([[*ids, *new]])).logits[0].float()
+        return found[len(ids) - 1 : len(ids) - 1 + len(new)]
+
+    def score(self, ids: Sequence[int], text: Sequence[int]) -> float:
+        """The log-probability of `text` after `ids`."""
+        log_p = self.logits(ids, text).double().log_softmax(-1)
+        return float(log_p.gather(1, torch.tensor(list(text)).unsqueeze(1)).sum())
+
+    def is_tie(self, ids: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> bool:
+        """Whether two continuations part where the two tokens were as good as equally likely."""
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        if first is None:
+            return False
+        row = self.logits(ids, theirs)[first]
+        return float((row[ours[first]] - row[theirs[first]]).abs()) < TIE
