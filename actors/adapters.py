@@ -1,4 +1,4 @@
-"""A LoRA adapter of PEFT and the checkpoint that it was trained on, as one checkpoint folder: merged once, by actors.merge_adapter.
+"""A LoRA adapter of PEFT and the checkpoint that it was trained on, merged once into one folder by actors.merge_adapter.
 
 Imports no torch.
 """
@@ -39,7 +39,7 @@ def merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Pat
     name = hashlib.sha256(repr((base_hash, digest, versions)).encode()).hexdigest()[:16]
     arguments = [str(base), base_hash, str(adapter), digest]
     make = partial(_merge, arguments)
-    return made_once(cache_folder() / "models" / f"{base.name[:40]}-{adapter.name[:40]}-{name}", make)
+    return made_once(cache_folder() / "models" / f"adapted-{name}", make)
 
 
 def check_files(adapter: Path, named: str, model: str) -> None:

@@ -22,6 +22,7 @@ class ModelPlace:
     dtype: str
     device: str
     trust_remote_code: bool
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,19 +125,31 @@ def read_source(folder: Path) -> dict[str, Any] | None:
 
 def content_hash(file: Path) -> str:
     """SHA-256 of a file's content. Remembered for a file of the same place, size and time, since models are large."""
-    stat = file.stat()
-    known_by = f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}"
+    return remembered("content", [file], lambda: _content_hash(file))
+
+
+def remembered(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
+    """`what` `compute` makes of these files, from the cache where they are of the same places, sizes and times as then."""
+    stats = [(file, file.stat()) for file in files]
+    known_by = (
+        "\0".join(f"{file.resolve()}\0{s.st_size}\0{s.st_mtime_ns}\0{s.st_ino}" for file, s in stats) + f"\0{what}"
+    )
     memo = cache_folder() / "hashes" / hashlib.sha256(known_by.encode()).hexdigest()[:32]
     try:
         return memo.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError):
         pass
+    found = compute()
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
+    partial.write_text(found, encoding="ascii")
+    partial.replace(memo)
+    return found
+
+
+def _content_hash(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while data := stream.read(_CHUNK_BYTES):
             digest.update(data)
-    memo.parent.mkdir(parents=True, exist_ok=True)
-    partial = memo.with_name(f"{memo.name}.{secrets.token_hex(4)}")
-    partial.write_text(digest.hexdigest(), encoding="ascii")
-    partial.replace(memo)
     return digest.hexdigest()

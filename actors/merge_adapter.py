@@ -54,12 +54,12 @@ def merged_model(plain: Any, adapter: Path) -> Any:
         model = PeftModel.from_pretrained(plain, str(adapter))
     except (ValueError, RuntimeError, KeyError) as error:
         raise Refused(f"it does not fit the model: {' '.join(str(error).split())[:400]}") from error
-    _check_names(get_peft_model_state_dict(model, save_embedding_layers=False), adapter)
     if not hasattr(model, "merge_and_unload"):
         raise Refused(f"it is of type {kind}, which can't be merged into weights")
     touched = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "merge")}
     if plain.config.tie_word_embeddings and touched.intersection(_ENDS):
         raise Refused("it changes the embeddings or the output layer, which are one tensor in this model")
+    _check_names(get_peft_model_state_dict(model, save_embedding_layers=False), adapter)
     return model.merge_and_unload(safe_merge=True)
 
 
@@ -67,8 +67,12 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        given = set(file.keys())
-    for names, what in ((given - held.keys(), "has weights for parts that the model lacks"), (held.keys() - given, "lacks")):
+        # Beside an adapted embedding table PEFT stores a copy of the table itself.
+        given = {name for name in file.keys() if ".base_layer." not in name}  # noqa: SIM118
+    for names, what in (
+        (given - held.keys(), "has weights for parts that the model lacks"),
+        (held.keys() - given, "lacks"),
+    ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise Refused(f"it {what}: {', '.join(sorted(names)[:3])}{more}")
@@ -78,7 +82,9 @@ def _family(base: Path) -> CausalFamily:
     found = find_family(read_config(base), "auto")
     if found.causal not in CAUSAL_FAMILIES:
         names = ", ".join(family.name for family in CAUSAL_FAMILIES)
-        raise Refused(f"adapters are merged into models of the families {names}, and this one is of family {found.name!r}")
+        raise Refused(
+            f"adapters are merged into models of the families {names}, and this one is of family {found.name!r}"
+        )
     assert found.causal is not None
     return found.causal
 

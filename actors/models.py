@@ -14,8 +14,9 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from actors import adapters
 from actors.gguf_files import gguf_folder, is_gguf
-from actors.made_folders import cache_folder, read_source
+from actors.made_folders import cache_folder, read_source, remembered
 from storage.errors import StoreError, UserError
 from storage.store import open_store
 from storage.verbs import S3Options, Stat, Store
@@ -34,11 +35,23 @@ _TOKENIZER_FILES = (
 _CHUNK_BYTES = 2**22
 
 
-def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None = None, field: str = FIELD) -> Path:
+def fetch_model(
+    path: str,
+    revision: str | None = None,
+    *,
+    adapter: str | None = None,
+    s3: S3Options | None = None,
+    field: str = FIELD,
+) -> Path:
     """Return the local folder of a checkpoint, fetching it if need be; a second call finds it in the cache.
 
-    Raises UserError, led by `field`, where there is no such model.
+    With an adapter it is the folder of both, merged. Raises UserError, led by `field`, where there is no such model.
     """
+    folder = _model(path, revision, s3, field)
+    return folder if adapter is None else _adapted(folder, path, adapter, s3)
+
+
+def _model(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
     folder = Path(path).expanduser()
     is_here = path.startswith(("builtin:", "s3://")) or folder.is_dir() or (is_gguf(path) and folder.is_file())
     if is_here and revision is not None:
@@ -59,6 +72,30 @@ def fetch_model(path: str, revision: str | None = None, *, s3: S3Options | None 
     return _from_hub(path, revision, field)
 
 
+def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Path:
+    """The folder of the model with the adapter merged into it; the adapter may be a folder, on S3 or on the hub."""
+    place = Path(adapter).expanduser()
+    if adapter.startswith("s3://"):
+        place = _from_s3(adapter, s3, adapters.FIELD)
+    elif not place.is_dir():
+        if not _HUB_ID.fullmatch(adapter) or place.exists():
+            raise UserError(f"{adapter!r} is no folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD)
+        place = _from_hub(adapter, None, adapters.FIELD)
+    adapters.check_files(place, adapter, model)
+    files = [place / name for name in adapters.PATTERNS]
+    digest = remembered("adapter", files, lambda: hash_files(place, files))
+    held = sorted(file for file in folder.iterdir() if file.is_file())
+    return adapters.merged_folder(
+        folder, remembered("model", held, lambda: model_hash(folder)), place.resolve(), digest
+    )
+
+
+def adapter_hash(folder: Path) -> str | None:
+    """SHA-256 of the adapter that is merged into the checkpoint in this folder; None where none is."""
+    found = (read_source(folder) or {}).get("adapter")
+    return None if found is None else str(found)
+
+
 def builtin_models() -> list[str]:
     """Names of the models that ship with the project."""
     return sorted(place.name for place in BUILTIN.iterdir() if (place / "config.json").is_file())
@@ -67,7 +104,8 @@ def builtin_models() -> list[str]:
 def model_hash(folder: Path) -> str:
     """SHA-256 over config.json, the weight files and the draft head, if there is one; by content, not by place.
 
-    For a folder that was made from a GGUF file it is a hash of that file. Raises UserError where the checkpoint is incomplete.
+    For a folder that was made from a GGUF file it is a hash of that file, for one with an adapter that of the checkpoint
+    without. Raises UserError where the checkpoint is incomplete.
     """
     source = read_source(folder)
     if source is not None:

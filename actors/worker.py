@@ -76,7 +76,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
 
     torch.set_num_threads(threads)
     place = job.model
-    folder = fetch_model(place.path, revision=place.revision, s3=job.s3)
+    folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=job.s3)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     networks = load_networks(folder, place, job.decoder, job.s3)

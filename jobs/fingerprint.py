@@ -25,14 +25,15 @@ SHOWN = 8
 @dataclass(frozen=True, slots=True)
 class Hashes:
     """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, a draft head from elsewhere, and the model
-    that drafts; the ids that begin and end a text, which may come from the checkpoint's generation config; and those that ask
-    a causal model to fill in the middle.
+    that drafts, a LoRA adapter; the ids that begin and end a text, which may come from the checkpoint's generation config; and
+    those that ask a causal model to fill in the middle.
     """
 
     model: str
     tokenizer: str
     head: str | None = None
     drafter: str | None = None
+    adapter: str | None = None
     begin: int | None = None
     ends: tuple[int, ...] = ()
     fim: dict[str, Any] | None = None
@@ -47,6 +48,8 @@ def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence
         key["task"] |= {"fim": hashes.fim, "ends": list(hashes.ends)}
     if hashes.drafter is not None:
         key["decoder"]["drafter"] |= {"weights": hashes.drafter}
+    if hashes.adapter is not None:
+        key["model"] |= {"adapter": hashes.adapter}
     key["model"] |= {
         "weights": hashes.model,
         "tokenizer": hashes.tokenizer,

@@ -45,6 +45,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
         dtype=model.dtype,
         device=model.device,
         trust_remote_code=model.trust_remote_code,
+        adapter=None if model.adapter is None else where(model.adapter),
     )
 
 

@@ -19,6 +19,7 @@ MAX_NAME_BYTES = 255
 SCHEMES: dict[str, tuple[str, ...]] = {
     "input.path": ("s3", "hf"),
     "model.path": ("s3",),
+    "model.adapter": ("s3",),
     "model.tokenizer": (),
     "decoder.head": (),
     "decoder.drafter.path": ("s3",),

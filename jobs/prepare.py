@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.fim import fills_in_middle, template_of
 from actors.loading import check_drafter, fetch_drafter
-from actors.models import fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
 from actors.plan_table import PLAN
 from actors.stop_text import end_ids
 from actors.task import TASK_DECODERS, Infill, Task
@@ -58,7 +58,8 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     plan = load_plan(store)
     if plan is not None:
         compare_settings(plan, spec)
-    folder = fetch_model(spec.model.path, spec.model.revision, s3=spec.s3.options())
+    model = spec.model
+    folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
     info = inspect(spec, folder)
     tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
@@ -68,6 +69,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         compare_inputs(plan, inputs)
     hashes = Hashes(
         model=model_hash(folder),
+        adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
         drafter=drafter_hash(spec, folder, info, tokenizer),

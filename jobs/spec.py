@@ -63,6 +63,7 @@ class ModelSettings(Settings):
     """Which checkpoint, and how it is loaded."""
 
     path: Text
+    adapter: Text | None = None
     family: Text = "auto"
     revision: str | None = None
     mask_id: Annotated[int, Field(ge=0)] | None = None

@@ -314,7 +314,9 @@ def check_openai(bench: Bench) -> list[Finding]:
 
 def check_refusals(bench: Bench) -> list[Finding]:
     """What the model can't do is refused by name before anything is written."""
-    folder = bench.place.spec("infill", {"kind": "infill", "mask": {"kind": "marker"}}, [{"id": "a", "text": "x <mask> y"}])
+    folder = bench.place.spec(
+        "infill", {"kind": "infill", "mask": {"kind": "marker"}}, [{"id": "a", "text": "x <mask> y"}]
+    )
     code, said = call("run", str(folder / "spec.yaml"), "--quiet")
     named = code == 2 and "task" in said and not (folder / "run" / "data").exists()
     return [Finding("infilling, which it was not trained for, is refused", int(named), 1, " ".join(said.split())[:100])]

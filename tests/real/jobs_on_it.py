@@ -52,7 +52,7 @@ class Place:
             "output": {"path": str(folder / "run"), "unit_rows": 16},
         }
         for key, value in changes.items():
-            spec[key] = {**spec[key], **value} if isinstance(value, dict) and key != "decoder" else value
+            spec[key] = {**spec.get(key, {}), **value} if isinstance(value, dict) and key != "decoder" else value
         (folder / "spec.yaml").write_text(yaml.safe_dump(spec, allow_unicode=True), encoding="utf-8")
         return folder
 

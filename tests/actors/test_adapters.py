@@ -1,0 +1,180 @@
+"""A LoRA adapter is merged once and computes what PEFT computes with it; one that does not fit is refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from actors import made_folders
+from actors.adapters import check_files
+from actors.merge_adapter import Refused, merge
+from actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
+from decoders.base import ModelInfo
+from jobs.fingerprint import Hashes, results_key
+from jobs.spec import check_spec
+from storage.errors import UserError
+from tests.decoders.causal_models import in_a_row, load, play, save_random, theirs
+
+TOKENS = [5, 17, 3, 60, 1, 8, 21]
+LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+GPT2: dict[str, Any] = {"r": 4, "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def train(model: Any, folder: Path, settings: dict[str, Any], *, seed: int = 3) -> Any:
+    """Save an adapter whose weights are all random, as training leaves them; returns the model with it."""
+    adapted = get_peft_model(model, LoraConfig(task_type=TaskType.CAUSAL_LM, **settings)).eval()
+    torch.manual_seed(seed)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(str(folder))
+    return adapted
+
+
+def merged(tmp_path: Path, base: str = "base", adapter: str = "adapter") -> Path:
+    """Both, merged in this process."""
+    folder = tmp_path / f"{adapter}-merged"
+    folder.mkdir()
+    merge(tmp_path / base, "b", tmp_path / adapter, "a", folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", LLAMA),
+        ("qwen3", LLAMA | {"use_rslora": True}),
+        ("qwen2", LLAMA | {"use_dora": True}),
+        ("gpt2", GPT2),
+        ("gpt_neo", LLAMA | {"target_modules": "all-linear"}),
+    ],
+)
+def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    model = save_random(tmp_path / "base", name)
+    plain, _ = theirs(model, TOKENS)
+    adapted = train(model, tmp_path / "adapter", settings)
+    with torch.no_grad():
+        expected = adapted(torch.tensor([TOKENS])).logits[0]
+    backbone = load(merged(tmp_path))
+    backbone.allocate(1, len(TOKENS))
+    hidden = play(backbone, {0: in_a_row(TOKENS)})[0]
+    torch.testing.assert_close(backbone.logits(hidden), expected, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(hidden, plain, atol=1e-2)
+
+
+def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str:
+    with pytest.raises(Refused) as caught:
+        merged(tmp_path, base, adapter)
+    return str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_refused_with_what_does_not_fit(tmp_path: Path) -> None:
+    train(save_random(tmp_path / "base", "llama"), tmp_path / "adapter", LLAMA)
+    save_random(tmp_path / "narrow", "llama", hidden_size=16, head_dim=4)
+    assert "size mismatch" in refused(tmp_path, base="narrow")
+    save_random(tmp_path / "short", "llama", num_hidden_layers=2)
+    shutil.rmtree(tmp_path / "adapter-merged")
+    assert "parts that the model lacks: base_model.model.model.layers.2." in refused(tmp_path, base="short")
+    save_random(tmp_path / "long", "llama", num_hidden_layers=4)
+    shutil.rmtree(tmp_path / "adapter-merged")
+    assert "it lacks: base_model.model.model.layers.3." in refused(tmp_path, base="long")
+    save_random(tmp_path / "gpt2", "gpt2")
+    shutil.rmtree(tmp_path / "adapter-merged")
+    assert "Target modules" in refused(tmp_path, base="gpt2")
+
+
+def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "base", "qwen3")
+    train(model, tmp_path / "tied", LLAMA | {"target_modules": ["embed_tokens"]})
+    assert "are one tensor in this model" in refused(tmp_path, "tied")
+    prompt = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    get_peft_model(save_random(tmp_path / "base", "qwen3"), prompt).save_pretrained(str(tmp_path / "prompt"))
+    assert "type PROMPT_TUNING, which adds to prompts" in refused(tmp_path, "prompt")
+    shutil.copytree(BUILTIN / "mdm-tiny", tmp_path / "masked")
+    shutil.rmtree(tmp_path / "tied-merged")
+    assert "and this one is of family 'llada'" in refused(tmp_path, "tied", "masked").replace('"', "'")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "has no adapter_config.json"),
+        (["adapter_config.json", "adapter_model.bin"], r"has no adapter_model.safetensors; .*\(.bin\) are not read"),
+    ],
+)
+def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UserError, match=r"^model\.adapter: .*" + message):
+        fetch_model("builtin:ar-tiny", adapter=str(tmp_path))
+
+
+def test_an_adapter_that_is_not_there_is_refused() -> None:
+    for path in ("/no/such/folder", "builtin:ar-tiny", "nobody/no-such-adapter"):
+        with pytest.raises(UserError, match=r"^model\.adapter: .*(is no folder|neither a folder here)"):
+            fetch_model("builtin:ar-tiny", adapter=path)
+
+
+def test_an_adapter_of_another_hub_model_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/Base"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    check_files(tmp_path, "a", "owner/base")
+    check_files(tmp_path, "a", str(tmp_path))
+    with pytest.raises(UserError, match=r"trained on 'owner/Base', not on 'owner/other'"):
+        check_files(tmp_path, "a", "owner/other")
+
+
+def test_without_peft_the_message_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(save_random(tmp_path / "base", "llama"), tmp_path / "adapter", LLAMA)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    with pytest.raises(UserError, match=r"^model\.adapter: .*pip install peft .*merge_and_unload"):
+        fetch_model(str(tmp_path / "base"), adapter=str(tmp_path / "adapter"))
+
+
+def test_model_and_adapter_are_merged_once_and_both_are_in_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    train(save_random(base, "llama"), adapter, LLAMA)
+    folder = fetch_model(str(base), adapter=str(adapter))
+    assert model_hash(folder) == model_hash(base) and adapter_hash(base) is None
+    shutil.copytree(adapter, tmp_path / "copy")
+    monkeypatch.setattr(made_folders, "run_maker", lambda *_: pytest.fail("merged again"))
+    assert fetch_model(str(base), adapter=str(tmp_path / "copy")) == folder
+    first = adapter_hash(folder)
+    assert first is not None and len(first) == 64
+    weights = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, tmp_path / "copy" / "adapter_model.safetensors")
+    monkeypatch.undo()
+    monkeypatch.setenv("DRAFTMILL_CACHE", str(tmp_path / "cache"))
+    other = fetch_model(str(base), adapter=str(tmp_path / "copy"))
+    assert other != folder and adapter_hash(other) != first and model_hash(other) == model_hash(base)
+
+
+def test_a_job_without_an_adapter_keeps_its_fingerprint() -> None:
+    data = {
+        "task": {"kind": "complete"},
+        "input": {"path": "a.jsonl"},
+        "model": {"path": "builtin:ar-tiny"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": "runs/a"},
+    }
+    info = ModelInfo("llama", 61, None, None, ("autoregressive",), 1)
+    plain = results_key(check_spec(data), info, Hashes("m", "t"), [])
+    assert "adapter" not in plain["model"]
+    assert results_key(check_spec(data), info, Hashes("m", "t", adapter="x"), [])["model"]["adapter"] == "x"
