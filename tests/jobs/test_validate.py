@@ -177,5 +177,5 @@ def test_a_dry_run_says_what_it_is_about_to_do(
 def test_samples_that_were_cut_are_said_to_be() -> None:
     sample = Sample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
     prepared: Any = SimpleNamespace(spec=SimpleNamespace(workers=SimpleNamespace(count="auto")))
-    lines = list(trial_lines(prepared, sample, Trial(1, 12, 6.0, 2**30, "CPU memory", 300)))
-    assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[1]
+    lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
+    assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]
