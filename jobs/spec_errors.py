@@ -103,13 +103,25 @@ def _path(item: Any, data: Any) -> str:
 
 
 def _without_consequences(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Where a `kind` is wrong, what else is said of its section means nothing."""
+    """Where a `kind` is wrong, what else is said of its section means nothing.
+
+    Where keys of a mapping are wrong, it means nothing that the mapping is no word like `auto`.
+    """
+    found = {path: items for path, items in found.items() if not (_no_word(items) and _has_keys(path, found))}
     bad = [path.removesuffix("kind") for path in found if path.rpartition(".")[2] == "kind"]
     return {
         path: items
         for path, items in found.items()
         if path.rpartition(".")[2] == "kind" or not any(path.startswith(section) for section in bad)
     }
+
+
+def _no_word(items: Sequence[Any]) -> bool:
+    return all(item["type"] == "literal_error" and isinstance(item["input"], Mapping) for item in items)
+
+
+def _has_keys(path: str, found: Mapping[str, Any]) -> bool:
+    return any(other.startswith(f"{path}.") for other in found)
 
 
 def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: list[Any]) -> tuple[str, str]:

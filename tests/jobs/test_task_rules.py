@@ -65,7 +65,7 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (INFILL, "task.mask.marker=''", "task.mask.marker: '' is not allowed"),
         (INFILL, "task.fim=psm", "task.fim: 'psm' is not allowed"),
         (INFILL, "task.fim={prefix: a, suffix: b}", "task.fim.middle: null goes with order spm only"),
-        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not"),
+        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed"),
         (INFILL, "task.fim={prefix: a, suffix: b, midle: c}", "task.fim.midle: unknown key; did you mean task.fim.middle?"),
         (INFILL, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
         (INFILL, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
@@ -163,3 +163,9 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> 
     asked = {"prefix": 5, "suffix": 6, "middle": 7, "order": "psm"}
     assert len({of(fim=asked, ends=(2,)), of(fim=asked, ends=(2, 3)), of(fim=asked | {"middle": 8}, ends=(2,))}) == 3
     assert check_spec(spec_of(NAMED).model_dump(mode="json")) == spec_of(NAMED)
+
+
+def test_a_mapping_with_a_wrong_key_is_not_said_to_be_no_word() -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}")
+    assert str(caught.value) == "task.fim.order: 'mps' is not allowed; allowed: psm or spm"
