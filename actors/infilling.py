@@ -129,6 +129,7 @@ def together(parts: Sequence[Part]) -> Outcome:
         pad_fraction=sum(one.pad_fraction * one.nfe for one in outcomes) / max(1, nfe),
         started_at_s=outcomes[0].started_at_s,
         trace=_traces(outcomes),
+        token_logprobs=None if failed else _scores(outcomes),
     )
 
 
@@ -139,6 +140,11 @@ def _joined(parts: Sequence[IDS]) -> IDS:
 def _sum(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
+
+
+def _scores(outcomes: Sequence[Outcome]) -> NDArray[np.float32] | None:
+    scores = [one.token_logprobs for one in outcomes if one.token_logprobs is not None]
+    return np.concatenate(scores) if len(scores) == len(outcomes) else None
 
 
 def _added(histograms: Sequence[list[int]]) -> list[int]:

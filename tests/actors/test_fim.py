@@ -19,7 +19,7 @@ from actors.infilling import Infilling, Part, cut, together
 from actors.makers import maker_for
 from actors.task import Columns, Fim, Infill
 from actors.text import Tokenizer
-from decoders.base import HOLE, ModelInfo, Outcome, Request
+from decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
 from storage.errors import RowError, UserError
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
@@ -285,4 +285,23 @@ def test_the_counts_of_all_holes_add_up() -> None:
     assert whole.tokens.tolist() == [7, 2, 8, 9, 9] and whole.finish == "length" and whole.logprob == -3.5
     assert (whole.nfe, whole.accept_hist, whole.batch_rows) == (8, [1, 2, 2], 7.0)
     assert first.fill.tolist() == [7] and second.fill.tolist() == [8, 9, 9]
-    assert together([first, first]).finish == "eos"
+    assert together([first, first]).finish == "eos" and whole.token_logprobs is None
+
+
+def test_scores_and_steps_of_all_holes_follow_one_another() -> None:
+    row = row_of()
+    scored = [np.array(scores, dtype=np.float32) for scores in ([-1, -2], [-3])]
+    steps = [TraceStep(0, 1, [], [7], [6]), TraceStep(1, 2, [], [2], [7])]
+    first = Part(row.ask([]), fill([7, 2], finish="eos", nfe=2, token_logprobs=scored[0], trace=steps))
+    second = Part(row.ask([ids(7)]), fill([8], nfe=1, token_logprobs=scored[1], trace=steps[:1]))
+    whole = together([first, second])
+    assert whole.token_logprobs is not None and whole.token_logprobs.tolist() == [-1, -2, -3]
+    assert [(step.iteration, step.nfe) for step in whole.trace or ()] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_row_fails_with_its_hole() -> None:
+    row = row_of()
+    first = Part(row.ask([]), fill([7], nfe=1))
+    second = Part(row.ask([ids(7)]), fill([], nfe=2, error_kind="nan_logits", error="not finite"))
+    whole = together([first, second])
+    assert (whole.error_kind, whole.tokens.tolist(), whole.nfe) == ("nan_logits", [], 3)
