@@ -169,6 +169,9 @@ def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--out", required=True, metavar="FILE", help="a file, s3://bucket/key, or - (standard output)")
     command.add_argument("--errors", metavar="FILE", help="where samples that are not ok go instead")
     command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (all)")
+    command.add_argument(
+        "--order", default="plan", choices=["plan", "input"], help="of the units, or of the rows in the inputs (plan)"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace files that are there")
     command.set_defaults(command=_export)
 
@@ -235,6 +238,7 @@ def _export(arguments: argparse.Namespace) -> int:
         errors=arguments.errors,
         columns=[name for name in arguments.columns.split(",") if name],
         overwrite=arguments.overwrite,
+        order=arguments.order,
         s3=_s3(arguments),
     )
 

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 from jobs.codes import OK
 from jobs.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
 from jobs.export_rows import OPENAI_COLUMNS, CsvSink, LineSink, ParquetSink, Sink, Target, openai_answer
+from jobs.input_order import in_input_order
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan import Plan
 from storage.errors import UserError
@@ -24,6 +25,7 @@ from storage.store import open_store
 from storage.verbs import S3Options
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
+ORDERS = ("plan", "input")
 COLUMNS = "--columns"
 
 
@@ -35,12 +37,14 @@ def export(
     errors: str | None = None,
     columns: Sequence[str] = (),
     overwrite: bool = False,
+    order: str = "plan",
     s3: S3Options | None = None,
 ) -> int:
     """Write the run's rows to `out` (and those that are not ok to `errors`, where it is named); returns the exit code.
 
-    `columns` are those of the result table that are wanted, none for all. Raises UserError where the run is not finished, or
-    can't be written so.
+    `columns` are those of the result table that are wanted, none for all; `order` is one of ORDERS.
+
+    Raises UserError where the run is not finished, or can't be written so.
     """
     store = open_store(run_dir, s3=s3)
     passes = finished(passes_of(store, s3=s3))
@@ -60,7 +64,7 @@ def export(
         with ExitStack() as unfinished:  # whatever goes wrong, an interrupt too: nothing is kept of it
             for sink in sinks:
                 unfinished.callback(sink.abandon)
-            counts = write_rows(passes, wanted, sinks)
+            counts = write_rows(passes, wanted, sinks, order=order)
             for sink in sinks:
                 sink.close()
             unfinished.pop_all()
@@ -71,10 +75,13 @@ def export(
     return OK
 
 
-def write_rows(passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink]) -> list[int]:
+def write_rows(
+    passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink], *, order: str = "plan"
+) -> list[int]:
     """Write every row: all to the one sink, or what is ok to the first and the rest to the second; returns how many each got."""
     counts = [0] * len(sinks)
-    for table in latest_rows(passes, columns=list(dict.fromkeys([*columns, "status"]))):
+    tables = latest_rows(passes, columns=list(dict.fromkeys([*columns, "status"])))
+    for table in in_input_order(passes[0].plan, tables) if order == "input" else tables:
         good = pc.equal(table["status"], "ok")
         parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
         for number, part in enumerate(parts):
