@@ -27,8 +27,9 @@ from decoders.settings import DrafterPlace, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError
 from storage.failpoints import failpoint
+from storage.kept import from_bytes, kept_values, names_read
 from storage.reader import Row, fetched_ahead, read_rows
-from storage.records import TRACE_SCHEMA, table_from_rows
+from storage.records import KEEP, SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
 from storage.store import open_store
 
 T = TypeVar("T")
@@ -36,10 +37,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Note:
-    """What the clerk remembers of a row between opening and closing: the plan's entry and its canvas, if it has one."""
+    """What the clerk remembers of a row between opening and closing: the plan's entry and its canvas, if it has one; and the
+    values of the columns that are carried into the results.
+    """
 
     planned: PlannedRow
     canvas: Canvas | None = None
+    keep: dict[str, Any] | None = None
 
 
 class RowClerk:
@@ -65,6 +69,9 @@ class RowClerk:
         self._worker = worker
         self._node = node
         self._drafter = drafter_of(job, has_head)
+        self._keep = None if job.keep is None else from_bytes(job.keep)
+        self._schema = schema_of(SCHEMA_VERSION, self._keep)
+        self._columns = job.columns.wanted(job.task) | names_read(self._keep.names if self._keep is not None else ())
         self._exact = exact
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
@@ -82,7 +89,7 @@ class RowClerk:
         """Make the unit's table and commit it; a probe's table is made and thrown away."""
         failpoint("worker.close_unit")
         rows = [self._result(unit, sample) for sample in samples]
-        table = table_from_rows(rows)
+        table = table_from_rows(rows, schema=self._schema)
         committed = None
         if not unit.probe:
             committed = commit_unit(
@@ -123,7 +130,7 @@ class RowClerk:
             rows = read_rows(
                 file,
                 places,
-                columns=self._job.columns.wanted(self._job.task),
+                columns=self._columns,
                 chunk_chars=self._job.chunk_chars,
                 s3=self._job.s3,
             )
@@ -134,6 +141,13 @@ class RowClerk:
         if row.error is not None:
             sample.error = row.error
             return
+        if self._keep is not None:
+            schema = self._keep
+            kept = guarded(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
+            if isinstance(kept, RowError):
+                sample.error = kept
+                return
+            sample.note.keep = kept
         made = guarded(lambda: self._canvas(sample, row.values or {}), "tokenize", "tokenize_error")
         if isinstance(made, RowError):
             sample.error = made
@@ -175,6 +189,8 @@ class RowClerk:
             "node": self._node,
             "metrics": {},
         }
+        if self._keep is not None:
+            row[KEEP] = sample.note.keep
         if sample.outcome is not None:
             row |= counted(sample.outcome)
         if sample.error is not None:

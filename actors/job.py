@@ -31,7 +31,8 @@ class Job:
 
     `store_url` is the run directory, `conditional` whether its store refuses to create a name twice. `max_rows` and
     `max_tokens` bound a worker's batch; None lets the worker choose, knowing that units have up to `unit_rows` rows.
-    `files` are the plan's inputs in the plan's order.
+    `files` are the plan's inputs in the plan's order. `keep` is the Arrow schema, serialised, of the input's columns that are
+    carried into the results, None where there are none.
     """
 
     store_url: str
@@ -51,3 +52,4 @@ class Job:
     columns: Columns
     chunk_chars: int | None
     files: tuple[InputFile, ...]
+    keep: bytes | None = None

@@ -26,7 +26,7 @@ from jobs.keeper import kept_lease
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from storage.errors import DamagedRun, StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost
-from storage.records import parquet_groups, parquet_writer, schema_of
+from storage.records import parquet_groups, parquet_writer
 from storage.store import open_store
 from storage.verbs import S3Options, Store
 
@@ -118,7 +118,7 @@ def write_compact(
     plan, source = passes[0].plan, source_of(passes, file_bytes)
     version = plan.results["schema_version"]
     metadata = {"fingerprint": plan.fingerprint, "schema_version": str(version), "code_version": code_version()}
-    parts = Parts(schema_of(version), metadata | {"passes": str(len(passes))}, file_bytes)
+    parts = Parts(plan.schema, metadata | {"passes": str(len(passes))}, file_bytes)
     files = []
     for number, part in enumerate(parts.of(latest_rows(passes))):
         name = f"{FOLDER}part-{number:05d}-{source[:8]}.parquet"

@@ -28,13 +28,14 @@ def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
         return None, []
     line = f"compact: {described(manifest)}"
     problems = [] if manifest.fingerprint == passes[0].plan.fingerprint else [f"{MANIFEST} is of another job"]
-    problems += [problem for file in manifest.files for problem in _file_problems(store, manifest, file)]
+    problems += [problem for file in manifest.files for problem in _file_problems(store, passes, manifest, file)]
     if manifest.source != source_of(passes, manifest.file_bytes):
         return f"{line}, from before the last pass: `draftmill compact` makes them anew", problems
     return line, problems or list(_row_problems(store, manifest, passes))
 
 
-def _file_problems(store: Store, manifest: CompactManifest, file: CompactFile) -> Iterator[str]:
+def _file_problems(store: Store, passes: Sequence[Pass], manifest: CompactManifest, file: CompactFile) -> Iterator[str]:
+    schema = schema_of(manifest.schema_version, passes[0].plan.keep)
     try:
         data = store.get(file.object)
         if hashlib.sha256(data).hexdigest() != file.sha256:
@@ -43,7 +44,7 @@ def _file_problems(store: Store, manifest: CompactManifest, file: CompactFile) -
         for group in parquet_groups(data):
             if parquet_metadata(group.schema).get("fingerprint") != manifest.fingerprint:
                 yield f"{file.object}: it is of another job"
-            if not group.schema.remove_metadata().equals(schema_of(manifest.schema_version)):
+            if not group.schema.remove_metadata().equals(schema):
                 yield f"{file.object}: its schema is not that of the result table"
     except (StoreError, pa.ArrowInvalid, OSError) as error:
         yield f"{file.object}: can't be read: {' '.join(str(error).split())}"

@@ -20,7 +20,7 @@ from jobs.input_order import in_input_order
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan import Plan
 from storage.errors import UserError
-from storage.records import schema_of
+from storage.records import KEEP
 from storage.store import open_store
 from storage.verbs import S3Options
 
@@ -93,11 +93,11 @@ def write_rows(
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     """The sink of a format."""
     if kind == "openai":
-        return LineSink(file, partial(openai_answer, chat=is_chat(plan)))
+        return LineSink(file, partial(openai_answer, chat=is_chat(plan)), keep=plan.keep)
     if kind == "jsonl":
-        return LineSink(file, lambda row: row)
+        return LineSink(file, lambda row: row, keep=plan.keep)
     if kind == "csv":
-        return CsvSink(file, columns)
+        return CsvSink(file, columns, keep=plan.keep)
     schema = result_schema(plan)
     metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
     return ParquetSink(file, pa.schema([schema.field(name) for name in columns]), metadata)
@@ -108,7 +108,7 @@ def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sin
 
 def result_schema(plan: Plan) -> pa.Schema:
     """The schema of the run's result rows."""
-    return schema_of(plan.results["schema_version"])
+    return plan.schema
 
 
 def is_chat(plan: Plan) -> bool:
@@ -123,7 +123,7 @@ def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
             raise UserError(
                 "the answers of an OpenAI batch have their own form; choose jsonl, csv or parquet", field=COLUMNS
             )
-        return list(OPENAI_COLUMNS)
+        return [*OPENAI_COLUMNS, *([KEEP] if plan.keep is not None else [])]
     known = result_schema(plan).names
     for name in columns:
         if name not in known:

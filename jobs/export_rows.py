@@ -8,8 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, Protocol
@@ -17,7 +16,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from storage.errors import StoreError
-from storage.records import parquet_writer
+from storage.kept import plain, told
+from storage.records import KEEP, parquet_writer
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""
@@ -64,15 +64,22 @@ class Sink(Protocol):
 
 
 class LineSink:
-    """One JSON object a line, as `line` makes it of a row."""
+    """One JSON object a line, as `line` makes it of a row. `keep` has the fields of the struct `keep`, if there is one."""
 
-    def __init__(self, file: Target, line: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        file: Target,
+        line: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        *,
+        keep: pa.Schema | None = None,
+    ) -> None:
         self._file = file
         self._line = line
+        self._keep = keep
 
     def add(self, table: pa.Table) -> None:
         """See Sink."""
-        for row in plain_rows(table):
+        for row in plain_rows(table, self._keep):
             text = json.dumps(self._line(row), ensure_ascii=False, allow_nan=False)
             self._file.write(f"{text}\n".encode())
 
@@ -84,15 +91,27 @@ class LineSink:
 
 
 class CsvSink:
-    """Records under a header line; null is an empty field, and lists, mappings and the like stand as JSON."""
+    """Records under a header line; null is an empty field, and lists, mappings and the like stand as JSON.
 
-    def __init__(self, file: Target, columns: Sequence[str]) -> None:
+    The fields of the struct `keep` are columns of their own, `keep.NAME`.
+    """
+
+    def __init__(self, file: Target, columns: Sequence[str], *, keep: pa.Schema | None = None) -> None:
         self._file = file
-        self._write([columns])
+        self._keep = keep
+        inner = [] if keep is None else [f"{KEEP}.{name}" for name in keep.names]
+        self._write([[name for column in columns for name in (inner if column == KEEP else [column])]])
 
     def add(self, table: pa.Table) -> None:
         """See Sink."""
-        self._write([[_field(value) for value in row.values()] for row in plain_rows(table)])
+        self._write([[_field(value) for value in self._flat(row)] for row in plain_rows(table, self._keep)])
+
+    def _flat(self, row: Mapping[str, Any]) -> Iterator[Any]:
+        for column, value in row.items():
+            if column == KEEP and self._keep is not None:
+                yield from ((value or {}).get(name) for name in self._keep.names)
+            else:
+                yield value
 
     def close(self) -> None:
         """See Sink."""
@@ -140,25 +159,19 @@ class ParquetSink:
         self._held, self._bytes = [], 0
 
 
-def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
-    """The rows as values that JSON has: times as ISO 8601, maps as objects, and null for what is no finite number."""
+def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str, Any]]:
+    """The rows as values that JSON has: times as ISO 8601, maps as objects, and null for what is no finite number.
+
+    `keep` has the fields of the struct `keep`, whose JSON texts become the values that they stand for.
+    """
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
-    return [
-        {name: _plain(dict(value) if name in maps and value is not None else value) for name, value in row.items()}
-        for row in table.to_pylist()
-    ]
 
+    def shown(name: str, value: Any) -> Any:
+        if name == KEEP and keep is not None:
+            return told(value, keep)
+        return plain(dict(value) if name in maps and value is not None else value)
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
+    return [{name: shown(name, value) for name, value in row.items()} for row in table.to_pylist()]
 
 
 def _field(value: Any) -> str:
@@ -178,6 +191,8 @@ def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     """A result row as a line of the output file of a batch, or, for one that is not ok, of its error file."""
     name = f"{row['key'] or 0:016x}"
     answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
+    if KEEP in row:
+        answer[KEEP] = row[KEEP]
     if row["status"] != "ok":
         error = {"code": row["error_kind"] or row["status"], "message": row["error"] or row["status"]}
         return answer | {"response": None, "error": error}

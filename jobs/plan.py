@@ -40,8 +40,10 @@ from jobs.waiting import UnitSize
 from storage.errors import UserError, brief, listed
 from storage.failpoints import failpoint
 from storage.fields import field_of
+from storage.kept import KeptTypes, written
+from storage.kept import read as read_kept
 from storage.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
-from storage.records import SCHEMA_VERSION
+from storage.records import SCHEMA_VERSION, schema_of
 from storage.verbs import AlreadyExists, NotFound, Store
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
@@ -71,6 +73,12 @@ class Plan:
     parts: list[dict[str, Any]] = field(repr=False)
     store: Store = field(repr=False)
     pass_: int = 1
+    keep: pa.Schema | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the result rows."""
+        return schema_of(self.results["schema_version"], self.keep)
 
     def sizes(self) -> Iterator[UnitSize]:
         """Rows, tokens and window of every unit, in order."""
@@ -121,16 +129,20 @@ def build_plan(
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     writer.discard()
+    kept = KeptTypes(spec.input.keep) if spec.input.keep else None
     try:
-        for table in checked(survey(spec, maker, inputs), spec, inputs):
+        for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
             writer.add(table)
             progress(table.num_rows)
         writer.finish()
+        if kept is not None and (absent := kept.absent()):
+            raise UserError(f"no row has a column {absent[0]!r}", field="input.keep")
     except UserError:
         writer.discard()
         raise
     failpoint("plan.before_plan")
-    return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer)
+    keep = None if kept is None else kept.schema()
+    return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer, keep=keep)
 
 
 def create_plan(
@@ -141,9 +153,13 @@ def create_plan(
     writer: PlanWriter,
     *,
     pass_: int = 1,
+    keep: pa.Schema | None = None,
 ) -> Plan:
-    """Write `_plan.json`, once all parts are written: from then on there is a plan. `results` is its results_key."""
-    content = _content(spec, results, inputs, writer, pass_)
+    """Write `_plan.json`, once all parts are written: from then on there is a plan. `results` is its results_key.
+
+    `keep` has the types of the columns that are carried into the results, None where there are none.
+    """
+    content = _content(spec, results, inputs, writer, pass_) | {"keep": written(keep)}
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver's; it is ours if it says the same
@@ -320,4 +336,5 @@ def _plan_of(content: dict[str, Any], store: Store) -> Plan:
         parts=content["parts"],
         store=store,
         pass_=content.get("pass", 1),
+        keep=read_kept(content.get("keep")),
     )

@@ -84,6 +84,6 @@ def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *,
     for table in failed_rows(last):
         writer.add(table)
     writer.finish()
-    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1)
+    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
     display.note(f"pass {plan.pass_}: {plan.rows:,} failed samples in {plan.units:,} units")
     return plan

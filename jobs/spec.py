@@ -34,11 +34,17 @@ def _delimiter(character: str) -> str:
     return character
 
 
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a column is named twice")
+    return names
+
+
 class InputSettings(Settings):
     """Where the rows are: a path, or several, of which each must be there.
 
     `chunk_chars` cuts text files into rows of at most so many characters. `delimiter` is that of the csv files, null for a
-    comma (a tab in .tsv).
+    comma (a tab in .tsv). `keep` names columns that are carried into the results.
     """
 
     path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
@@ -46,6 +52,7 @@ class InputSettings(Settings):
     limit: Positive | None = None
     chunk_chars: Positive | None = None
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
 
     @property
     def shown(self) -> str:
@@ -138,7 +145,7 @@ def _shown(name: str) -> str:
     return name
 
 
-NEWER_INPUT_KEYS = ("delimiter",)
+NEWER_INPUT_KEYS = ("delimiter", "keep")
 """Keys of `input` that came later: in the fingerprint only where they are set, so that a job without them stays itself."""
 
 

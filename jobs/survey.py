@@ -21,8 +21,9 @@ from actors.plan_table import ROW_SCHEMA
 from actors.rows import Values, row_id, row_key
 from jobs.spec import JobSpec
 from storage.errors import RowError
+from storage.kept import KeptTypes, names_read
 from storage.promises import side_by_side
-from storage.reader import InputFile, Row, default_id, fetched_ahead, iterate
+from storage.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
@@ -41,8 +42,12 @@ class Batch:
     chars: int = 0
 
 
-def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+def survey(
+    spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
+) -> Iterator[pa.Table]:
     """Yield tables of ROW_SCHEMA in the order of the input, at most `input.limit` rows together.
+
+    `kept` takes note of the columns that are to be carried into the results.
 
     Raises UserError if a file is gone or damaged as a whole.
     """
@@ -51,19 +56,26 @@ def survey(spec: JobSpec, maker: Maker, inputs: Sequence[InputFile]) -> Iterator
     def measured(batch: Batch) -> pa.Table:
         return _measured(spec, maker, inputs[batch.file], batch)
 
-    for _, table in side_by_side(_batches(spec, inputs), measured, threads=threads, ahead=2 * threads):
+    for _, table in side_by_side(_batches(spec, inputs, kept), measured, threads=threads, ahead=2 * threads):
         yield table.result()
 
 
-def _batches(spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[Batch]:
+def _batches(spec: JobSpec, inputs: Sequence[InputFile], kept: KeptTypes | None) -> Iterator[Batch]:
     left, s3 = spec.input.limit, spec.s3.options()
     for number, (file, _) in enumerate(fetched_ahead(((file, [(0, 0)]) for file in inputs), s3=s3)):
         batch = Batch(number)
         columns = spec.input.columns.wanted(spec.task)
+        types = column_types(file, spec.input.keep, s3) if kept is not None else None
+        if kept is not None and types is not None:
+            kept.see_types(types)
+        elif kept is not None:
+            columns |= names_read(spec.input.keep)
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=s3):
             if left == 0:
                 break
             left = None if left is None else left - 1
+            if kept is not None and types is None:
+                kept.see(row.values or {})
             batch.rows.append(row)
             batch.chars += _chars(row.values or {})
             if len(batch.rows) == BATCH_ROWS or batch.chars >= BATCH_CHARS:

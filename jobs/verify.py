@@ -25,7 +25,7 @@ from jobs.plan import Plan
 from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
 from storage.errors import DamagedRun, StoreError
 from storage.promises import promised
-from storage.records import parquet_metadata, read_parquet, schema_of
+from storage.records import parquet_metadata, read_parquet
 from storage.store import open_store
 from storage.verbs import S3Options, Store
 
@@ -167,7 +167,7 @@ def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: b
     if len(data) != committed.bytes:
         yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
     version = plan.results["schema_version"]
-    if not table.schema.remove_metadata().equals(schema_of(version)):
+    if not table.schema.remove_metadata().equals(plan.schema):
         yield "its schema is not that of the result table"
         return
     expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}

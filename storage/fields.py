@@ -71,6 +71,13 @@ def _array(batch: pa.RecordBatch, column: str) -> pa.Array | None:
     return array if outer == column else _inside(array, column[len(outer) + 1 :])
 
 
+def types_in(schema: pa.Schema, columns: Iterable[str]) -> dict[str, pa.DataType]:
+    """The types of those of the columns that a table of this schema has."""
+    empty = pa.RecordBatch.from_pylist([], schema=schema)
+    found = {column: _array(empty, column) for column in columns}
+    return {column: array.type for column, array in found.items() if array is not None}
+
+
 def _inside(array: pa.Array, name: str) -> pa.Array | None:
     """The field of a struct, null where the struct is."""
     if not pa.types.is_struct(array.type):

@@ -37,6 +37,11 @@ def num_groups(file: InputFile, s3: S3Options | None) -> int:
     return int(_opened(file, s3).num_row_groups)
 
 
+def group_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
+    """The file's columns and their types."""
+    return _opened(file, s3).schema_arrow
+
+
 def groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
     """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are passed over."""
     starts = _starts(file, s3)

@@ -12,10 +12,12 @@ from itertools import islice
 from pathlib import PurePosixPath
 from threading import Lock
 
+import pyarrow as pa
+
 from storage.blocks import BLOCK_BYTES, Block, ahead
 from storage.delimited import csv_reader, header_of, other_delimiter
 from storage.errors import StoreError, UserError
-from storage.fields import lifted
+from storage.fields import lifted, types_in
 from storage.groups import Columns
 from storage.input_file import FIELD, InputFile
 from storage.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
@@ -23,10 +25,20 @@ from storage.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows
 from storage.rows import Row, default_id, failed
 from storage.sources import blocks_at, open_bytes, open_stream
 from storage.spools import SEEK_BUFFER_BYTES, Spools
-from storage.tables import pick_table_rows, table_rows
+from storage.tables import pick_table_rows, table_rows, table_schema
 from storage.verbs import S3Options
 
-__all__ = ["InputFile", "Row", "default_id", "delimiter_hint", "fetched_ahead", "iterate", "list_inputs", "read_rows"]
+__all__ = [
+    "InputFile",
+    "Row",
+    "column_types",
+    "default_id",
+    "delimiter_hint",
+    "fetched_ahead",
+    "iterate",
+    "list_inputs",
+    "read_rows",
+]
 
 Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""
@@ -136,6 +148,16 @@ def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
     if file.format == "csv":
         return csv_reader(delimiter_of(file))
     return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
+
+
+def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) -> dict[str, pa.DataType] | None:
+    """The types of those of the columns that a columnar file has; None for other files, whose rows say them one by one."""
+    if file.format not in TABLE_FORMATS:
+        return None
+    try:
+        return types_in(table_schema(file, s3), columns)
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
 
 
 def delimiter_of(file: InputFile) -> str:

@@ -20,6 +20,9 @@ SCHEMA_VERSION = 4
 _ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4}
 """The version that brought a column; the others are as old as the schema."""
 
+KEEP = "keep"
+"""The last column of a run whose spec has `input.keep`: a struct of these columns of the inputs (storage/kept.py)."""
+
 KEY_PREFIX = "draftmill."
 """Leads the names of our Parquet key-value metadata: schema_version, fingerprint, unit, pass, code_version, counts."""
 
@@ -85,9 +88,10 @@ SCHEMA: pa.Schema = pa.schema(
 """One row per sample; docs/formats.md says what each column means."""
 
 
-def schema_of(version: int) -> pa.Schema:
-    """The schema as a version up to SCHEMA_VERSION has it."""
-    return pa.schema([field for field in SCHEMA if _ADDED.get(field.name, 1) <= version])
+def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
+    """The schema as a version up to SCHEMA_VERSION has it, with the struct `keep` of these fields, if there are any."""
+    fields = [field for field in SCHEMA if _ADDED.get(field.name, 1) <= version]
+    return pa.schema(fields if keep is None else [*fields, pa.field(KEEP, pa.struct(list(keep)))])
 
 
 TRACE_SCHEMA: pa.Schema = pa.schema(

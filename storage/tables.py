@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from storage.fields import lifted_batch
-from storage.groups import BATCH_ROWS, DAMAGE, Columns, group_batches, groups_of, num_groups, present
+from storage.groups import BATCH_ROWS, DAMAGE, Columns, group_batches, group_schema, groups_of, num_groups, present
 from storage.input_file import InputFile
 from storage.inputs import local_path
 from storage.lines import too_long_message
@@ -51,6 +51,23 @@ def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: 
             yield from _picked((file, columns, s3), 0, rows, columns, partial(_batches, file, columns, s3))
     except DAMAGE as error:
         raise damaged(file, rows[0], error) from None
+
+
+def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
+    """The schema of a file; UserError if it is damaged."""
+    try:
+        if file.format == "parquet":
+            return group_schema(file, s3)
+        if file.format == "hf":
+            from storage.huggingface import load
+
+            return load(file).features.arrow_schema
+        with _arrow_source(file, s3) as source:
+            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+            source.seek(0)
+            return (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).schema
+    except DAMAGE as error:
+        raise damaged(file, 0, error) from None
 
 
 def _batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
