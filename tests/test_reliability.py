@@ -1,17 +1,20 @@
-"""docs/reliability.md names a test for each of its claims; each of them exists."""
+"""docs/reliability.md and docs/differences.md name a test for each of their claims; each of them exists."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_test_that_the_table_of_faults_names_exists():
-    text = (ROOT / "docs" / "reliability.md").read_text()
+@pytest.mark.parametrize(("document", "least"), [("reliability.md", 30), ("differences.md", 20)])
+def test_every_test_that_a_document_names_exists(document, least):
+    text = (ROOT / "docs" / document).read_text()
     named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text))
-    assert len(named) > 30
+    assert len(named) > least
     missing = [f"{path}::{name}" for path, name in sorted(named) if f"def {name}(" not in (ROOT / path).read_text()]
     assert not missing
 
