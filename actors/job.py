@@ -53,3 +53,12 @@ class Job:
     chunk_chars: int | None
     files: tuple[InputFile, ...]
     keep: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What each worker gets: Ray resources (`gpus` may be a fraction) and torch threads."""
+
+    cpus: float
+    gpus: float
+    threads: int

@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +19,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from actors.faults import DeviceLostError
-from actors.job import Job
+from actors.job import Job, Seat
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
-from actors.worker import DecodeWorker
+from actors.worker import DecodeWorker, EarlyWorker
+
+__all__ = ["Pool", "Seat", "early_workers"]
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
@@ -29,15 +32,6 @@ IN_FLIGHT = 2
 
 EXIT_S = 10.0
 """How long a killed worker's process is waited for; Ray itself gives one that does not answer 5 s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """What each worker gets: Ray resources (`gpus` may be a fraction) and torch threads."""
-
-    cpus: float
-    gpus: float
-    threads: int
 
 
 @dataclass(slots=True, eq=False)
@@ -59,17 +53,21 @@ class Member:
 class Pool:
     """Workers by name. All methods are called from the driver's thread; only `poll` waits."""
 
-    def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker) -> None:
+    def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker, early: Sequence[Any] = ()) -> None:
+        """`early` are workers of `early_workers`, of the same seat, which are given work before others are started."""
         self._members: dict[str, Member] = {}
         self._job = ray.put(job)
         self._threads = seat.threads
         self._notices = Notices()
-        self._actor: Any = ray.remote(worker_class).options(
-            num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0
-        )
+        self._early = list(early)
+        self._actor = actor_class(worker_class, seat)
 
     def start(self, name: str) -> None:
         """Ask Ray for a worker; `Up` or `Died` follows."""
+        if self._early:
+            actor = self._early.pop(0)
+            self._members[name] = Member(actor, actor.begin.remote(name, self._job, self._threads))
+            return
         actor = self._actor.remote(name, self._job, self._threads)
         self._members[name] = Member(actor, actor.where.remote())
 
@@ -111,6 +109,8 @@ class Pool:
         places = [member.place for member in self._members.values()]
         for name in list(self._members):
             self.kill(name)
+        for actor in self._early:
+            ray.kill(actor, no_restart=True)
         deadline_s = time.monotonic() + EXIT_S
         for place in places:
             while place is not None and is_running(*place) and time.monotonic() < deadline_s:
@@ -157,6 +157,17 @@ class Pool:
         while member.leases and len(member.turns) < IN_FLIGHT:
             self._turn(member, [])
         return news
+
+
+def actor_class(worker_class: type, seat: Seat) -> Any:
+    """A class of workers as Ray has it: on its seat, never restarted, no call tried twice."""
+    return ray.remote(worker_class).options(num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0)
+
+
+def early_workers(count: int, seat: Seat, family: str) -> list[Any]:
+    """Start workers that import what decoding with a model of this family needs, before they are told of a job."""
+    worker = actor_class(EarlyWorker, seat)
+    return [worker.remote(family) for _ in range(count)]
 
 
 def is_running(node: str, pid: int) -> bool:

@@ -62,6 +62,31 @@ class DecodeWorker(Turns):
         super().__init__(build_runner(job, name=name, node=node, threads=threads), node)
 
 
+class EarlyWorker(Turns):
+    """A worker that is started while the driver still plans: it imports what decoding needs, and learns of its job later."""
+
+    def __init__(self, family: str) -> None:
+        import_for_decoding(family)
+
+    def begin(self, name: str, job: Job, threads: int) -> tuple[str, int]:
+        """Load the job's model; returns what `where` does."""
+        self._node = socket.gethostname()
+        self._runner = build_runner(job, name=name, node=self._node, threads=threads)
+        return self.where()
+
+
+def import_for_decoding(family: str) -> None:
+    """Import what takes long: torch, the decoders, and the classes that models of a family run on."""
+    import decoders.registry  # noqa: F401
+    from decoders.backbones.families import FAMILIES
+    from decoders.backbones.lean_import import from_transformers
+
+    causal = FAMILIES[family].causal
+    if causal is not None:
+        for name in (causal.config_class, causal.module_class or causal.model_class):
+            from_transformers(name)
+
+
 def build_runner(job: Job, *, name: str, node: str, threads: int) -> UnitRunner:
     """A runner with the job's model loaded; see `build_parts`."""
     decoder, clerk = build_parts(job, name=name, node=node, threads=threads)

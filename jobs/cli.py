@@ -11,12 +11,15 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
 from storage.errors import DamagedRun, StoreError, UserError
 from storage.secrets import presentable
 from storage.verbs import S3Options
+
+if TYPE_CHECKING:
+    from jobs.run import RunOptions
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -84,6 +87,7 @@ def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _driver_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: one of our own, here")
+    command.add_argument("--local", action="store_true", help="one worker in this process, without Ray: for small jobs")
     command.add_argument("--quiet", action="store_true", help="no progress")
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
     command.add_argument(
@@ -185,11 +189,18 @@ def _run(arguments: argparse.Namespace) -> int:
     from jobs.driver import interruptible
 
     with interruptible():  # the imports take a while, too
-        from jobs.run import RunOptions, run_job
+        from jobs.run import run_job
         from jobs.spec import load_spec
 
-        options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
-        return run_job(load_spec(arguments.spec, arguments.set), options)
+        return run_job(load_spec(arguments.spec, arguments.set), _options(arguments))
+
+
+def _options(arguments: argparse.Namespace) -> RunOptions:
+    from jobs.run import RunOptions
+
+    if arguments.local and arguments.ray_address is not None:
+        raise UserError("--local runs without Ray; allowed: one of the two", field="--ray-address")
+    return RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
@@ -197,10 +208,8 @@ def _rerun(arguments: argparse.Namespace) -> int:
 
     with interruptible():
         from jobs.rerun import rerun
-        from jobs.run import RunOptions
 
-        options = RunOptions(arguments.ray_address, arguments.quiet, arguments.grace_seconds)
-        return rerun(arguments.run_dir, options, overrides=arguments.set, s3=_s3(arguments))
+        return rerun(arguments.run_dir, _options(arguments), overrides=arguments.set, s3=_s3(arguments))
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from actors.pool import Seat
+from dataclasses import replace
+
+from actors.job import Seat
 from jobs.spec import WorkerSettings
 from storage.errors import UserError
+
+PARAMETERS_PER_THREAD = 25_000_000
+"""A smaller model's products are over before a second thread has begun; on a busy machine they then wait for it."""
 
 
 def crew(
@@ -28,3 +33,8 @@ def crew(
         fits = min(fits, int(num_gpus // gpus))
     count = max(1, min(fits if workers.count == "auto" else workers.count, fits, units))
     return count, Seat(cpus=workers.cpus, gpus=gpus, threads=max(1, num_cpus // count))
+
+
+def fitting_threads(seat: Seat, num_parameters: int) -> Seat:
+    """The seat with no more torch threads than a model of this size can use."""
+    return replace(seat, threads=min(seat.threads, -(-num_parameters // PARAMETERS_PER_THREAD) or 1))

@@ -20,6 +20,7 @@ from jobs.plan_writer import PlanWriter
 from jobs.prepare import prepare
 from jobs.progress import Display, make_display
 from jobs.run import Run, RunOptions, broken_off, decode, judge, print_table
+from jobs.site import site_of
 from jobs.spec import JobSpec, check_overridden
 from storage.lease import LeaseHeld, LeaseLost
 from storage.store import open_store, probe
@@ -35,6 +36,8 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
     finished(passes_of(store, s3=s3))
     prepared = prepare(spec, store)
+    site = site_of(address=options.ray_address, local=options.local)
+    site.check(spec)
     conditional = probe(store)
     stop = StopFlag()
     try:
@@ -45,7 +48,7 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
                 print(f"{store.url}: no sample is failed")
                 return judge(spec, passes)
             inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
-            finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display))
+            finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, site))
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from actors.pool import Pool, Seat
 from jobs.attempts import AttemptsLog, read_sessions
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from jobs.crew import crew
+from jobs.crew import fitting_threads
 from jobs.driver import Driver, StopFlag
 from jobs.events import Finish
 from jobs.handout import make_job
 from jobs.keeper import kept_lease
 from jobs.leases import Limits
 from jobs.passes import Pass, finished, left_failed, passes_of
-from jobs.plan import Plan
+from jobs.plan import Plan, load_plan
 from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Display, make_display
 from jobs.scheduler import Scheduler
-from jobs.session import check_reachable, cluster_size, ray_session
+from jobs.session import RayDidNotStart
+from jobs.site import Site, site_of
 from jobs.spec import JobSpec
 from jobs.summary import read_summary, table_lines
 from jobs.thresholds import hopeless, most_failed, too_many_failed
@@ -59,6 +59,7 @@ class RunOptions:
     """How to run, as opposed to what: nothing here changes a result."""
 
     ray_address: str | None = None
+    local: bool = False
     quiet: bool = False
     grace_s: float = 30.0
 
@@ -76,6 +77,7 @@ class Run:
     lease: Lease
     stop: StopFlag
     display: Display
+    site: Site
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -85,7 +87,8 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is finished already")
         return close(spec, store)
-    check_reachable(options.ray_address)
+    site = site_of(address=options.ray_address, local=options.local)
+    site.check(spec)
     conditional = probe(store)
     stop = StopFlag()
     try:
@@ -95,14 +98,22 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
                 if prepared.plan is None:  # what the cluster has not is missed before anything is written
-                    stack.enter_context(ray_session(options.ray_address))
-                    seats(spec, units=1)
+                    stack.enter_context(site.opening(display, prepared))
                 plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
-                finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display))
+                finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site))
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
+    except RayDidNotStart as error:
+        raise without_ray(error, store) from error
     return close(spec, store) if finish.how == "done" else broken_off(store, plan, finish, conditional=conditional)
+
+
+def without_ray(error: StoreError, store: Store) -> StoreError:
+    """The same error, and whether there is anything to go on with."""
+    planned = load_plan(store) is not None
+    hint = "the plan is made: run it again to go on" if planned else "nothing has been written yet"
+    return StoreError(f"{error}; {hint}")
 
 
 def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
@@ -128,7 +139,7 @@ def decode(run: Run) -> Finish:
     committed: dict[int, CommittedUnit] = {}
     finish = Finish("done")
     if left:
-        with ray_session(run.options.ray_address), run.stop.on_signals():
+        with run.site.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals)
     if finish.how == "done":
         _write_manifest(run, committed, [name for unit, name in done.items() if unit not in committed])
@@ -136,9 +147,10 @@ def decode(run: Run) -> Finish:
 
 
 def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict[int, CommittedUnit]]:
-    count, seat = seats(run.spec, units=len(left))
+    count, seat = run.site.seats(run.spec, units=len(left))
+    seat = fitting_threads(seat, run.prepared.info.num_parameters)
     log = AttemptsLog(run.store, run.lease.epoch)
-    pool = Pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
+    pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
         scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
         pool=pool,
@@ -149,7 +161,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
-        room=lambda: room_for(run.spec, len(left)),
+        room=lambda: room_for(run, len(left)),
     )
     try:
         finish = driver.run()
@@ -160,16 +172,10 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     return finish, driver.committed
 
 
-def seats(spec: JobSpec, *, units: int) -> tuple[int, Seat]:
-    """How many workers the Ray that we are on has room for, and what each gets; UserError where not one fits."""
-    num_cpus, num_gpus = cluster_size()
-    return crew(spec.workers, num_cpus=num_cpus, num_gpus=num_gpus, units=units, device=spec.model.device)
-
-
-def room_for(spec: JobSpec, units: int) -> int:
+def room_for(run: Run, units: int) -> int:
     """How many workers there is room for by now; none where the cluster has lost too much for even one."""
     try:
-        return seats(spec, units=units)[0]
+        return run.site.seats(run.spec, units=units)[0]
     except UserError:
         return 0
 

@@ -11,8 +11,9 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,18 @@ CONNECT_S = 5.0
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small: the object store carries messages, never samples."""
 
+STARTS = 3
+"""How often a Ray of our own is started at most: where others keep the machine busy, Ray gives up after half a minute."""
+
+ADVICE = "the machine may be too busy, try later, or use --local, which needs no Ray"
+
 _LOCAL_ENVIRONMENT = {
+    # Ray's own limits suit an idle machine; all that can be raised is. (Its wait for the node itself is fixed at 30 s.)
+    "RAY_gcs_server_port_wait_time_s": "180",
+    "RAY_gcs_server_request_timeout_seconds": "180",
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_raylet_client_num_connect_attempts": "180",
+    "RAY_worker_register_timeout_seconds": "300",
     # A single machine listens on the loopback address alone, so a token would protect nothing.
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -40,12 +52,22 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+class RayDidNotStart(StoreError):
+    """A Ray of our own did not start, however often it was tried."""
+
+
+def _silence(message: str) -> None:
+    return None
+
+
 @contextmanager
-def ray_session(address: str | None, *, num_cpus: int | None = None) -> Iterator[None]:
+def ray_session(
+    address: str | None, *, num_cpus: int | None = None, note: Callable[[str], None] = _silence
+) -> Iterator[None]:
     """Connect to `address`, or start a local Ray (of `num_cpus`, default all), for the time of the block.
 
-    A Ray that this process has already initialised is used as it is and left running. Raises UserError if there is
-    nothing at the address.
+    A Ray that this process has already initialised is used as it is and left running. `note` is told what is waited for. Raises
+    UserError if there is nothing at the address, StoreError where a Ray of our own does not start.
     """
     import ray
 
@@ -54,8 +76,9 @@ def ray_session(address: str | None, *, num_cpus: int | None = None) -> Iterator
         return
     with _own_sigterm():
         if address is None:
-            _start_local(num_cpus)
+            _start_local(num_cpus, note)
         else:
+            note(f"connecting to Ray at {address}")
             _connect(address)
     try:
         yield
@@ -76,16 +99,40 @@ def _own_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _start_local(num_cpus: int | None) -> None:
+def ray_is_ours_to_start(address: str | None) -> bool:
+    """Whether `ray_session` would start a Ray, rather than use one that is there."""
+    import ray
+
+    return address is None and not ray.is_initialized()
+
+
+def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
     for name, value in _LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     # Workers see neither our sys.path nor our working folder's: only what stands in PYTHONPATH when Ray starts.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    try:
-        _init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
-    except Exception as error:  # on a busy machine Ray gives up with just that
-        raise StoreError(f"Ray did not start: {error}; run it again to go on") from error
+    note("starting Ray")
+    for attempt in range(1, STARTS + 1):
+        began_s = time.monotonic()
+        try:
+            _init(address="local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
+            return
+        except Exception as error:  # on a busy machine Ray gives up with just that
+            _clear_away()
+            reason = " ".join(str(error).split()) or type(error).__name__
+            took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
+            if attempt == STARTS:
+                raise RayDidNotStart(f"Ray did not start ({took}): {reason}; {ADVICE}") from error
+            note(f"Ray did not start ({took}): {reason}; trying again")
+
+
+def _clear_away() -> None:
+    """End what a start that failed has left."""
+    import ray
+
+    with suppress(Exception):
+        ray.shutdown()
 
 
 def _connect(address: str) -> None:
@@ -118,6 +165,17 @@ def _init(**options: Any) -> None:
     # log_to_driver=False alone lets "(raylet) a worker died" and node dumps through; this private flag does not.
     worker._worker_logs_enabled = False
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+
+
+def local_size() -> tuple[int, int]:
+    """Whole CPUs and GPUs that a Ray of our own will have on this machine."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+    from ray._private.utils import get_num_cpus
+
+    manager = get_accelerator_manager_for_resource("GPU")
+    num_gpus = manager.get_current_node_num_accelerators()
+    visible = manager.get_current_process_visible_accelerator_ids()
+    return int(get_num_cpus()), num_gpus if visible is None else min(num_gpus, len(visible))
 
 
 def cluster_size() -> tuple[int, int]:

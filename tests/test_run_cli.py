@@ -27,7 +27,7 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
     # On a busy machine it may take longer than the 30 s after which a pipe gets a line of progress.
     progress = re.compile(r"[\d,]+/12 samples ")
     said = [line for line in done.stderr.splitlines() if not progress.match(line)]
-    assert [line for line in said if not line.startswith(("planning: ", planned))] == []
+    assert [line for line in said if not line.startswith(("planning: ", "starting Ray", planned))] == []
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
 
 
@@ -50,17 +50,24 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_ray_that_does_not_start_is_said_in_words_and_the_run_can_go_on(
+def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    tries = []
+
     def too_busy(**options: object) -> None:
+        tries.append(options)
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("jobs.session._init", too_busy)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
-    assert cli.main(["run", str(spec), "--quiet"]) == 1
-    assert capsys.readouterr().err.startswith("draftmill: Ray did not start: The current node timed out")
+    assert cli.main(["run", str(spec)]) == 1
+    err = capsys.readouterr().err
+    assert len(tries) == 3 and "starting Ray" in err
+    assert err.count("The current node timed out during startup.; trying again") == 2
+    assert "draftmill: Ray did not start (attempt 3 of 3, " in err and "use --local, which needs no Ray" in err
+    assert "the plan is made: run it again to go on" in err and (tmp_path / "run" / "_plan.json").exists()
     monkeypatch.undo()
     with without_ray():
         assert cli.main(["run", str(spec), "--quiet"]) == 0

@@ -89,9 +89,9 @@ class CausalFamily:
 
 
 def _gpt_neo_as_gpt2(config: Any) -> Any:
-    from transformers import GPT2Config
+    from decoders.backbones.lean_import import from_transformers
 
-    return GPT2Config(
+    return from_transformers("GPT2Config")(
         vocab_size=config.vocab_size,
         n_positions=config.max_position_embeddings,
         n_embd=config.hidden_size,
@@ -173,12 +173,13 @@ def read_config(family: CausalFamily, config: Config) -> Any:
 
 def parse_config(family: CausalFamily, config: Config) -> Any:
     """Return config.json as transformers' config object; ValueError where it is unusable, or is not to be batched."""
-    import transformers
     from huggingface_hub.errors import StrictDataclassError
+
+    from decoders.backbones.lean_import import from_transformers
 
     read_config(family, config)
     try:
-        parsed = getattr(transformers, family.config_class).from_dict(_fields(family, config))
+        parsed = from_transformers(family.config_class).from_dict(_fields(family, config))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
         raise _unfit(family, error) from error
     return parsed
@@ -244,12 +245,12 @@ def vocab_size(family: CausalFamily, config: Config) -> int:
 
 def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
-    import torch
-    import transformers
+    from decoders.backbones.lean_import import empty_modules, from_transformers
 
+    made = from_transformers(model_class)
     try:
-        with torch.device("meta"):
-            return adapt(getattr(transformers, model_class)(parsed))
+        with empty_modules():
+            return adapt(made(parsed))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
         raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
 

@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 _BLOCK: Final = 8
 
@@ -46,13 +45,18 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return known and device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is transformers' Conv1D: told by its name, so that models of no such module don't import transformers."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def pack_products(module: nn.Module) -> None:
     """Replace every linear layer below `module` by a packed one, in place."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear) and type(child) in {nn.Linear, UnsetLinear}:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
-            elif type(child) is Conv1D:  # GPT-2 keeps [in, out]
+            elif is_conv1d(child):  # GPT-2 keeps [in, out]
                 setattr(parent, name, PackedLinear(child.weight.t(), child.bias))
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from decoders.backbones.attention import attend_grouped
 from decoders.backbones.base import TokenRows
@@ -30,7 +29,7 @@ from decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from decoders.backbones.packed import PackedLinear
+from decoders.backbones.packed import PackedLinear, is_conv1d
 from decoders.masks import visible
 
 if TYPE_CHECKING:
@@ -88,8 +87,9 @@ def products(module: nn.Module) -> Iterator[Product]:
             yield part, part.in_features, part.out_features, torch.float32
         elif isinstance(part, nn.Linear):
             yield part, part.in_features, part.out_features, part.weight.dtype
-        elif isinstance(part, Conv1D):
-            yield part, part.nx, part.nf, part.weight.dtype
+        elif is_conv1d(part):
+            matrix: Any = part
+            yield part, matrix.nx, matrix.nf, matrix.weight.dtype
 
 
 # ---- masks ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from decoders.backbones.base import TokenRows
 from decoders.backbones.cache import SlotCache, as_slice
 from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.lean_import import from_transformers
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 from decoders.backbones.self_test import model_rules, products
@@ -223,9 +224,7 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], d
     `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
     checkpoint holds another one.
     """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_ATTENTION, slot_attention)
+    from_transformers("AttentionInterface").register(_ATTENTION, slot_attention)
     config = family.runs_as(parsed)
     config._attn_implementation = _ATTENTION
     model = empty_model(family.module_class or family.model_class, config, family.adapt)

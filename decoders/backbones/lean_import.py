@@ -1,0 +1,103 @@
+"""Imports transformers' models without the compilers and the distributed parts of torch that they drag in.
+
+A model class of transformers imports torch._dynamo, torch._inductor, sympy and torch.distributed for decorators and type checks
+that decoding never comes to; they take as long as all the rest. While the import runs, torch says that it has none of them, and
+what asks for them at that moment gets a stand-in that does nothing, or fetches the real thing when it is used. Afterwards they
+can be imported as ever. Where one of them is there already, nothing is changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.compiler
+import torch.distributed
+
+_HELD = ("torch._dynamo", "torch.distributed.tensor")
+_WRAPPED = "torch._dynamo._trace_wrapped_higher_order_op"
+
+
+def from_transformers(name: str) -> Any:
+    """A class of transformers by its name; AttributeError where there is none."""
+    with lean():
+        import transformers
+
+        return getattr(transformers, name)
+
+
+@contextmanager
+def lean() -> Iterator[None]:
+    """For the time of the block, imports find neither compilers nor distributed parts."""
+    if any(name in sys.modules for name in _HELD):
+        yield
+        return
+    stands_in = {"torch._dynamo": _dynamo(), _WRAPPED: _wrapped()}
+    available, disable = torch.distributed.is_available, torch.compiler.disable
+    torch.distributed.is_available = lambda: False
+    torch.compiler.disable = _as_it_is  # type: ignore[assignment]
+    sys.modules |= stands_in
+    try:
+        yield
+    finally:
+        torch.distributed.is_available, torch.compiler.disable = available, disable
+        for name, module in stands_in.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+@contextmanager
+def empty_modules() -> Iterator[None]:
+    """For the time of the block modules are built on the meta device, and nobody draws random weights for what has no memory.
+
+    torch would import its compilers to draw them, and to count up on that device: ranges are real ones.
+    """
+    arange = torch.arange
+    kinds: tuple[Any, ...] = (torch.nn.Embedding, torch.nn.Linear)
+    before = [kind.reset_parameters for kind in kinds]
+    for kind in kinds:
+        kind.reset_parameters = lambda self: None
+    torch.arange = partial(_on_cpu, arange)  # type: ignore[assignment]
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.arange = arange
+        for kind, method in zip(kinds, before, strict=True):
+            kind.reset_parameters = method
+
+
+def _on_cpu(arange: Callable[..., Any], *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    return arange(*args, device="cpu" if device is None else device, **kwargs)
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
+    """A decorator, with arguments or without, that changes nothing."""
+    return function if function is not None else lambda inner: inner
+
+
+def _dynamo() -> ModuleType:
+    module = ModuleType("torch._dynamo")
+    module.__path__ = []
+    for name in ("assume_constant_result", "disable", "allow_in_graph", "mark_static_address"):
+        setattr(module, name, _as_it_is)
+    return module
+
+
+def _wrapped() -> ModuleType:
+    module = ModuleType(_WRAPPED)
+
+    class TransformGetItemToIndex:
+        """The real one, made where it is used."""
+
+        def __new__(cls) -> Any:
+            return importlib.import_module(_WRAPPED).TransformGetItemToIndex()
+
+    module.TransformGetItemToIndex = TransformGetItemToIndex  # type: ignore[attr-defined]
+    return module
