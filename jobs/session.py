@@ -173,6 +173,8 @@ def local_size() -> tuple[int, int]:
     from ray._private.utils import get_num_cpus
 
     manager = get_accelerator_manager_for_resource("GPU")
+    if manager is None:
+        return int(get_num_cpus()), 0
     num_gpus = manager.get_current_node_num_accelerators()
     visible = manager.get_current_process_visible_accelerator_ids()
     return int(get_num_cpus()), num_gpus if visible is None else min(num_gpus, len(visible))

@@ -63,7 +63,7 @@ def empty_modules() -> Iterator[None]:
     before = [kind.reset_parameters for kind in kinds]
     for kind in kinds:
         kind.reset_parameters = lambda self: None
-    torch.arange = partial(_on_cpu, arange)  # type: ignore[assignment]
+    torch.arange = partial(_on_cpu, arange)
     try:
         with torch.device("meta"):
             yield

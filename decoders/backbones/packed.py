@@ -57,7 +57,8 @@ def pack_products(module: nn.Module) -> None:
             if isinstance(child, nn.Linear) and type(child) in {nn.Linear, UnsetLinear}:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
             elif is_conv1d(child):  # GPT-2 keeps [in, out]
-                setattr(parent, name, PackedLinear(child.weight.t(), child.bias))
+                matrix: Any = child
+                setattr(parent, name, PackedLinear(matrix.weight.t(), matrix.bias))
 
 
 def block_of_rows(count: int) -> int:
