@@ -48,6 +48,7 @@ class Canvas:
     """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges.
 
     A canvas to be scored has no holes: the tokens from `score_from` on are, and `text` is what they say, where it is known.
+    `truncated` is how many tokens of its prompt were cut away, since they did not fit.
     Where a causal model fills holes one after the other, this is the first one's canvas, and `infilling` has the row.
     """
 
@@ -56,6 +57,7 @@ class Canvas:
     score_from: int | None = None
     text: str | None = None
     infilling: Infilling | None = None
+    truncated: int = 0
 
     @property
     def num_masked(self) -> int:

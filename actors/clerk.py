@@ -64,7 +64,7 @@ class RowClerk:
         self._store = open_store(job.store_url, s3=job.s3)
         self._plan = PlanTable(self._store)
         self._tokenizer = tokenizer
-        self._maker = maker_for(job.task, job.columns, tokenizer, info)
+        self._maker = maker_for(job.task, job.columns, tokenizer, info, truncate=job.truncate)
         self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker
         self._node = node

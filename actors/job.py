@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.task import Columns, Task
+from actors.task import Columns, Side, Task
 from decoders.settings import DecoderSettings, Sampling
 from storage.reader import InputFile
 from storage.verbs import S3Options
@@ -53,6 +53,7 @@ class Job:
     chunk_chars: int | None
     files: tuple[InputFile, ...]
     keep: bytes | None = None
+    truncate: Side | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from actors.fim import fills_in_middle, template_of
 from actors.fim_maker import FimMaker
 from actors.prompts import PromptMaker
 from actors.rows import Values
-from actors.task import Columns, Infill, Task
+from actors.task import Columns, Infill, Side, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from storage.errors import RowError
@@ -28,10 +28,20 @@ class Maker(Protocol):
         ...
 
 
-def maker_for(task: Task, columns: Columns, tokenizer: Tokenizer | None, info: ModelInfo) -> Maker:
-    """Return what makes the canvases of a task; UserError where a causal model is to fill holes and has no tokens for it."""
+def maker_for(
+    task: Task,
+    columns: Columns,
+    tokenizer: Tokenizer | None,
+    info: ModelInfo,
+    *,
+    truncate: Side | None = None,
+) -> Maker:
+    """Return what makes the canvases of a task; prompts that are too long are cut where `truncate` says so.
+
+    Raises UserError where a causal model is to fill holes and has no tokens for it.
+    """
     if isinstance(task, Infill) and fills_in_middle(task, info):
         return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info))
     if isinstance(task, Infill):
         return CanvasMaker(task, columns, tokenizer, info)
-    return PromptMaker(task, columns, tokenizer, info)
+    return PromptMaker(task, columns, tokenizer, info, truncate=truncate)

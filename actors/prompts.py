@@ -11,15 +11,16 @@ tokenizer's chat template, which spells out every special token; they are parsed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.canvas import Canvas, Size
+from actors.cutting import cut_chat, cut_ids, prompt_room
 from actors.ids import STAGE, check_ids, check_length, given_ids
 from actors.rows import Messages, Values, checked_text, prompt_of, scored_text
-from actors.task import Columns, Complete, Score
+from actors.task import Columns, Complete, Score, Side
 from actors.text import Tokenizer
 from decoders.base import HOLE, ModelInfo
 from storage.errors import RowError
@@ -33,6 +34,7 @@ class PromptMaker:
     columns: Columns
     tokenizer: Tokenizer | None
     info: ModelInfo
+    truncate: Side | None = None
 
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError where the row has none, or does not fit the model. No `key` plays a part."""
@@ -54,11 +56,15 @@ class PromptMaker:
         prompt = self._given(values) if self.columns.tokens is not None else self._prompt(values)
         self._check_prompt(prompt)
         most, room = self.info.max_length, task.max_new_tokens
+        whole = len(prompt)
         if most is not None:
+            prompt = self._cut(values, prompt, prompt_room(most, room))
             room = min(room, most - len(prompt))
         if room < 1:
             raise RowError("too_long", STAGE, f"{len(prompt)} tokens of prompt leave no room; the model takes {most}")
-        return Canvas(np.append(prompt, np.full(room, HOLE, dtype=np.int32)), ((len(prompt), len(prompt) + room),))
+        holes = ((len(prompt), len(prompt) + room),)
+        tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
+        return Canvas(tokens, holes, truncated=whole - len(prompt))
 
     def _check_prompt(self, prompt: NDArray[np.int32]) -> None:
         """A model with masks needs no token to begin with, and would take a mask in the prompt for one to be filled."""
@@ -80,7 +86,11 @@ class PromptMaker:
             if before and not self._tokenizer().joins:
                 return self._scored_at_once(before, text)
             prompt = self._begun(before)
-        return self._behind(np.append(prompt, self._checked(self._tokenizer().encode(text))), len(prompt), text)
+        scored, whole = self._checked(self._tokenizer().encode(text)), len(prompt)
+        if self.info.max_length is not None:
+            prompt = self._cut(values, prompt, self.info.max_length - len(scored))
+        canvas = self._behind(np.append(prompt, scored), len(prompt), text)
+        return replace(canvas, truncated=whole - len(prompt))
 
     def _behind(self, tokens: NDArray[np.int32], start: int, text: str | None) -> Canvas:
         """Score from `start` on; a first token with nothing in front of it has no probability and counts as given."""
@@ -95,15 +105,38 @@ class PromptMaker:
         ids, offsets = self._tokenizer().offsets(before + text)
         lead = self._tokenizer().lead
         start = len(lead) + sum(end <= len(before) for _, end in offsets)
-        return self._behind(self._checked([*lead, *ids]), start, text)
+        tokens = self._checked([*lead, *ids])
+        prompt, scored = tokens[:start], tokens[start:]
+        if self.truncate is not None and self.info.max_length is not None:
+            keep = max(len(lead), self.info.max_length - len(scored))
+            prompt = cut_ids(prompt, keep, self.truncate, fixed=len(lead))
+        canvas = self._behind(np.append(prompt, scored), len(prompt), text)
+        return replace(canvas, truncated=start - len(prompt))
+
+    # ---- prompts that are too long
+
+    def _cut(self, values: Values, prompt: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
+        """The prompt in `keep` tokens, where the spec lets it be cut; as it is where it fits, or nothing of it would be left."""
+        lead = () if self.tokenizer is None else self.tokenizer.lead
+        if self.truncate is None or len(prompt) <= keep or keep <= len(lead):
+            return prompt
+        if self.task.chat and self.columns.tokens is None:
+            return cut_chat(self._messages(values), keep, self.truncate, self._tokenizer(), self._chat_ids)
+        fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
+        return cut_ids(prompt, keep, self.truncate, fixed=fixed)
 
     # ---- prompts
 
     def _prompt(self, values: Values) -> NDArray[np.int32]:
         if not self.task.chat:
             return self._begun(self._plain(values))
+        return self._chat_ids(self._messages(values))
+
+    def _messages(self, values: Values) -> Messages:
         found = prompt_of(values, self.columns, self.task)
-        messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
+        return [{"role": "user", "content": found}] if isinstance(found, str) else found
+
+    def _chat_ids(self, messages: Messages) -> NDArray[np.int32]:
         return self._checked(self._tokenizer().parse(self._rendered(messages)))
 
     def _plain(self, values: Values) -> str:

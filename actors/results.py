@@ -33,6 +33,8 @@ def decoded(
         "finish": outcome.finish,
         "logprob": outcome.logprob,
     }
+    if isinstance(task, Complete | Score):
+        columns["truncated_tokens"] = canvas.truncated
     if isinstance(task, Complete):
         return columns | {"text": completed_text(outcome, tokenizer, stops)}
     if isinstance(task, Score):

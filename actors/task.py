@@ -11,6 +11,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from decoders.settings import Settings
 
+Side = Literal["left", "right", "middle"]
+"""Which part of a prompt that is too long is cut away."""
+
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 

@@ -30,6 +30,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
         files=tuple(plan.files),
+        truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )
 

@@ -125,7 +125,7 @@ def build_plan(
     Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
     the spec names, or a file is damaged.
     """
-    maker = maker_for(spec.task, spec.input.columns, tokenizer, info)
+    maker = maker_for(spec.task, spec.input.columns, tokenizer, info, truncate=spec.input.truncate)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     writer.discard()

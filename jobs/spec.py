@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from actors.task import CAUSAL, Columns, Task, as_tuple
+from actors.task import CAUSAL, Columns, Side, Task, as_tuple
 from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
 from jobs.places import place_problem
 from jobs.spec_errors import kind_changed, spec_error
 from jobs.spec_file import apply_override, read_mapping
-from jobs.task_rules import task_problem
+from jobs.task_rules import task_problem, truncate_problem
 from storage.errors import UserError
 from storage.verbs import S3Options
 
@@ -44,7 +44,8 @@ class InputSettings(Settings):
     """Where the rows are: a path, or several, of which each must be there.
 
     `chunk_chars` cuts text files into rows of at most so many characters. `delimiter` is that of the csv files, null for a
-    comma (a tab in .tsv). `keep` names columns that are carried into the results.
+    comma (a tab in .tsv). `truncate` says which part of a prompt that is too long for the model is
+    cut away, null for none. `keep` names columns that are carried into the results.
     """
 
     path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
@@ -52,6 +53,7 @@ class InputSettings(Settings):
     limit: Positive | None = None
     chunk_chars: Positive | None = None
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    truncate: Side | None = None
     keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
 
     @property
@@ -145,7 +147,7 @@ def _shown(name: str) -> str:
     return name
 
 
-NEWER_INPUT_KEYS = ("delimiter", "keep")
+NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep")
 """Keys of `input` that came later: in the fingerprint only where they are set, so that a job without them stays itself."""
 
 
@@ -176,6 +178,8 @@ class JobSpec(Settings):
     def _task_fits(self) -> JobSpec:
         has_tokenizer = self.model.tokenizer != "none"
         problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
+        if problem is None and self.input.truncate is not None:
+            problem = truncate_problem(self.task, self.input.columns)
         if problem:
             raise ValueError(problem)
         return self

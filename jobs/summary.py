@@ -34,6 +34,8 @@ COUNTED = (
 )
 
 
+TRUNCATED = "truncated_tokens"
+
 KINDS = 5
 """Kinds of errors that the table names, the most frequent ones."""
 
@@ -59,15 +61,20 @@ class Results:
     errors: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     longest_s: float = 0.0
+    cut_rows: int = 0
+    cut_tokens: int = 0
 
 
 def read_summary(store: Store, objects: Iterable[str]) -> Results:
     """Sum up result files, one in memory at a time."""
     results = Results()
-    columns = ["id", "status", "error_kind", "error", "decode_s", *COUNTED]
+    columns = ["id", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED]
     for table in read_results(store, objects=objects, columns=columns):
         results.tally += _tally(table)
         _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
+        if TRUNCATED in table.column_names:  # runs of earlier versions have no such column
+            results.cut_rows += pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
+            results.cut_tokens += pc.sum(table[TRUNCATED]).as_py() or 0
         results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
     return results
 
@@ -109,6 +116,8 @@ def _sample_rows(results: Results, done: str) -> list[tuple[str, str]]:
         ("samples", f"{tally.rows:,}  ({tally.ok:,} ok, {tally.failed:,} failed, {tally.skipped:,} skipped)"),
         ("tokens", f"{tally.new_tokens:,} {done}, {tally.prompt_tokens:,} given"),
     ]
+    if results.cut_rows:
+        rows.append(("cut to fit", f"{results.cut_rows:,} samples, {results.cut_tokens:,} tokens of them"))
     if tally.new_tokens:
         rows.append(("NFE per token", f"{tally.nfe / tally.new_tokens:.3f}"))
     if tally.proposed:

@@ -65,6 +65,19 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     return None
 
 
+def truncate_problem(task: Task, columns: Columns) -> str | None:
+    """Why prompts of this task can't be cut where they are too long; None where they can."""
+    if isinstance(task, Infill):
+        return (
+            "input.truncate: holes are filled in whole texts, which are not cut (a causal model that fills them sees what fits "
+            "around a hole); allowed: null"
+        )
+    named = columns.named()
+    if isinstance(task, Score) and not task.chat and ("tokens" in named or ("text" in named and "prompt" not in named)):
+        return "input.truncate: what is scored is not cut, only a prompt in front of it, which these rows have not; allowed: null"
+    return None
+
+
 # ---- infill
 
 

@@ -101,7 +101,8 @@ def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
 
 def maker_of(prepared: Prepared) -> Maker:
     """What makes this job's canvases."""
-    return maker_for(prepared.spec.task, prepared.spec.input.columns, prepared.tokenizer, prepared.info)
+    spec = prepared.spec
+    return maker_for(spec.task, spec.input.columns, prepared.tokenizer, prepared.info, truncate=spec.input.truncate)
 
 
 def first_canvases(prepared: Prepared, count: int) -> list[Made]:

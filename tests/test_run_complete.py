@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from jobs.cli import main
@@ -89,6 +90,21 @@ def test_a_finished_run_is_verified_and_decoded_again(
 
 def output(folder: Path, name: str) -> dict[str, Any]:
     return {"path": str(folder / name), "unit_rows": 8}
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world: World, tmp_path: Path) -> None:
+    text = "x = 1\n" * LONGEST
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    source = {"path": str(tmp_path / "rows.jsonl"), "truncate": "left"}
+    job = job_spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], model=model, input=source)
+    rows = run_here(job)
+    ids = world.tokenizer.encode(text)
+    kept = ids[-(LONGEST - ROOM) :]
+    expected = world.model.generate(
+        torch.tensor([kept]), do_sample=False, max_new_tokens=ROOM, eos_token_id=world.ends, pad_token_id=5
+    )[0, len(kept) :].tolist()
+    assert rows["long"]["tokens"] == expected and rows["long"]["prompt_tokens"] == LONGEST - ROOM
+    assert rows["long"]["truncated_tokens"] == len(ids) - len(kept) and rows["one"]["truncated_tokens"] == 0
 
 
 def test_end_tokens_are_tokens_like_others_where_they_are_ignored(world: World, tmp_path: Path) -> None:

@@ -60,6 +60,8 @@ def refusal(*overrides: str) -> str:
         ("input.path=[a, 'ftp://x']", "input.path.1: ftp:// is not allowed"),
         ("input.path=[a, 'runs/**']", "output.path: 'runs/a' lies among the inputs, 'runs/**'"),
         ("input.path='{a,runs}'", "output.path: 'runs/a' lies among the inputs"),
+        ("input.truncate=up", "input.truncate: 'up' is not allowed; allowed: left, right or middle"),
+        ("input.truncate=left", "input.truncate: holes are filled in whole texts, which are not cut"),
         ("input.delimiter=ab", "input.delimiter: 'ab' is not allowed; allowed: one character"),
         ("batching.max_rows=many", "batching.max_rows: 'many' is not allowed; allowed: auto or a whole number"),
         ("model.device=gpu", "model.device: 'gpu' is not allowed; allowed: auto, cpu, cuda, cuda:N"),

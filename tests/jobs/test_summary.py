@@ -50,6 +50,15 @@ def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None
     assert said[5].startswith("bad_row odd\\x1b[2J: xxx") and said[5].endswith("...") and len(said) == 6
 
 
+def test_the_table_says_how_much_was_cut_to_fit() -> None:
+    store = open_store("memory://cut")
+    rows = [row(str(cut)) | {"truncated_tokens": cut} for cut in (0, 5, 70)]
+    store.put("data/a.parquet", write_parquet(table_from_rows(rows), {}))
+    lines = table(read_summary(store, ["data/a.parquet"]))
+    assert any(" ".join(line.split()) == "cut to fit 2 samples, 75 tokens of them" for line in lines)
+    assert not any("cut to fit" in line for line in table(Results(Tally(rows=3, ok=3))))
+
+
 @pytest.mark.parametrize(
     ("rows", "wall_s", "small"), [(4, 60.0, True), (255, 60.0, True), (256, 60.0, False), (10**6, 5.0, True)]
 )
