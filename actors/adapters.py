@@ -76,4 +76,4 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _merge(arguments: list[str], folder: Path) -> None:
-    run_maker("actors.merge_adapter", [*arguments, str(folder)], field=FIELD)
+    run_maker("actors.merge_adapter", [*arguments, str(folder)], field=FIELD, what="merging the adapter into the model")

@@ -76,4 +76,5 @@ def weights_hash(content: str) -> str:
 
 
 def _convert(file: Path, content: str, field: str, folder: Path) -> None:
-    run_maker("actors.gguf_convert", [str(file), str(folder), content], field=field)
+    what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
+    run_maker("actors.gguf_convert", [str(file), str(folder), content], field=field, what=what)

@@ -74,8 +74,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def run_maker(module: str, arguments: Sequence[str], *, field: str) -> None:
-    """Run `python -m MODULE ARGUMENTS...`; UserError with its words where it refuses, RuntimeError where it fails."""
+def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -> None:
+    """Run `python -m MODULE ARGUMENTS...`; UserError with its words where it refuses, RuntimeError where it fails.
+
+    It takes minutes for a large model, so `what` is done is told on standard error.
+    """
+    print(f"{what}, once; it is kept in {cache_folder()}", file=sys.stderr, flush=True)
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],

@@ -136,12 +136,18 @@ class Engines:
 
     def continuous(self, rows: int) -> Texts:
         """transformers' continuous batching, which chooses its own batches: `rows` says nothing to it."""
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
-        model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
         config = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        found = model.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
+        found = self._paged.generate_batch(inputs=self.prompts, generation_config=config, progress_bar=False)
         return {int(name.rpartition("_")[2]): list(one.generated_tokens) for name, one in found.items()}
+
+    @cached_property
+    def _paged(self) -> Any:
+        """A model of its own, since continuous batching gives it another attention."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     # ---- ctranslate2 ---------------------------------------------------------------------------------------------
 

@@ -236,14 +236,17 @@ def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_t
 # ---- once --------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_known_by_its_content_and_converted_once(tmp_path: Path) -> None:
+def test_a_file_is_known_by_its_content_and_converted_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
     file = write_gguf(tmp_path / "m.gguf", model)
+    capfd.readouterr()
     folder = fetch_model(str(file))
+    assert capfd.readouterr().err.startswith("converting m.gguf (0 MB) to safetensors, once; it is kept in")
     (tmp_path / "elsewhere").mkdir()
     again = Path(shutil.copy(file, tmp_path / "elsewhere" / "m.gguf"))
     made_at = folder.stat().st_mtime_ns
     assert fetch_model(str(again)) == folder and folder.stat().st_mtime_ns == made_at
+    assert capfd.readouterr().err == ""
     assert model_hash(folder) == weights_hash(content_hash(file)) != model_hash(tmp_path / "original")
     assert tokenizer_hash(folder, "none") == "none"
     data = bytearray(file.read_bytes())
