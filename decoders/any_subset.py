@@ -23,7 +23,7 @@ from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
 from decoders.sampling import nucleus_draw
 from decoders.slots import SlotDecoder
-from decoders.state import Group, Resident
+from decoders.state import Group, Resident, Wide
 
 
 class AnySubsetDecoder(SlotDecoder):
@@ -62,6 +62,10 @@ class AnySubsetDecoder(SlotDecoder):
         state.cached_S[slots_B] = content_end_B
         return hidden_BQD
 
+    def _kept_laws(self, num_drafts: int) -> Wide:
+        """Room for the laws of each slot's drafts, which the rejection rule asks for."""
+        return self.state.wide(num_drafts, self.info.vocab_size, dtype=self.law_dtype)
+
     def _longest(self, group: Group) -> int:
         """Length of the longest canvas in the group."""
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
@@ -73,11 +77,9 @@ class AnySubsetDecoder(SlotDecoder):
         ranks_B1 = decided_B.unsqueeze(1)
         every_B = torch.ones_like(decided_B, dtype=torch.bool)
         hidden_B1D = self._forward(group, decided_B, ranks_B1, ranks_B1, every_B.unsqueeze(1))
-        logits_BV = self._logits(hidden_B1D[:, 0])
-        law_BV = self._law(logits_BV)
-        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
+        tokens_B, log_p_B = self._say(hidden_B1D[:, 0], slots_B, decided_B)
         one_B, drafts_B = torch.ones_like(decided_B), torch.full_like(decided_B, num_drafts)
-        self._commit(group, tokens_B.unsqueeze(1), one_B, self._log_p(logits_BV, law_BV, tokens_B).unsqueeze(1))
+        self._commit(group, tokens_B.unsqueeze(1), one_B, log_p_B.unsqueeze(1))
         self.stats.verified += len(group.slots)
         self._close_iteration(group, one_B, drafts_B, drafts_B, every_B)
         self._trace(group, tokens_B.unsqueeze(1), drafts_B, decided_B, every_B)
@@ -123,14 +125,14 @@ class Parallel(AnySubsetDecoder):
         hidden_BQD = self._forward(group, decided_B, ranks_BQ, limits_BQ, valid_BQ)
         tokens_BQ = torch.zeros_like(ranks_BQ)
         log_p_BQ = torch.zeros(ranks_BQ.shape, dtype=torch.float64, device=state.device)
-        for row in range(len(group.slots)):
-            # One slot at a time: the logits of all holes of all slots need not fit in memory together.
-            own = valid_BQ[row]
-            logits_QV = self._logits(hidden_BQD[row, own])
-            law_QV = self._law(logits_QV)
-            ranks_Q = ranks_BQ[row, own]
-            tokens_BQ[row, own] = self._independent(law_QV, slots_B[row].expand_as(ranks_Q), ranks_Q)
-            log_p_BQ[row, own] = self._log_p(logits_QV, law_QV, tokens_BQ[row, own])
+        slots_R, ranks_R = slots_B.unsqueeze(1).expand_as(ranks_BQ)[valid_BQ], ranks_BQ[valid_BQ]
+        hidden_RD, told = hidden_BQD[valid_BQ], []
+        for part in self._parts(len(hidden_RD)):
+            logits_RV = self._logits(hidden_RD[part])
+            law_RV = self._law(logits_RV)
+            tokens_R = self._independent(law_RV, slots_R[part], ranks_R[part])
+            told.append((tokens_R, self._log_p(logits_RV, law_RV, tokens_R)))
+        tokens_BQ[valid_BQ], log_p_BQ[valid_BQ] = (torch.cat(parts) for parts in zip(*told, strict=True))
         self._commit(group, tokens_BQ, counts_B, log_p_BQ)
         self._trace(group, tokens_BQ, torch.zeros_like(counts_B), decided_B, counts_B > 0)
 

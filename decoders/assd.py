@@ -46,7 +46,7 @@ class AssdDecoder(AnySubsetDecoder):
         self._num_drafts_S = self.state.column()
         # 1 where the first draft is the target's own token, 0 where it has to be verified like the others.
         self._num_sure_S = self.state.column()
-        self._law_SKV: Tensor | None = None
+        self._draft_laws = None if self.acceptance.coupled else self._kept_laws(self.k)
         self._first_log_p_S = self.state.column(dtype=torch.float64)
 
     def _make_budget(self) -> DraftBudget:
@@ -115,11 +115,9 @@ class AssdDecoder(AnySubsetDecoder):
         self._num_drafts_S[slots_B] = num_drafts_B
         self._num_sure_S[slots_B] = sure
         self._phase_S[slots_B] = _VERIFY
-        if not self.acceptance.coupled:
+        if self._draft_laws is not None:
             law_BKV = drafts.joined_laws()
-            if self._law_SKV is None:
-                self._law_SKV = self.state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
-            self._law_SKV[slots_B, : law_BKV.shape[1]] = law_BKV
+            self._draft_laws.data[slots_B, : law_BKV.shape[1]] = law_BKV
 
     def _draft_ngrams(self, group: Group) -> None:
         """Fill the window of every slot that is about to draft, unless its first hole has no left neighbour."""
@@ -188,11 +186,11 @@ class AssdDecoder(AnySubsetDecoder):
 
     def _laws(self, slots_B: Tensor, sure_B: Tensor) -> Tensor | None:
         """The draft laws of the rows to be settled: shifted by one where the first draft is sure."""
-        if self._law_SKV is None:
+        if self._draft_laws is None:
             return None
         offsets_K = torch.arange(self.k, device=self.state.device)
         index_BK = (sure_B.unsqueeze(1) + offsets_K).clamp(max=self.k - 1)
-        law_BKV = self._law_SKV[slots_B]
+        law_BKV = self._draft_laws.data[slots_B]
         return law_BKV.gather(1, index_BK.unsqueeze(2).expand(-1, -1, law_BKV.shape[2]))
 
     def _put_sure_first(

@@ -142,7 +142,7 @@ class BlockDecoder(BlockSlots):
         draft = Draft.empty(asked_BT)
         batch_R, place_R = asked_BT.nonzero(as_tuple=True)
         hidden_RD = hidden_BTD[batch_R, (place_R - self.info.shift).clamp(min=0)]
-        for part in self._chunks(len(hidden_RD)):
+        for part in self._parts(len(hidden_RD)):
             cells = (batch_R[part], place_R[part])
             logits_RV = self._logits(hidden_RD[part])
             law_RV = self.draws.law(logits_RV)

@@ -8,9 +8,8 @@ Knows nothing of models and schedules. Legend: B slots of this step, T places of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,6 @@ from decoders.settings import Sampling
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident
 from decoders.stops import Stops
-
-# Logits that are looked at at once.
-_CPU_LOGITS: Final = 1 << 23
-_GPU_LOGITS: Final = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +85,7 @@ class BlockSlots(SlotDecoder):
         holes = request.canvas < 0
         if bool(holes[: int(len(holes) - holes.sum())].any()):
             raise ValueError("block diffusion goes from left to right: the holes must come after the prompt")
-        columns = self._columns(len(request.canvas))
-        self.state.widen(columns)
-        self.backbone.allocate(self.max_rows, columns)
+        self.state.widen(self._columns(len(request.canvas)))
         super()._start(slot, request)
         self.blocks.start(slot, request)
         self.draws.noise.forget(slot)
@@ -106,12 +99,6 @@ class BlockSlots(SlotDecoder):
         # A prompt shorter than a block needs no prefill: its sample drafts at once.
         self._fresh = [slot for slot in self._fresh if int(self.blocks.phase_S[slot]) == PREFILL]
         return super()._next_group()
-
-    def _chunks(self, num_rows: int) -> Iterator[slice]:
-        """Cut rows into parts whose logits are looked at at once."""
-        limit = _CPU_LOGITS if self.state.device.type == "cpu" else _GPU_LOGITS
-        step = max(64, limit // self.info.vocab_size)
-        return (slice(first, first + step) for first in range(0, num_rows, step))
 
     # ---- revealing -----------------------------------------------------------------------------------------------
 

@@ -98,10 +98,8 @@ class CausalDecoder(SlotDecoder):
         decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
         hidden_BTD = self._forward(group, decided_B)
         state.cached_S[slots_B] = decided_B
-        logits_BV = self._logits(self._rows_at(hidden_BTD, start_B, decided_B.unsqueeze(1) - 1)[:, 0])
-        law_BV = self._law(logits_BV)
-        tokens_B = self.acceptance.target(law_BV, slots_B, decided_B)
-        log_p_B = self._log_p(logits_BV, law_BV, tokens_B)
+        last_BD = self._rows_at(hidden_BTD, start_B, decided_B.unsqueeze(1) - 1)[:, 0]
+        tokens_B, log_p_B = self._say(last_BD, slots_B, decided_B)
         one_B, none_B = torch.ones_like(decided_B), torch.zeros_like(decided_B)
         counts_B = self._commit_until_stop(group, tokens_B.unsqueeze(1), one_B, log_p_B.unsqueeze(1))
         self.stats.verified += len(group.slots)

@@ -25,6 +25,7 @@ from torch.nn import functional
 from decoders.backbones.base import CountingBackbone, TokenBackbone
 from decoders.causal import rows_between
 from decoders.cost import CostTable
+from decoders.memory import give
 from decoders.settings import NgramDrafter
 from decoders.state import Group, SlotState
 
@@ -53,8 +54,16 @@ class CausalDrafter(Protocol):
         """The tokens below `end_B` are now decided as the drafter saw them; what stands beyond may change."""
         ...
 
-    def start(self, slot: int, num_columns: int) -> None:
-        """A new sample begins in `slot`; canvases have up to `num_columns` tokens from now on."""
+    def make_room(self, num_slots: int, num_columns: int) -> None:
+        """There are so many slots, of canvases of up to so many tokens, from now on; none where both are 0."""
+        ...
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """What the drafter keeps for a slot of so many columns."""
+        ...
+
+    def start(self, slot: int) -> None:
+        """A new sample begins in `slot`."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -88,6 +97,7 @@ class ModelDrafter:
         self._vocab_size, self._keep_laws, self._max_length, self._costs = vocab_size, keep_laws, max_length, costs
         self.counting = CountingBackbone(backbone, state.num_slots)
         self._cached_S = state.column()
+        self._shape = (0, 0)
 
     @property
     def forward_s(self) -> float:
@@ -138,9 +148,19 @@ class ModelDrafter:
         """Forget the columns of refused drafts; the last draft's own was never run."""
         self._cached_S[slots_B] = torch.minimum(self._cached_S[slots_B], end_B)
 
-    def start(self, slot: int, num_columns: int) -> None:
-        """Make room in the drafter's own cache."""
-        self._backbone.allocate(self._state.num_slots, num_columns)
+    def make_room(self, num_slots: int, num_columns: int) -> None:
+        """Let the drafter's own cache have just so many slots and columns."""
+        had, self._shape = self._shape, (0, 0)
+        give(self._backbone, num_slots, num_columns, had)
+        self._shape = (num_slots, num_columns)
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """Its columns of the drafter's cache, and the laws of its drafts."""
+        laws = self._state.histogram_SH.shape[1] * self._vocab_size * 4 if self._keep_laws else 0
+        return num_columns * int(getattr(self._backbone, "cell_bytes", 0)) + laws
+
+    def start(self, slot: int) -> None:
+        """Count anew."""
         self.counting.counters.reset(slot)
 
     def move(self, source: int, target: int) -> None:
@@ -188,7 +208,14 @@ class PromptLookup:
     def known(self, slots_B: Tensor, end_B: Tensor) -> None:
         """Nothing is cached."""
 
-    def start(self, slot: int, num_columns: int) -> None:
+    def make_room(self, num_slots: int, num_columns: int) -> None:
+        """Nothing is kept."""
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def start(self, slot: int) -> None:
         """Nothing to prepare."""
 
     def move(self, source: int, target: int) -> None:

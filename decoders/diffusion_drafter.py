@@ -43,6 +43,7 @@ from decoders.base import ModelInfo
 from decoders.causal_drafters import Allot, DrawAt
 from decoders.cost import CostTable
 from decoders.heads import MarkovHead, distance_index
+from decoders.memory import give
 from decoders.state import Group, SlotState
 
 
@@ -107,6 +108,7 @@ class DiffusionDrafter:
         self._mask_id, self._revealing, self._full = info.mask_id, revealing, full
         self._vocab_size, self._keep_laws, self._head = vocab_size, keep_laws, head
         self._costs, self._drawing, self._drawing_s = costs, drawing, 0.0
+        self._shape = (0, 0)
         self.counting = CountingBackbone(backbone, state.num_slots)
         never = sorted({*info.suppressed, info.mask_id})
         self._never = torch.tensor([token for token in never if token < vocab_size], dtype=torch.int64).to(state.device)
@@ -265,12 +267,27 @@ class DiffusionDrafter:
     def known(self, slots_B: Tensor, end_B: Tensor) -> None:
         """Nothing is cached."""
 
-    def start(self, slot: int, num_columns: int) -> None:
-        """Make room for a window."""
+    def make_room(self, num_slots: int, num_columns: int) -> None:
+        """Make room for windows."""
+        had, self._shape = self._shape, (0, 0)
+        shape = (num_slots, self._window(num_columns) if num_slots else 0)
+        give(self._backbone, *shape, had)
+        self._shape = shape
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """A window of the drafter's cache and its rows' activations, and the laws of its drafts."""
+        cell = int(getattr(self._backbone, "cell_bytes", 0)) + int(getattr(self._backbone, "row_bytes", 0))
+        laws = self._state.histogram_SH.shape[1] * self._vocab_size * 4 if self._keep_laws else 0
+        return self._window(num_columns) * cell + laws
+
+    def _window(self, num_columns: int) -> int:
         longest = self._info.max_length
-        if longest is not None:
-            num_columns = longest if self._full else min(num_columns, longest)
-        self._backbone.allocate(self._state.num_slots, num_columns)
+        if longest is None:
+            return num_columns
+        return longest if self._full else min(num_columns, longest)
+
+    def start(self, slot: int) -> None:
+        """Count anew."""
         self.counting.counters.reset(slot)
 
     def move(self, source: int, target: int) -> None:

@@ -38,13 +38,11 @@ from decoders.state import Group
 class Said:
     """What the target says in the rows of one forward; only the rows that were asked have an answer.
 
-    `tokens_BT` is the token after each row, `index_BT` where its logits and law stand among the flat rows.
+    `tokens_BT` is the token after each row, `log_p_BT` its log-probability under the model itself.
     """
 
     tokens_BT: Tensor
-    index_BT: Tensor
-    logits_RV: Tensor
-    law_RV: Tensor
+    log_p_BT: Tensor
 
 
 class JacobiDecoder(CausalDecoder):
@@ -63,21 +61,16 @@ class JacobiDecoder(CausalDecoder):
     def _ask(self, group: Group, hidden_BTD: Tensor, ranks_BT: Tensor, asked_BT: Tensor) -> Said:
         """Draw the target's token at `ranks_BT` from each row where `asked_BT`."""
         slots_BT = group.index_B.unsqueeze(1).expand_as(ranks_BT)
-        logits_RV = self._logits(hidden_BTD[asked_BT])
-        law_RV = self._law(logits_RV)
         tokens_BT = torch.zeros_like(ranks_BT)
-        tokens_BT[asked_BT] = self.acceptance.target(law_RV, slots_BT[asked_BT], ranks_BT[asked_BT])
-        index_BT = asked_BT.flatten().cumsum(0).view_as(asked_BT) - 1
-        self.stats.verified += len(law_RV)
-        return Said(tokens_BT, index_BT, logits_RV, law_RV)
+        log_p_BT = torch.zeros(ranks_BT.shape, dtype=torch.float64, device=ranks_BT.device)
+        tokens_R, log_p_R = self._say(hidden_BTD[asked_BT], slots_BT[asked_BT], ranks_BT[asked_BT])
+        tokens_BT[asked_BT], log_p_BT[asked_BT] = tokens_R, log_p_R
+        self.stats.verified += len(tokens_R)
+        return Said(tokens_BT, log_p_BT)
 
     def _log_p_at(self, said: Said, rows_BQ: Tensor, keep_BQ: Tensor) -> Tensor:
         """The log-probability of what these rows (numbers along T) say, where `keep_BQ`; 0 elsewhere, [B, Q]."""
-        log_p_BQ = torch.zeros(rows_BQ.shape, dtype=torch.float64, device=rows_BQ.device)
-        index_N = said.index_BT.gather(1, rows_BQ)[keep_BQ]
-        tokens_N = said.tokens_BT.gather(1, rows_BQ)[keep_BQ]
-        log_p_BQ[keep_BQ] = self._log_p(said.logits_RV[index_N], said.law_RV[index_N], tokens_N)
-        return log_p_BQ
+        return said.log_p_BT.gather(1, rows_BQ).masked_fill(~keep_BQ, 0.0)
 
     def _put(self, slots_B: Tensor, ranks_B: Tensor, tokens_BQ: Tensor, keep_BQ: Tensor) -> None:
         """Write the tokens where `keep_BQ` into the columns from `ranks_B` on, as drafts."""

@@ -18,7 +18,6 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -39,8 +38,6 @@ from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident, trimmed
 from decoders.stops import Stops
 
-# Logits that are looked at at once.
-_CPU_LOGITS, _GPU_LOGITS = 1 << 23, 1 << 27
 _FINISHES: Final = {0: "length", EOS: "eos", STOP: "stop"}
 
 
@@ -71,12 +68,18 @@ class MaskedDecoder(SlotDecoder):
         self.canvas = CanvasState(self.state, block_length)
         self._noise = PositionNoise(self.state, self.info.vocab_size)
         self._finish_S, self._keep_S = self.state.column(), self.state.column()
+        self._row_bytes = int(getattr(self.backbone, "row_bytes", 0))
         self.windows = CachedWindows(self.state, self.canvas, kind=cache, refresh=refresh, shift=self.info.shift)
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
         self.canvas.start(slot, request)
         self._noise.forget(slot)
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """See SlotDecoder: besides, whole canvases run in one forward, and five grids hold what is known of their positions."""
+        grids = 5 * 8 * num_columns
+        return super().slot_bytes(num_columns) + grids + self._slots_each * num_columns * self._row_bytes
 
     def _move(self, source: int, target: int) -> None:
         super()._move(source, target)
@@ -126,11 +129,6 @@ class MaskedDecoder(SlotDecoder):
             tokens_R, sure_R, log_p_R = self._read(hidden_RD[part], owners_N[where[0]], where[1])
             reading.tokens_NW[where], reading.confidence_NW[where], reading.log_p_NW[where] = tokens_R, sure_R, log_p_R
         return reading
-
-    def _parts(self, num_rows: int) -> Iterator[slice]:
-        limit = _CPU_LOGITS if self.state.device.type == "cpu" else _GPU_LOGITS
-        step = max(64, limit // self.info.vocab_size)
-        return (slice(first, first + step) for first in range(0, num_rows, step))
 
     def _read(self, hidden_RD: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The token drawn at each position, how sure the model is of it, and its log-probability, [R] each."""

@@ -90,8 +90,10 @@ class MultiblockJacobi(JacobiDecoder):
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
         self._opened_S[slot] = 1
-        columns = self.state.tokens_SW.shape[1] + self.most_candidates * self.block_size
-        self.backbone.allocate(self.max_rows, columns)
+
+    def _columns(self, length: int) -> int:
+        # Candidates stand behind the chain.
+        return length + self.most_candidates * self.block_size
 
     def _advance(self, group: Group) -> None:
         state, slots_B = self.state, group.index_B

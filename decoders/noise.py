@@ -37,8 +37,10 @@ __all__ = [
 ]  # fmt: skip
 
 _BLOCK: Final = 4
-# Rows x blocks worked on at once: small enough that the ten rounds stay in the second-level cache.
+# Rows x blocks worked on at once: on a CPU small enough that the ten rounds stay in the second-level cache, on a GPU few
+# enough that their words, 64 bits each and several times over, take half a GiB.
 _CHUNK_BLOCKS: Final = 1 << 16
+_GPU_CHUNK_BLOCKS: Final = 1 << 22
 
 
 def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
@@ -91,7 +93,8 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
     num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=keys_R2.device)
     blocks = torch.arange(num_blocks, dtype=torch.int64, device=keys_R2.device).unsqueeze(0)
-    rows_at_once = max(1, _CHUNK_BLOCKS // num_blocks) if keys_R2.device.type == "cpu" else max(num_rows, 1)
+    chunk = _CHUNK_BLOCKS if keys_R2.device.type == "cpu" else _GPU_CHUNK_BLOCKS
+    rows_at_once = max(1, chunk // num_blocks)
     for start in range(0, num_rows, rows_at_once):
         part = slice(start, start + rows_at_once)
         draws = torch.zeros_like(positions_R[part])

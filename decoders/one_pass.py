@@ -86,7 +86,7 @@ class OnePassDecoder(AnySubsetDecoder):
             )
         self._heads, self._chain, self._ends = heads, settings.fused == "chain", settings.rows == "ends"
         self._num_drafts_S = self.state.column()
-        self._law_SKV: Tensor | None = None
+        self._draft_laws = None if self.acceptance.coupled else self._kept_laws(self.k)
         if settings.k == "auto":
             rows = [self._num_rows(e) for e in range(self.k + 1)]
             self.budget = DraftBudget(self.state, self.k, rows=rows)
@@ -154,7 +154,7 @@ class OnePassDecoder(AnySubsetDecoder):
     def _verify(self, group: Group, hidden_RD: Tensor, window: Window) -> Tensor:
         """Commit the accepted drafts and the token after them; returns the number accepted, [B]."""
         state, slots_B = self.state, group.index_B
-        q_BKV = None if self._law_SKV is None else self._law_SKV[slots_B]
+        q_BKV = None if self._draft_laws is None else self._draft_laws.data[slots_B]
         accepted_B, tokens_BA, log_p_BA = self._judge(hidden_RD, q_BKV, window)
         # After the last rank of the canvas there is no row for a bonus.
         extra_B = window.when_B + accepted_B < state.length_S[slots_B]
@@ -180,11 +180,9 @@ class OnePassDecoder(AnySubsetDecoder):
             return
         with self._timed_drafts(int(going_B.sum()), layout.reach):
             drafts = self._roll(layout, hidden_BQD, window, accepted_B, going_B)
-        if not self.acceptance.coupled:
+        if self._draft_laws is not None:
             law_BKV = drafts.joined_laws()
-            if self._law_SKV is None:
-                self._law_SKV = state.column(self.k, law_BKV.shape[2], dtype=law_BKV.dtype)
-            self._law_SKV[window.slots_B[going_B], : law_BKV.shape[1]] = law_BKV
+            self._draft_laws.data[window.slots_B[going_B], : law_BKV.shape[1]] = law_BKV
 
     def _roll(self, layout: _Layout, hidden_BQD: Tensor, window: Window, accepted_B: Tensor, going_B: Tensor) -> Drafts:
         """Draft `reach` ranks for the slots where `going_B`, of which some may get fewer."""

@@ -8,27 +8,28 @@ Legend: S slots, W positions, V vocabulary, R flat rows.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
 from decoders import noise
 from decoders.state import SlotState
 
-# Numbers that are kept at most.
-_CPU_KEPT: Final = 1 << 26
-_GPU_KEPT: Final = 1 << 28
-
 
 class PositionNoise:
-    """Noise [S, W, V] in float32, filled as it is asked for; nothing is kept where that would be more than `most` numbers."""
+    """Noise [S, W, V] in float32, filled as it is asked for; nothing is kept where that would be more than `most` numbers.
+
+    By default these are as many as the state's `noise_bytes` allow.
+    """
 
     def __init__(self, state: SlotState, vocab_size: int, *, most: int | None = None) -> None:
         self._state, self._vocab_size = state, vocab_size
-        self._most = most if most is not None else _CPU_KEPT if state.device.type == "cpu" else _GPU_KEPT
+        self._asked = most
         self._kept_SWV = torch.zeros(0, 0, 0, device=state.device)
         self._known_SW = torch.zeros(state.num_slots, 0, dtype=torch.bool, device=state.device)
+
+    @property
+    def _most(self) -> int:
+        return self._state.noise_bytes // 4 if self._asked is None else self._asked
 
     def forget(self, slot: int) -> None:
         """A new sample starts in `slot`."""

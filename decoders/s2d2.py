@@ -47,7 +47,7 @@ class S2d2Decoder(BlockDecoder):
         state, size = self.state, self.size
         self.routing = Routing(state, settings.router, settings.estimator, settings.cost)
         by_ratio = settings.paper_compat if self.draws.greedy else not self.draws.coupled
-        self.judge = Judge(self.draws, self._logits, self._chunks, by_ratio, settings.temper)
+        self.judge = Judge(self.draws, self._logits, self._parts, by_ratio, settings.temper)
         self._after[VERIFY] = self._after_verify
         # The draft under verification, and where its span lies.
         self._tokens_ST, self._span_ST = state.column(size), state.column(size, dtype=torch.bool)

@@ -79,7 +79,7 @@ class FusedS2d2(BlockSlots):
         super().__init__(*args, settings=settings, bonus=1, **kwargs)
         state, size = self.state, self.size
         by_ratio = not self.draws.greedy and not self.draws.coupled
-        self.judge = Judge(self.draws, self._logits, self._chunks, by_ratio, settings.temper)
+        self.judge = Judge(self.draws, self._logits, self._parts, by_ratio, settings.temper)
         self._num_S, self._guess_S, self._tokens_ST = state.column(), state.column(), state.column(size + 1)
         self._sure_ST = state.column(size + 1, dtype=torch.float64)
         self._hidden_STD = state.column(size + 1, self.backbone.width if by_ratio else 0, dtype=self.backbone.dtype)
@@ -246,7 +246,7 @@ class FusedS2d2(BlockSlots):
     def _draft(self, slots_R: Tensor, positions_R: Tensor, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Draw drafts, and say how likely each was."""
         tokens, sure = [positions_R[:0]], [torch.zeros(0, dtype=torch.float64, device=positions_R.device)]
-        for part in self._chunks(len(hidden_RD)):
+        for part in self._parts(len(hidden_RD)):
             law_RV = self.draws.law(self._logits(hidden_RD[part]))
             tokens.append(self.draws.draw(law_RV, slots_R[part], positions_R[part], noise.DRAFT))
             sure.append(law_RV.gather(-1, tokens[-1].unsqueeze(-1)).squeeze(-1).to(torch.float64).exp())

@@ -10,9 +10,6 @@ Legend: B slots, T rows of a slot, R scored rows, D width, V vocabulary.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,9 +22,6 @@ from decoders.settings import Sampling
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident
 
-MOST_LOGITS = 2**27
-"""Numbers of the output layer at a time: half a GiB in float32."""
-
 
 class Scorer(SlotDecoder):
     """Scores canvases without holes from their `score_from` on; see decoders.base.Decoder."""
@@ -38,12 +32,9 @@ class Scorer(SlotDecoder):
         super().__init__(backbone, info, Sampling(), max_rows=max_rows, max_tokens=max_tokens)
         self._scores: dict[int, NDArray[np.float32]] = {}
 
-    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
-        """Give each request a slot; every one of them takes one forward."""
-        now = time.perf_counter()
-        for number, request in enumerate(requests):
-            queued = now if queued_at_s is None else queued_at_s[number]
-            self._place(Resident(request, queued, now, time.time(), None))
+    def _needs_slot(self, request: Request) -> bool:
+        """Every request takes one forward, though nothing is to be filled."""
+        return True
 
     def _start(self, slot: int, request: Request) -> None:
         first = request.score_from
@@ -67,12 +58,10 @@ class Scorer(SlotDecoder):
         self.stats.committed += len(next_BT[asked_BT])
 
     def _scores_of(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
-        """Each token's log-probability, float64 [R], in pieces whose logits fit into memory."""
-        size = max(1, MOST_LOGITS // self.info.vocab_size)
-        pieces = zip(hidden_RD.split(size), tokens_R.split(size), strict=True)
-        return torch.cat([self._piece(hidden, tokens) for hidden, tokens in pieces])
+        """Each token's log-probability, float64 [R], in parts whose logits fit into memory."""
+        return torch.cat([self._part(hidden_RD[part], tokens_R[part]) for part in self._parts(len(hidden_RD))])
 
-    def _piece(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
+    def _part(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
         law_RV = self._logits(hidden_RD).to(self.law_dtype).log_softmax(-1)
         return law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).to(torch.float64)
 

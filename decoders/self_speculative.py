@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoders.base import HOLE, Request
+from decoders.base import HOLE
 from decoders.budget import MOST_AUTO
 from decoders.cached_nodes import go_on, stand
 from decoders.canvases import first_block, next_up
@@ -65,15 +65,10 @@ class SelfSpeculative(MaskedDecoder):
         if settings.draft_length == "auto":
             self.budget = NodeBudget(self.state, self.draft_length, mixed=self.mixed)
 
-    def _start(self, slot: int, request: Request) -> None:
-        super()._start(slot, request)
-        columns = self.state.tokens_SW.shape[1]
-        if self.budget is not None:
-            return  # Room is made for the nodes that there are.
-        if self.cache == "none":
-            self.backbone.allocate(self.max_rows * self.most_nodes, columns)
-        else:
-            self.backbone.allocate(self.max_rows, self._columns_of(columns, self.most_nodes))
+    @property
+    def _slots_each(self) -> int:
+        # Without a cache each node is a canvas of its own; a budget makes room for the nodes that there are.
+        return self.most_nodes if self.cache == "none" and self.budget is None else 1
 
     def _columns(self, length: int) -> int:
         # A budget's nodes get what is left.
@@ -101,7 +96,7 @@ class SelfSpeculative(MaskedDecoder):
 
     def _spare(self, num_slots: int, width: int) -> int:
         """How many columns each slot has beyond its canvas."""
-        return self.max_tokens // (num_slots if self.cache == "none" else self.max_rows) - width
+        return self._most_columns(num_slots if self.cache == "none" else max(num_slots, self._shape[0])) - width
 
     def _fuses(self, num_slots: int, width: int) -> bool:
         """Whether drafts may go on over a refresh, in a node that runs its whole canvas: where a budget sees that it pays."""
@@ -127,7 +122,7 @@ class SelfSpeculative(MaskedDecoder):
         if self.cache == "none":
             self._look_and_take(group, drafts, tree, separate(tree.tokens_NW, self._lengths(group)[tree.row_N]))
             return
-        base = self.state.tokens_SW.shape[1]
+        base = roots.tokens_NW.shape[1]
         standing = stand(self.windows, self.canvas, slots_B, roots, tree, base=base, fused=fused)
         last_B = self._look_and_take(group, drafts, tree, standing.nodes)
         if fused or self.windows.refresh is not None:
@@ -147,7 +142,7 @@ class SelfSpeculative(MaskedDecoder):
         """Run the nodes, reveal what the right ones say, and keep the next drafts; returns the last right nodes, [B]."""
         slots_B, slots_N = group.index_B, group.index_B[tree.row_N]
         if self.budget is not None:
-            self.backbone.allocate(max(self.max_rows, len(nodes.slots_B)), nodes.visible_NC.shape[1])
+            self._allocate_at_least(len(nodes.slots_B), nodes.visible_NC.shape[1])
         asked_NW = self._asked(slots_N, nodes)
         reading = self._look(group, nodes, slots_N, asked_NW)
         walk = self._walk(group, drafts, tree, nodes, reading)

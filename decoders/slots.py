@@ -13,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,16 +21,35 @@ from torch import Tensor
 from decoders.backbones.base import CountingBackbone, Model
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
 from decoders.budget import DraftBudget
+from decoders.memory import Account, column_multiple, give, rounded
 from decoders.sampling import log_law
 from decoders.settings import Sampling
-from decoders.speculation import Acceptance, Window
+from decoders.speculation import Acceptance, Window, pick
 from decoders.state import Group, Resident, SlotState, outcome_of, untouched
 
 _COLUMN_STEP = 64
+# What a cache begins with, where so many slots may be: to add one after the other would only copy.
+_FEWEST_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The log-probability of given tokens in the laws that are sampled from and under the model itself, float64 [R] each.
+
+    `held` are the logits and laws of all rows, where they fit into memory at once.
+    """
+
+    sampled_R: Tensor
+    plain_R: Tensor
+    held: tuple[Tensor, Tensor] | None
 
 
 class SlotDecoder(ABC):
     """Keeps up to `max_rows` samples in slots, within `max_tokens` cached columns; see decoders.base.Decoder.
+
+    The cache has no more slots than samples were inside at one time (and a few ahead), of no more columns than they need: slots
+    times columns are within `max_tokens` in what is allocated, and within the memory that `fit` was told of. A single sample is
+    admitted whatever `max_tokens` says; one that the memory can't hold raises MemoryError from `admit`.
 
     `max_commit` is the most tokens that one iteration can commit, `window` the number of ranks whose noise is alive at once.
     """
@@ -70,6 +90,10 @@ class SlotDecoder(ABC):
         self._fresh: list[int] = []
         self._instant: list[Outcome] = []
         self.budget: DraftBudget | None = None
+        self.account = Account.unmeasured(backbone.device)
+        self._multiple = column_multiple(backbone)
+        # Slots and columns of the cache, and how many slots there could be.
+        self._shape, self._num_lanes = (0, 0), max_rows
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=backbone.device)
 
     # ---- admission -----------------------------------------------------------------------------------------------
@@ -82,33 +106,124 @@ class SlotDecoder(ABC):
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
         inside = self._num_dense - len(self._holes)
-        longest = max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])
-        budget = self.max_tokens // self._columns(longest) - inside
-        return max(min(self.max_rows - inside, budget), 1 if inside == 0 else 0)
+        most = self._most_rows(self._columns_at(self._longest_with(length)))
+        return max(most - inside, 1 if inside == 0 else 0)
+
+    def fit(self, free_bytes: int) -> None:
+        """Hold no more at once than fits into `free_bytes` of the device, which were free when all models were loaded."""
+        row_bytes = int(getattr(self.backbone, "row_bytes", 0))
+        self.account = Account.of(self.backbone.device, free_bytes, row_bytes=row_bytes)
+        self.state.noise_bytes = self.account.noise
+
+    def most_rows(self, length: int) -> int:
+        """How many samples of this canvas length there can be at once; 0 where the memory can't hold one."""
+        columns = self._columns_at(length)
+        return max(self._most_rows(columns), int(self._fits(1, columns)))
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """What a sample takes whose slot of the cache has so many columns (each of its slots, if it has several)."""
+        cells = self._slots_each * num_columns * int(getattr(self.backbone, "cell_bytes", 0))
+        # Wide tensors are there twice while slots are added; tokens and order are int64.
+        return cells + 2 * self.state.wide_bytes + 16 * num_columns
+
+    @property
+    def _slots_each(self) -> int:
+        """How many slots of the cache a sample has."""
+        return 1
 
     def _columns(self, length: int) -> int:
-        """How many cached columns a canvas of this length takes."""
+        """How many cached columns a canvas of this length takes, those of all of its slots together."""
         return length
+
+    def _columns_at(self, length: int) -> int:
+        """How many columns each slot of the cache has where the longest canvas has this length."""
+        return rounded(-(-self._columns(length) // self._slots_each), self._multiple)
+
+    def _longest_with(self, length: int) -> int:
+        return max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])
+
+    def _most_rows(self, num_columns: int) -> int:
+        """How many samples fit at so many columns a slot."""
+        most = min(self.max_rows, self.max_tokens // (self._slots_each * num_columns))
+        if self.account.slots is not None:
+            most = min(most, max(self.account.slots, 0) // max(1, self.slot_bytes(num_columns)))
+        return most
+
+    def _most_columns(self, num_slots: int) -> int:
+        """How many columns each of so many slots of the cache may have."""
+        most = self.max_tokens // num_slots
+        if self.account.slots is not None:
+            each, one = self.account.slots // num_slots, self.slot_bytes(1)
+            most = min(most, max(each, 0) // max(1, one))
+        return most
+
+    def _fits(self, num_rows: int, num_columns: int) -> bool:
+        return self.account.slots is None or num_rows * self.slot_bytes(num_columns) <= self.account.slots
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
         """Give each request a slot; a canvas without holes is finished at once."""
         now = time.perf_counter()
-        for number, request in enumerate(requests):
-            queued = now if queued_at_s is None else queued_at_s[number]
-            resident = Resident(request, queued, now, time.time(), [] if self.tracing else None)
-            if not (request.canvas < 0).any():
+        queued = [now] * len(requests) if queued_at_s is None else queued_at_s
+        residents = [
+            Resident(request, queued_s, now, time.time(), [] if self.tracing else None)
+            for request, queued_s in zip(requests, queued, strict=True)
+        ]
+        waiting = [resident for resident in residents if self._needs_slot(resident.request)]
+        if waiting:
+            self._make_room(len(waiting), max(len(resident.request.canvas) for resident in waiting))
+        for resident in residents:
+            if self._needs_slot(resident.request):
+                self._place(resident)
+            else:
                 self._instant.append(untouched(resident))
-                continue
-            self._place(resident)
+
+    def _needs_slot(self, request: Request) -> bool:
+        return bool((request.canvas < 0).any())
+
+    def _make_room(self, count: int, length: int) -> None:
+        """Let the cache have slots for `count` more samples, of columns for this length; more than asked for, as far as they fit.
+
+        Columns that nobody needs any more are given up where slots are wanted in their place.
+        """
+        least, needed = self._columns_at(self._longest_with(length)), self._num_dense - len(self._holes) + count
+        if not self._fits(needed, least):
+            asked, free = needed * self.slot_bytes(least), max(self.account.slots or 0, 0)
+            raise MemoryError(
+                f"a canvas of {length} tokens does not fit into memory: its batch of {needed} would take {asked:,} bytes, "
+                f"and {free:,} are there for all"
+            )
+        slots, columns = self._shape[0] // self._slots_each, max(self._shape[1], rounded(least, _COLUMN_STEP))
+        if self._most_rows(columns) < max(needed, min(slots, self._most_rows(least))):
+            columns = least
+        most = max(self._most_rows(columns), needed)
+        self._num_lanes = most
+        if slots < needed:
+            slots = max(needed, _FEWEST_SLOTS, slots * 3 // 2)
+        shape = (min(slots, most) * self._slots_each, columns)
+        if shape == self._shape:
+            return
+        if shape[0] < self._shape[0]:
+            self._close_holes()
+        self._allocate(*shape)
+
+    def _allocate(self, num_slots: int, num_columns: int) -> None:
+        """Let all that is kept for slots have room for so many, of so many columns."""
+        had, self._shape = self._shape, (0, 0)  # as long as it is not known to be otherwise
+        self.state.use(min(num_slots // self._slots_each, self.max_rows))
+        give(self.backbone, num_slots, num_columns, had)
+        self._shape = (num_slots, num_columns)
+
+    def _allocate_at_least(self, num_slots: int, num_columns: int) -> None:
+        """Let the cache have at least so many slots and columns, for what changes from step to step."""
+        shape = max(num_slots, self._shape[0]), rounded(max(num_columns, self._shape[1]), self._multiple)
+        if shape != self._shape:
+            self._allocate(*shape)
 
     def _place(self, resident: Resident) -> None:
         slot = self._holes.pop() if self._holes else self._num_dense
         assert slot < self.max_rows, "admit called without room"
         self._num_dense = max(self._num_dense, slot + 1)
-        length = len(resident.request.canvas)
-        columns = -(-length // _COLUMN_STEP) * _COLUMN_STEP
-        self.state.widen(columns)
-        self.backbone.allocate(self.max_rows, columns)
+        self.state.widen(rounded(len(resident.request.canvas), _COLUMN_STEP))
         self._start(slot, resident.request)
         self.counting.counters.reset(slot)
         self._residents[slot] = resident
@@ -154,14 +269,25 @@ class SlotDecoder(ABC):
 
     def _next_group(self) -> Group:
         # Prefills go together: their many content rows would pad every other slot.
-        slots, fresh = (sorted(self._fresh), True) if self._fresh else (list(range(self._num_dense)), False)
-        self._fresh = []
+        slots, fresh = (self._next_prompts(), True) if self._fresh else (list(range(self._num_dense)), False)
         return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh)
+
+    def _next_prompts(self) -> list[int]:
+        """Take new slots whose prompts go into one forward; those that it has no memory for wait for the next."""
+        slots, most, num_rows, count = sorted(self._fresh), self.account.prompt_rows, 0, 0
+        for slot in slots:
+            resident = self._residents[slot]
+            num_rows += 0 if resident is None else len(resident.request.canvas)
+            if most is not None and count and num_rows > most:
+                break
+            count += 1
+        self._fresh = slots[count:]
+        return slots[:count]
 
     def _count(self, group: Group) -> None:
         stats, counting = self.stats, self.counting
         stats.steps += 1
-        stats.slot_steps += self.max_rows if not group.fresh else len(group.slots)
+        stats.slot_steps += self._num_lanes if not group.fresh else len(group.slots)
         stats.active_slot_steps = counting.active_slot_steps
         stats.forward_s = counting.forward_s
         stats.useful_rows, stats.computed_rows = counting.useful_rows, counting.computed_rows
@@ -181,10 +307,13 @@ class SlotDecoder(ABC):
         return outcome
 
     def clear(self) -> list[int]:
-        """Free every slot; returns the indices of the requests that were inside."""
+        """Free every slot, and the cache's memory; returns the indices of the requests that were inside."""
         dropped = [r.request.index for r in self._residents if r is not None] + [o.index for o in self._instant]
         self._residents = [None] * self.max_rows
         self._num_dense, self._holes, self._fresh, self._instant = 0, [], [], []
+        # What is left unknown by a failure half way counts as larger than nothing.
+        self._shape = (max(self._shape[0], 1), max(self._shape[1], 1))
+        self._allocate(0, 0)
         return dropped
 
     # ---- what subclasses use -------------------------------------------------------------------------------------
@@ -212,20 +341,71 @@ class SlotDecoder(ABC):
         law = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
         return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 
+    def _parts(self, num_rows: int) -> Iterator[slice]:
+        """Cut rows into parts whose logits are held at once."""
+        return self.account.parts(num_rows, self.info.vocab_size * self.law_dtype.itemsize)
+
+    def _say(self, hidden_RD: Tensor, slots_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the target's own token at each rank; returns the tokens and their log-probabilities (float64), [R] each."""
+        said = []
+        for part in self._parts(len(hidden_RD)):
+            logits_RV = self._logits(hidden_RD[part])
+            law_RV = self._law(logits_RV)
+            tokens_R = self.acceptance.target(law_RV, slots_R[part], ranks_R[part])
+            said.append((tokens_R, self._log_p(logits_RV, law_RV, tokens_R)))
+        tokens, log_p = zip(*said, strict=True)
+        return torch.cat(tokens), torch.cat(log_p)
+
     def _judge(self, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor, Tensor]:
         """Settle a window by the hidden states of its valid rows.
 
         Returns how many drafts are accepted [B], the window's tokens with the one that comes after those in its place [B, A],
         and their log-probabilities, float64 [B, A].
         """
-        logits_RV = self._logits(hidden_RD)
-        p_RV = self._law(logits_RV)
-        accepted_B, last_B = self.acceptance.judge(p_RV, q_BKV, window)
-        tokens_BA = window.ending(accepted_B, last_B)
-        log_p_BA = torch.zeros(tokens_BA.shape, dtype=torch.float64, device=tokens_BA.device)
-        log_p_BA[window.valid_BA] = self._log_p(logits_RV, p_RV, tokens_BA[window.valid_BA])
         self.stats.verified += len(hidden_RD)
-        return accepted_B, tokens_BA, log_p_BA
+        valid_BA = window.valid_BA
+        log_p_BA = torch.zeros(valid_BA.shape, dtype=torch.float64, device=valid_BA.device)
+        if self.acceptance.coupled:
+            tokens_BA = torch.zeros_like(window.drafts_BA)
+            # Of the tokens that count, each is the target's own.
+            tokens_BA[valid_BA], log_p_BA[valid_BA] = self._say(
+                hidden_RD, window.slots()[valid_BA], window.ranks_BA[valid_BA]
+            )
+            accepted_B, last_B = self.acceptance.compare(tokens_BA, window)
+            return accepted_B, window.ending(accepted_B, last_B), log_p_BA
+        weighed = self._weigh(hidden_RD, window.drafts_BA[valid_BA])
+        sampled_BA = torch.zeros_like(log_p_BA)
+        sampled_BA[valid_BA], log_p_BA[valid_BA] = weighed.sampled_R, weighed.plain_R
+        accepted_B = self.acceptance.weigh(sampled_BA, q_BKV, window)
+        row_BA = valid_BA.flatten().cumsum(0).view_as(valid_BA) - 1
+        index_B, last = pick(row_BA, accepted_B), []
+        for part in self._parts(len(index_B)):
+            logits_RV, law_RV = self._again(hidden_RD, weighed, index_B[part])
+            last_R = self.acceptance.replace(law_RV, q_BKV, window, accepted_B, part)
+            last.append((last_R, self._log_p(logits_RV, law_RV, last_R)))
+        last_B, last_log_p_B = (torch.cat(parts) for parts in zip(*last, strict=True))
+        put = torch.arange(log_p_BA.shape[1], device=log_p_BA.device) == accepted_B.unsqueeze(1)
+        log_p_BA = torch.where(put, last_log_p_B.unsqueeze(1), log_p_BA)
+        return accepted_B, window.ending(accepted_B, last_B), log_p_BA
+
+    def _weigh(self, hidden_RD: Tensor, tokens_R: Tensor) -> Weighed:
+        """Say how probable each token is in its row."""
+        found, held = [], None
+        for part in self._parts(len(hidden_RD)):
+            logits_RV = self._logits(hidden_RD[part])
+            law_RV, tokens = self._law(logits_RV), tokens_R[part]
+            sampled_R = law_RV.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+            found.append((sampled_R, self._log_p(logits_RV, law_RV, tokens)))
+            held = (logits_RV, law_RV) if len(law_RV) == len(hidden_RD) else None
+        sampled, plain = zip(*found, strict=True)
+        return Weighed(torch.cat(sampled), torch.cat(plain), held)
+
+    def _again(self, hidden_RD: Tensor, weighed: Weighed, index_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits and laws of some rows once more: as they are held, or else computed anew, which gives the same bits."""
+        if weighed.held is not None:
+            return weighed.held[0][index_N], weighed.held[1][index_N]
+        logits_NV = self._logits(hidden_RD[index_N])
+        return logits_NV, self._law(logits_NV)
 
     def _allot(self, group: Group, most_B: Tensor) -> Tensor:
         """How many drafts each slot takes: all that it could, or as many as the budget gives it."""

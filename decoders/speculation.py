@@ -26,23 +26,44 @@ class NoiseWindow:
     """Target noise of the next few ranks of every slot, each rank computed once however often it is read.
 
     A ring over ranks: `size` must cover the ranks that are alive at one time. Float32 [S, size + ahead, V]: where few ranks
-    are asked for and the vocabulary is small, up to `ahead` more of each slot are computed along with them.
+    are asked for and the vocabulary is small, up to `ahead` more of each slot are computed along with them. The first slots have
+    a ring, as many as the state's `noise_bytes` allow; for the others each call computes the noise of each rank once.
     """
 
     def __init__(self, state: SlotState, size: int, vocab_size: int) -> None:
         self._ahead = min(15, _AHEAD // vocab_size)
         self._state, self._size, self._vocab_size = state, size + self._ahead, vocab_size
         size = self._size
-        self._ring_SRV = state.column(size, vocab_size, dtype=torch.float32)
+        self._ring = state.wide(size, vocab_size, dtype=torch.float32, is_noise=True)
         # Which rank each cell of the ring holds, plus one; a new sample starts with none.
         self._held_SR = state.column(size)
 
     def rows(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
         """Return the noise at each (slot, rank), in any order, [R, V]. Ranks of one slot must lie within `size` of each other."""
+        num_kept = len(self._ring.data)
+        if num_kept >= self._state.num_used > 0:
+            return self._kept(slots_R, ranks_R)
+        near_R = slots_R < num_kept
+        noise_RV = torch.empty(len(slots_R), self._vocab_size, dtype=torch.float32, device=slots_R.device)
+        noise_RV[near_R] = self._kept(slots_R[near_R], ranks_R[near_R])
+        noise_RV[~near_R] = self._passing(slots_R[~near_R], ranks_R[~near_R])
+        return noise_RV
+
+    def _kept(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
         new_R = self._held_SR[slots_R, ranks_R % self._size] != ranks_R + 1
         if bool(new_R.any()):
             self._fill(*self._with_next(slots_R[new_R], ranks_R[new_R]))
-        return self._ring_SRV[slots_R, ranks_R % self._size]
+        return self._ring.data[slots_R, ranks_R % self._size]
+
+    def _passing(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
+        """Noise that is not kept."""
+        width = self._state.order_SW.shape[1]
+        cells, which_R = torch.unique(slots_R * width + ranks_R, return_inverse=True)
+        return self._computed(cells // width, cells % width)[which_R]
+
+    def _computed(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
+        positions_R = self._state.order_SW[slots_R, ranks_R]
+        return noise.gumbel_rows(self._state.key_S2[slots_R], positions_R, self._vocab_size)
 
     def _with_next(self, slots_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
         """The places asked for, each once, and where these are few the places after them."""
@@ -58,11 +79,7 @@ class NoiseWindow:
         return cells // width, cells % width
 
     def _fill(self, slots_R: Tensor, ranks_R: Tensor) -> None:
-        state = self._state
-        positions_R = state.order_SW[slots_R, ranks_R]
-        self._ring_SRV[slots_R, ranks_R % self._size] = noise.gumbel_rows(
-            state.key_S2[slots_R], positions_R, self._vocab_size
-        )
+        self._ring.data[slots_R, ranks_R % self._size] = self._computed(slots_R, ranks_R)
         self._held_SR[slots_R, ranks_R % self._size] = ranks_R + 1
 
 
@@ -122,26 +139,24 @@ class Acceptance:
             return self.target(law_RV, slots_R, ranks_R)
         return inverse_cdf_draw(law_RV.exp(), self._uniform(slots_R, ranks_R, noise.DRAFT, when_R))
 
-    def judge(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor]:
-        """Return (drafts accepted, the token after them: recovered or bonus), each [B].
+    def compare(self, tokens_BA: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Settle a coupled draft by the target's own tokens: (drafts accepted, the token after them), each [B].
 
-        `p_RV` are the target's laws in the rows where `window.valid_BA`, in that order. `q_BKV` are the laws of the drafts;
-        None says that each had no alternative (a point mass). Coupled acceptance reads no q. Where all drafts are accepted
-        and the window has no row for a bonus, the second result means nothing.
+        Where all drafts are accepted and the window has no row for a bonus, the second result means nothing.
         """
-        if self.coupled:
-            tokens_BA, valid_BA = torch.zeros_like(window.drafts_BA), window.valid_BA
-            tokens_BA[valid_BA] = self.target(p_RV, window.slots()[valid_BA], window.ranks_BA[valid_BA])
-            accepted_B = leading(window.is_draft() & (tokens_BA == window.drafts_BA))
-            return accepted_B, _pick(tokens_BA, accepted_B)
-        return self._judge_by_ratio(p_RV, q_BKV, window)
+        accepted_B = leading(window.is_draft() & (tokens_BA == window.drafts_BA))
+        return accepted_B, pick(tokens_BA, accepted_B)
 
-    def _judge_by_ratio(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor]:
-        is_draft_BA, valid_BA, drafts_BA = window.is_draft(), window.valid_BA, window.drafts_BA
-        log_ratio_BA = torch.zeros(valid_BA.shape, dtype=torch.float64, device=valid_BA.device)
-        log_ratio_BA[valid_BA] = p_RV.gather(-1, drafts_BA[valid_BA].unsqueeze(-1)).squeeze(-1).to(torch.float64)
+    def weigh(self, log_p_BA: Tensor, q_BKV: Tensor | None, window: Window) -> Tensor:
+        """Settle a draft by the rejection rule: the number of drafts accepted, [B].
+
+        `log_p_BA` says what the target's laws give the drafts, float64. `q_BKV` are the laws of the drafts; None says that each
+        had no alternative (a point mass).
+        """
+        is_draft_BA, drafts_BA = window.is_draft(), window.drafts_BA
+        log_ratio_BA = log_p_BA.clone()
         if q_BKV is not None:
-            first = slice(0, min(q_BKV.shape[1], valid_BA.shape[1]))
+            first = slice(0, min(q_BKV.shape[1], drafts_BA.shape[1]))
             log_q_BK = q_BKV[:, first].gather(-1, drafts_BA[:, first].unsqueeze(-1)).squeeze(-1)
             log_ratio_BA[:, first] -= torch.where(is_draft_BA[:, first], log_q_BK.to(torch.float64), 0.0)
         uniform_BA = torch.ones_like(log_ratio_BA)
@@ -149,24 +164,26 @@ class Acceptance:
         uniform_BA[is_draft_BA] = self._uniform(
             slots_R, window.ranks_BA[is_draft_BA], noise.ACCEPT, when_BA[is_draft_BA]
         )
-        accepted_B = leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
-        return accepted_B, self._after_accepted(p_RV, q_BKV, window, accepted_B)
+        return leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
 
-    def _after_accepted(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor) -> Tensor:
-        """Draw from the residual where a draft was refused, from p itself where none was, [B]."""
-        slots_B, when_B = window.slots_B, window.when_B
-        row_BA = window.valid_BA.flatten().cumsum(0).view_as(window.valid_BA) - 1
-        p_BV, ranks_B = p_RV[_pick(row_BA, accepted_B)], _pick(window.ranks_BA, accepted_B)
+    def replace(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor, part: slice) -> Tensor:
+        """Draw what follows the accepted drafts of some slots: from the residual where one was refused, else from p, [R].
+
+        `p_RV` are the target's laws there, in the slots of `part`.
+        """
+        slots_R, when_R, accepted_R = window.slots_B[part], window.when_B[part], accepted_B[part]
+        ranks_R = pick(window.ranks_BA[part], accepted_R)
         if q_BKV is None:
-            q_BV = torch.full_like(p_BV, -torch.inf).scatter_(1, _pick(window.drafts_BA, accepted_B).unsqueeze(1), 0.0)
+            drafts_R1 = pick(window.drafts_BA[part], accepted_R).unsqueeze(1)
+            q_RV = torch.full_like(p_RV, -torch.inf).scatter_(1, drafts_R1, 0.0)
         else:
-            each_B = torch.arange(len(slots_B), device=slots_B.device)
-            q_BV = q_BKV[each_B, accepted_B.clamp(max=q_BKV.shape[1] - 1)]
-        refused_B = accepted_B < window.num_drafts_B
-        mass_BV = torch.where(refused_B.unsqueeze(1), residual(p_BV, q_BV), p_BV.exp())
-        recovering_B = self._uniform(slots_B, ranks_B, noise.RESIDUAL, when_B)
-        bonus_B = self._uniform(slots_B, ranks_B, noise.BONUS, when_B)
-        return inverse_cdf_draw(mass_BV, torch.where(refused_B, recovering_B, bonus_B))
+            each_R = torch.arange(len(window.slots_B), device=slots_R.device)[part]
+            q_RV = q_BKV[each_R, accepted_R.clamp(max=q_BKV.shape[1] - 1)]
+        refused_R = accepted_R < window.num_drafts_B[part]
+        mass_RV = torch.where(refused_R.unsqueeze(1), residual(p_RV, q_RV), p_RV.exp())
+        recovering_R = self._uniform(slots_R, ranks_R, noise.RESIDUAL, when_R)
+        bonus_R = self._uniform(slots_R, ranks_R, noise.BONUS, when_R)
+        return inverse_cdf_draw(mass_RV, torch.where(refused_R, recovering_R, bonus_R))
 
     def _uniform(self, slots_R: Tensor, ranks_R: Tensor, purpose: int, when_R: Tensor) -> Tensor:
         positions_R = self._state.order_SW[slots_R, ranks_R]
@@ -178,5 +195,6 @@ def leading(flags_BD: Tensor) -> Tensor:
     return flags_BD.to(torch.int64).cumprod(1).sum(1)
 
 
-def _pick(tokens_BD: Tensor, index_B: Tensor) -> Tensor:
+def pick(tokens_BD: Tensor, index_B: Tensor) -> Tensor:
+    """One cell of each row; the last one where the index lies beyond it."""
     return tokens_BD.gather(1, index_B.clamp(max=tokens_BD.shape[1] - 1).unsqueeze(1)).squeeze(1)

@@ -110,7 +110,15 @@ class DraftAndVerify(CausalDecoder):
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)
-        self.drafter.start(slot, self.state.tokens_SW.shape[1])
+        self.drafter.start(slot)
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """See SlotDecoder: besides, what the drafter keeps."""
+        return super().slot_bytes(num_columns) + self.drafter.slot_bytes(num_columns)
+
+    def _allocate(self, num_slots: int, num_columns: int) -> None:
+        self.drafter.make_room(num_slots, num_columns)
+        super()._allocate(num_slots, num_columns)
 
     def _move(self, source: int, target: int) -> None:
         super()._move(source, target)

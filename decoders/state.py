@@ -11,6 +11,7 @@ Legend: S all slots, B slots of this step, W columns, H histogram bins.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from decoders.backbones.base import SlotCounters
 from decoders.base import Outcome, Request, TraceStep
 from decoders.masks import decoding_order
+from decoders.memory import Account
 from decoders.noise import key_words
 
 
@@ -42,12 +44,43 @@ class Group:
         return Group(index_B.tolist(), index_B, self.fresh, self.joined)
 
 
+class Wide:
+    """A tensor of a SlotState with a row for each slot in use, or for the first of them; what it holds moves with its sample.
+
+    `data` is another tensor once slots were added: nobody keeps it. `is_noise` says that the state's `noise_bytes` bound it.
+    """
+
+    def __init__(self, data: Tensor, *, is_noise: bool) -> None:
+        self.data, self.is_noise = data, is_noise
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a row takes."""
+        return math.prod(self.data.shape[1:]) * self.data.element_size()
+
+    def with_rows(self, num_rows: int) -> Tensor:
+        """The data with so many rows; new ones are zero."""
+        if num_rows == self.data.shape[0]:
+            return self.data
+        data = self.data.new_zeros(num_rows, *self.data.shape[1:])
+        both = min(num_rows, self.data.shape[0])
+        data[:both] = self.data[:both]
+        return data
+
+
 class SlotState:
-    """Struct of arrays, one row a slot; every tensor registered here moves with its sample."""
+    """Struct of arrays, one row a slot; every tensor registered here moves with its sample.
+
+    `noise_bytes` is what may be kept of noise in all.
+    """
 
     def __init__(self, num_slots: int, device: torch.device, *, max_commit: int) -> None:
         self.num_slots, self.device = num_slots, device
+        self.num_used = 0
+        """Slots for which wide tensors have rows."""
+        self.noise_bytes = Account.unmeasured(device).noise
         self._columns: list[Tensor] = []
+        self._wide: list[Wide] = []
         self.tokens_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.order_SW = torch.zeros(num_slots, 0, dtype=torch.int64, device=device)
         self.key_S2 = self.column(2)
@@ -64,13 +97,35 @@ class SlotState:
         self._columns.append(tensor)
         return tensor
 
+    def wide(self, *shape: int, dtype: torch.dtype, is_noise: bool = False) -> Wide:
+        """Register and return a tensor of many numbers a slot, [slots in use, *shape]; of noise fewer, within `noise_bytes`."""
+        wide = Wide(torch.zeros(0, *shape, dtype=dtype, device=self.device), is_noise=is_noise)
+        wide.data = wide.with_rows(self._rows_of(wide, self.num_used))
+        self._wide.append(wide)
+        return wide
+
+    @property
+    def wide_bytes(self) -> int:
+        """What the wide tensors take for each slot in use, noise aside."""
+        return sum(wide.slot_bytes for wide in self._wide if not wide.is_noise)
+
+    def use(self, num_slots: int) -> None:
+        """Let the wide tensors have rows for so many slots; where memory runs out, all is as it was."""
+        new = [wide.with_rows(self._rows_of(wide, num_slots)) for wide in self._wide]
+        for wide, data in zip(self._wide, new, strict=True):
+            wide.data = data
+        self.num_used = num_slots
+
+    def _rows_of(self, wide: Wide, num_slots: int) -> int:
+        return min(num_slots, self.noise_bytes // max(1, wide.slot_bytes)) if wide.is_noise else num_slots
+
     def widen(self, num_columns: int) -> None:
-        """Make room for canvases of `num_columns` tokens."""
+        """Make room for canvases of `num_columns` tokens; where memory runs out, all is as it was."""
         have = self.tokens_SW.shape[1]
         if num_columns > have:
             extra = torch.zeros(self.num_slots, num_columns - have, dtype=torch.int64, device=self.device)
-            self.tokens_SW = torch.cat([self.tokens_SW, extra], 1)
-            self.order_SW = torch.cat([self.order_SW, extra], 1)
+            tokens, order = torch.cat([self.tokens_SW, extra], 1), torch.cat([self.order_SW, extra], 1)
+            self.tokens_SW, self.order_SW = tokens, order
 
     def start(self, slot: int, request: Request) -> Tensor:
         """Put a request into a slot and return its order; junk of the slot's last sample stays in unreachable columns."""
@@ -101,6 +156,9 @@ class SlotState:
         """Carry a sample from one slot to another."""
         for tensor in (self.tokens_SW, self.order_SW, *self._columns):
             tensor[target] = tensor[source]
+        for wide in self._wide:
+            if source < len(wide.data):
+                wide.data[target] = wide.data[source]
 
 
 @dataclass(slots=True)

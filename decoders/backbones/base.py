@@ -88,7 +88,7 @@ class Model(Protocol):
     """Token rows that the last forward computed, padding included."""
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least so many slots and columns; what the cache already holds stays."""
+        """Make room for at least so many slots and columns; what the cache already holds stays, also where memory runs out."""
         ...
 
     def move_slot(self, source: int, target: int) -> None:

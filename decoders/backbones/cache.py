@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers; grows, and never forgets when it does."""
+    """Keys and values of `num_layers` layers; what lies within its size stays when that changes."""
 
     def __init__(
         self, num_layers: int, num_heads: int, head_width: int, *, dtype: torch.dtype, device: torch.device
@@ -38,20 +38,45 @@ class SlotCache:
         """How many columns each slot has."""
         return self.positions_SW.shape[1]
 
+    @property
+    def cell_bytes(self) -> int:
+        """What one column of one slot takes, in all layers."""
+        layers = sum(2 * layer.shape[2] * layer.shape[4] * layer.element_size() for layer in self.layers_2SKWd)
+        return layers + self.positions_SW.element_size()
+
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least so many slots and columns; what is held stays. New cells are zero."""
-        slots, columns = self.positions_SW.shape
-        num_slots, num_columns = max(num_slots, slots), max(num_columns, columns)
-        if (num_slots, num_columns) == (slots, columns):
+        """Make room for at least so many slots and columns; what is held stays. New cells are zero.
+
+        Where memory runs out, it raises and all is as it was before.
+        """
+        self.resize(max(num_slots, self.num_slots), max(num_columns, self.num_columns))
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Have just so many slots and columns; what lies within them stays.
+
+        One layer at a time, so that the old and the new cache are never both whole in memory. Where memory runs out, the layers
+        that were done go back to what they were; if there is no memory even for that, the cache is empty.
+        """
+        before = self.positions_SW.shape
+        if before == (num_slots, num_columns):
             return
-        # One layer at a time: the old and the new cache are never both whole in memory.
-        for index, old in enumerate(self.layers_2SKWd):
-            new = old.new_zeros(2, num_slots, old.shape[2], num_columns, old.shape[4])
-            new[:, :slots, :, :columns] = old
-            self.layers_2SKWd[index] = new
-        positions = self.positions_SW.new_zeros(num_slots, num_columns)
-        positions[:slots, :columns] = self.positions_SW
+        positions, num_done = _resized(self.positions_SW, 0, 1, num_slots, num_columns), 0
+        try:
+            for index in range(len(self.layers_2SKWd)):
+                self.layers_2SKWd[index] = _resized(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
+                num_done += 1
+        except BaseException:
+            self._go_back(num_done, *before)
+            raise
         self.positions_SW = positions
+
+    def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
+        try:
+            for index in range(num_done):
+                self.layers_2SKWd[index] = _resized(self.layers_2SKWd[index], 1, 3, num_slots, num_columns)
+        except (RuntimeError, MemoryError):
+            self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
+            self.positions_SW = self.positions_SW[:0, :0].clone()
 
     def move_slot(self, source: int, target: int) -> None:
         """Copy all that slot `source` holds onto slot `target`."""
@@ -90,6 +115,18 @@ class SlotCache:
         if isinstance(slots, slice):
             return near[0, slots], near[1, slots]
         return near[0].index_select(0, slots), near[1].index_select(0, slots)
+
+
+def _resized(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:
+    """A tensor with other numbers of slots and columns; what both have is copied, the rest is zero."""
+    shape = list(held.shape)
+    shape[slot_dim], shape[column_dim] = num_slots, num_columns
+    new = held.new_zeros(shape)
+    both = [slice(None)] * held.dim()
+    both[slot_dim] = slice(0, min(num_slots, held.shape[slot_dim]))
+    both[column_dim] = slice(0, min(num_columns, held.shape[column_dim]))
+    new[tuple(both)] = held[tuple(both)]
+    return new
 
 
 def as_slice(slots_B: Tensor) -> Tensor | slice:

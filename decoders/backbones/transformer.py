@@ -51,6 +51,7 @@ class ModuleBackbone:
         self.model, self.windows = model, windows
         self.base, self.head = self.model.base_model, self.model.get_output_embeddings()
         inner = [num_out for _, _, num_out, _ in products(self.base)]
+        self._inner = max(inner)
         self._packed = can_pack(dtype, self.device)
         if self._packed:
             pack_products(self.base)
@@ -84,6 +85,22 @@ class ModuleBackbone:
         """Make room for at least so many slots and columns; what the cache already holds stays."""
         multiple = self.rules.column_multiple
         self.cache.allocate(num_slots, -(-num_columns // multiple) * multiple)
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Have room for just so many slots and columns; what lies within them stays."""
+        multiple = self.rules.column_multiple
+        self.cache.resize(num_slots, -(-num_columns // multiple) * multiple)
+        self._tainted = {slot for slot in self._tainted if slot < num_slots}
+
+    @property
+    def cell_bytes(self) -> int:
+        """What one column of one slot takes of the cache."""
+        return self.cache.cell_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """About what a token row takes while a forward runs: states, heads, and the widest product with its gate."""
+        return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
     def move_slot(self, source: int, target: int) -> None:
         """Copy all that slot `source` holds onto slot `target`."""

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Rows
+from decoders.backbones.cache import SlotCache
 from decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
@@ -41,6 +42,7 @@ from decoders.backbones.invariance import (
 )
 from decoders.backbones.xlnet_family import XLNetShape
 from decoders.masks import visible
+from decoders.memory import rounded
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
@@ -147,10 +149,8 @@ class XLNetBackbone:
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = self._rules(shape.d_inner)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
-        self.cache = torch.zeros(
-            self.num_layers, 2, 0, self.num_heads, 0, self.head_width, dtype=dtype, device=self.device
-        )
-        self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=dtype, device=self.device)
+        self._inner = shape.d_inner
         self.relative: list[Tensor] = []
         # Slots whose sample gave numbers that are none: a hidden column weighs 0, but 0 times NaN is NaN.
         self._tainted: set[int] = set()
@@ -186,21 +186,38 @@ class XLNetBackbone:
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
+    @property
+    def order_SW(self) -> Tensor:  # noqa: N802
+        """The position of every column of every slot."""
+        return self.cache.positions_SW
+
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Grow the cache to at least so many slots and columns, keeping what it holds; also the table of distances."""
-        multiple = self.rules.column_multiple
-        num_slots = max(num_slots, self.order_SW.shape[0])
-        num_columns = max(-(-num_columns // multiple) * multiple, self.order_SW.shape[1])
-        slots, columns = self.order_SW.shape
-        if (num_slots, num_columns) == (slots, columns):
-            return
-        shape = (self.num_layers, 2, num_slots, self.num_heads, num_columns, self.head_width)
-        cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        cache[:, :, :slots, :, :columns] = self.cache
-        order = torch.zeros(num_slots, num_columns, dtype=torch.int64, device=self.device)
-        order[:slots, :columns] = self.order_SW
-        self.cache, self.order_SW = cache, order
-        self.relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
+        self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Have room for just so many slots and columns; what lies within them stays. The table of distances only grows."""
+        num_columns = rounded(num_columns, self.rules.column_multiple)
+        relative = self.relative
+        if num_columns > self._num_distances:
+            relative = [self._relative_keys(layer, num_columns) for layer in self.layers]
+        self.cache.resize(num_slots, num_columns)
+        self.relative = relative
+        self._tainted = {slot for slot in self._tainted if slot < num_slots}
+
+    @property
+    def _num_distances(self) -> int:
+        return self.relative[0].shape[2] // 2 if self.relative else 0
+
+    @property
+    def cell_bytes(self) -> int:
+        """What one column of one slot takes of the cache."""
+        return self.cache.cell_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """About what a token row takes while a forward runs: states, heads and the inner layer."""
+        return (8 * self.width + 2 * self._inner) * self.dtype.itemsize
 
     def _relative_keys(self, layer: _Layer, num_positions: int) -> Tensor:
         """Keys of the distances -P .. P - 1, [H, d, 2P]: sinusoids (float64 angles) through the layer's projection."""
@@ -217,13 +234,12 @@ class XLNetBackbone:
         """Give the positions of a slot's columns, int64 [L]; what its last sample left is wiped where it could do harm."""
         self.order_SW[slot, : len(order_L)] = order_L
         if slot in self._tainted:
-            self.cache[:, :, slot] = 0.0
+            self.cache.clear_slot(slot)
             self._tainted.discard(slot)
 
     def move_slot(self, source: int, target: int) -> None:
         """Copy the cache and the order of one slot onto another."""
-        self.cache[:, :, target] = self.cache[:, :, source]
-        self.order_SW[target] = self.order_SW[source]
+        self.cache.move_slot(source, target)
         (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
 
     # ---- the forward ---------------------------------------------------------------------------------------------
@@ -317,7 +333,8 @@ class XLNetBackbone:
         key_value = linear_rows(content_ND, layer.key_value_DD, None, self.rules.min_rows)
         key_value_N2Hd = key_value.view(-1, 2, self.num_heads, self.head_width)
         for which in (0, 1):
-            self.cache[index, which, layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
+            held_SHWd = self.cache.layers_2SKWd[index][which]
+            held_SHWd[layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]."""
@@ -326,7 +343,7 @@ class XLNetBackbone:
         spread[rectangle_N] = query_ND
         query_BTHd = spread.view(num_slots, num_rows, self.num_heads, self.head_width)
         num_columns = layout.hidden_BTW.shape[2]
-        key, value = self.cache[index, 0, layout.slots], self.cache[index, 1, layout.slots]
+        key, value = self.cache.layers_2SKWd[index][0, layout.slots], self.cache.layers_2SKWd[index][1, layout.slots]
         at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
         parts = []
         for first in range(0, num_slots, at_once):

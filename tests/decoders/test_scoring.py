@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders import scoring
+from decoders import memory
 from decoders.backbones.token_table import TokenTable
 from decoders.base import Request
 from decoders.scoring import Scorer
@@ -37,9 +37,10 @@ def requests_of(count, seed=0):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("most", [2**27, 2 * VOCAB])
-def test_every_batch_gives_the_scores_of_the_definition(rows, most, monkeypatch):
-    monkeypatch.setattr(scoring, "MOST_LOGITS", most)
+@pytest.mark.parametrize("least_rows", [64, 1])
+def test_every_batch_gives_the_scores_of_the_definition(rows, least_rows, monkeypatch):
+    monkeypatch.setattr(memory, "_CPU_LOGITS", 2 * VOCAB * 8)
+    monkeypatch.setattr(memory, "_LEAST_ROWS", least_rows)
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
     requests = requests_of(40)
     outcomes = run_all(Scorer(table, token_info(VOCAB), max_rows=rows, max_tokens=1 << 20), requests)

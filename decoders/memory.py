@@ -1,0 +1,77 @@
+"""What a batch takes of a device's memory: the account by which slots are given. Measures nothing; actors/memory.py does.
+
+What is free when all models are loaded is shared out once:
+
+    cache and state     what is left; a slot takes its columns' bytes and what its decoder keeps for it
+    prompts             the activations of a forward over prompts: so many rows at once
+    logits              a part of a forward's logits, with the law, the noise and the float64 copies made of it
+    noise               kept noise, in bytes; what does not fit is computed again in each forward
+    a tenth             fragments, kernels' workspaces, and layers that are there twice while the cache grows
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+_MiB: Final = 1 << 20
+_CPU_LOGITS, _GPU_LOGITS = 32 * _MiB, 256 * _MiB
+_CPU_NOISE, _GPU_NOISE = 256 * _MiB, 1024 * _MiB
+# A part's logits, and what is made of them: raw, law, noise, and float64 or int64 twice.
+_COPIES: Final = 8
+_LEAST_ROWS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Bytes by purpose. `slots` and `prompt_rows` are None where nobody has measured: then only `batching` bounds them."""
+
+    logits: int
+    noise: int
+    slots: int | None = None
+    prompt_rows: int | None = None
+
+    @classmethod
+    def unmeasured(cls, device: torch.device) -> Account:
+        """For a device whose free memory is not known."""
+        on_cpu = device.type == "cpu"
+        return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else _GPU_NOISE)
+
+    @classmethod
+    def of(cls, device: torch.device, free_bytes: int, *, row_bytes: int) -> Account:
+        """Share out what is free; `row_bytes` are the activations of a token row in a forward."""
+        most = cls.unmeasured(device)
+        logits, noise, prompts = min(most.logits, free_bytes // 64), min(most.noise, free_bytes // 16), free_bytes // 8
+        slots = free_bytes * 9 // 10 - _COPIES * logits - noise - prompts
+        return cls(logits, noise, slots, max(1, prompts // max(1, row_bytes)))
+
+    def parts(self, num_rows: int, num_bytes: int) -> Iterator[slice]:
+        """Cut rows of `num_bytes` each into parts whose logits are held at once; one empty part where there are no rows.
+
+        No part is made smaller than a product's least rows, which it would be padded to.
+        """
+        step = max(_LEAST_ROWS, self.logits // max(1, num_bytes))
+        return (slice(first, first + step) for first in range(0, max(num_rows, 1), step))
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple
+
+
+def column_multiple(backbone: object) -> int:
+    """What a backbone rounds its columns up to."""
+    rules = getattr(backbone, "rules", None)
+    return 1 if rules is None else int(rules.column_multiple)
+
+
+def give(backbone: object, num_slots: int, num_columns: int, had: tuple[int, int]) -> None:
+    """Let a backbone's cache have just so many slots and columns, of which it `had` some; toys that only grow don't shrink."""
+    grows = num_slots >= had[0] and num_columns >= had[1]
+    change = None if grows else getattr(backbone, "resize", None)
+    (change or backbone.allocate)(num_slots, num_columns)  # type: ignore[attr-defined]
