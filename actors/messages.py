@@ -7,7 +7,7 @@ back inside a `TurnReport`. Nothing here knows Ray, files or models.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from decoders.base import EngineStats
 
@@ -132,11 +132,12 @@ class TurnReport:
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """The worker has loaded its model, on this node, as this process."""
+    """The worker has loaded its model, on this node, as this process; `facts` are what it found and chose, for the record."""
 
     worker: str
     node: str
     pid: int
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

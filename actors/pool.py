@@ -58,6 +58,7 @@ class Pool:
         self._members: dict[str, Member] = {}
         self._job = ray.put(job)
         self._threads = seat.threads
+        self._share = {"gpus": seat.gpus} if 0 < seat.gpus < 1 else {}
         self._notices = Notices()
         self._early = list(early)
         self._actor = actor_class(worker_class, seat)
@@ -66,9 +67,9 @@ class Pool:
         """Ask Ray for a worker; `Up` or `Died` follows."""
         if self._early:
             actor = self._early.pop(0)
-            self._members[name] = Member(actor, actor.begin.remote(name, self._job, self._threads))
+            self._members[name] = Member(actor, actor.begin.remote(name, self._job, self._threads, **self._share))
             return
-        actor = self._actor.remote(name, self._job, self._threads)
+        actor = self._actor.remote(name, self._job, self._threads, **self._share)
         self._members[name] = Member(actor, actor.where.remote())
 
     def assign(self, name: str, unit: WorkUnit) -> None:
@@ -139,9 +140,9 @@ class Pool:
         news: list[PoolNews] = []
         try:
             if member.ready in arrived:
-                node, pid = member.place = ray.get(member.ready)
-                member.ready = None
-                news.append(Up(name, node, pid))
+                node, pid, facts = ray.get(member.ready)
+                member.place, member.ready = (node, pid), None
+                news.append(Up(name, node, pid, facts))
             while member.turns and member.turns[0] in arrived:
                 turn = member.turns.popleft()
                 report: TurnReport = ray.get(turn)

@@ -56,12 +56,15 @@ class Open:
 
 
 class UnitRunner:
-    """Decodes a few units at once with one decoder; the owner calls `add` and `step`."""
+    """Decodes a few units at once with one decoder; the owner calls `add` and `step`. `facts` are for the run's record."""
 
-    def __init__(self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker") -> None:
+    def __init__(
+        self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker", facts: dict[str, Any] | None = None
+    ) -> None:
         self.decoder = decoder
         self.clerk = clerk
         self.worker = worker
+        self.facts = facts or {}
         self.limit = RowLimit()
         self._open: dict[int, Open] = {}
         self._resident: dict[int, tuple[Open, Sample]] = {}

@@ -10,10 +10,12 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from actors.clerk import RowClerk
 from actors.job import Job
 from actors.loading import build, load_networks
+from actors.memory import fit, limit_gpu
 from actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from actors.models import fetch_model
 from actors.runner import UnitRunner
@@ -35,9 +37,9 @@ class Turns:
         self._runner = runner
         self._node = node
 
-    def where(self) -> tuple[str, int]:
-        """Node and process id; answers when the model is loaded."""
-        return self._node, os.getpid()
+    def where(self) -> tuple[str, int, dict[str, Any]]:
+        """Node, process id, and what was found and chosen at the start, for the record; answers when the model is loaded."""
+        return self._node, os.getpid(), self._runner.facts
 
     def turn(self, add: Sequence[WorkUnit], forget: Sequence[int]) -> TurnReport:
         """Take units in, forget leases, decode until something ended or TURN_S have passed."""
@@ -55,11 +57,11 @@ class Turns:
 
 
 class DecodeWorker(Turns):
-    """One process, one device, one model in memory for as long as the job runs."""
+    """One process, one device, one model in memory for as long as the job runs. `gpus` below 1 is its share of a GPU."""
 
-    def __init__(self, name: str, job: Job, threads: int) -> None:
+    def __init__(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> None:
         node = socket.gethostname()
-        super().__init__(build_runner(job, name=name, node=node, threads=threads), node)
+        super().__init__(build_runner(job, name=name, node=node, threads=threads, gpus=gpus), node)
 
 
 class EarlyWorker(Turns):
@@ -68,10 +70,10 @@ class EarlyWorker(Turns):
     def __init__(self, family: str) -> None:
         import_for_decoding(family)
 
-    def begin(self, name: str, job: Job, threads: int) -> tuple[str, int]:
+    def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
         """Load the job's model; returns what `where` does."""
         self._node = socket.gethostname()
-        self._runner = build_runner(job, name=name, node=self._node, threads=threads)
+        self._runner = build_runner(job, name=name, node=self._node, threads=threads, gpus=gpus)
         return self.where()
 
 
@@ -87,10 +89,12 @@ def import_for_decoding(family: str) -> None:
             from_transformers(name)
 
 
-def build_runner(job: Job, *, name: str, node: str, threads: int) -> UnitRunner:
-    """A runner with the job's model loaded; see `build_parts`."""
+def build_runner(job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0) -> UnitRunner:
+    """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
+    limit_gpu(gpus)
     decoder, clerk = build_parts(job, name=name, node=node, threads=threads)
-    return UnitRunner(decoder, clerk, worker=name)
+    room = fit(decoder, threads=threads, gpus=gpus)
+    return UnitRunner(decoder, clerk, worker=name, facts={"memory": room.facts()} if room else {})
 
 
 def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decoder, RowClerk]:

@@ -28,6 +28,14 @@ def crew(
         raise UserError(f"a worker wants {workers.cpus:g} CPUs, Ray has {num_cpus}", field="workers.cpus")
     if device.startswith("cuda") and not gpus:
         raise UserError(f"{device!r}, but workers get no GPU, of which Ray has {num_gpus}", field="model.device")
+    number = int(device.partition(":")[2] or 0)
+    if number >= max(1, int(gpus)):
+        seen = "the one it is given, as cuda:0" if gpus <= 1 else f"the {int(gpus)} it is given, as cuda:0 and so on"
+        raise UserError(
+            f"{device!r} can't be had: Ray chooses the GPUs, and a worker sees only {seen}; allowed: cuda "
+            f"(to choose the GPU yourself, start with CUDA_VISIBLE_DEVICES={number})",
+            field="model.device",
+        )
     fits = int(num_cpus // workers.cpus)
     if gpus:
         fits = min(fits, int(num_gpus // gpus))

@@ -194,9 +194,9 @@ class Driver:
 
     def _take(self, news: PoolNews) -> None:
         match news:
-            case Up(worker, node, pid):
+            case Up(worker, node, pid, facts):
                 self.totals.worker_up()
-                self.log.add("worker_up", worker=worker, node=node, pid=pid)
+                self.log.add("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
                 self._worker_died(news)

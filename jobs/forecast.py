@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from actors.canvas import Canvas
+from actors.memory import Room
 from actors.task import Infill, Task
 from actors.text import Tokenizer
 from decoders.base import HOLE, Request
@@ -59,7 +60,8 @@ class Made:
 class Trial:
     """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU.
 
-    `longest` is the length in tokens to which longer canvases were cut, None where none was.
+    `longest` is the length in tokens to which longer canvases were cut, None where none was. `room` is what a worker that is
+    alone on this machine may hold.
 
     `exact` says whether results are the same to the bit in any batch.
     """
@@ -71,6 +73,7 @@ class Trial:
     memory_bytes: int
     where: str
     longest: int | None = None
+    room: Room | None = None
 
 
 def header(prepared: Prepared) -> Iterator[str]:
@@ -157,6 +160,12 @@ def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[st
     """Memory and time, measured and extrapolated."""
     yield f"exact     {exactness(trial.exact)}"
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
+    if trial.room is not None:
+        room = trial.room
+        yield (
+            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device} with the model loaded: "
+            f"{room.rows:,} samples of {room.length} tokens at once"
+        )
     rate = trial.tokens / trial.took_s if trial.took_s else 0.0
     todo = float(sample.masked().mean()) * sample.total
     cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"

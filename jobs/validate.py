@@ -20,6 +20,7 @@ from actors.canvas import Canvas, runs
 from actors.clerk import guarded
 from actors.loading import build, load_networks
 from actors.makers import Maker, maker_for
+from actors.memory import fit
 from actors.models import user_error
 from actors.rows import row_id, row_key
 from actors.stop_text import stops_of
@@ -143,9 +144,13 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
         decoder, exact = _build(prepared, max_rows=len(cut))
     except ValueError as error:
         raise user_error(error, "model.path") from None
-    tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    room = fit(decoder, threads=_num_threads())
+    try:
+        tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    except MemoryError as error:
+        raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    return Trial(exact, len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest)
+    return Trial(exact, len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest, room)
 
 
 def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
@@ -200,6 +205,12 @@ def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
         decoder.admit([waiting.popleft()])
         budget -= size
     decoder.step()
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _memory(device: str) -> tuple[int, str]:

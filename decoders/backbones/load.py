@@ -53,6 +53,12 @@ def pick_device(device: str) -> str:
         raise ValueError(f"model.device: {device!r}; allowed: auto, cpu, cuda, cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"model.device: {device!r}, but this machine has no usable GPU; allowed here: auto, cpu")
+    number = int(device.partition(":")[2] or 0)
+    if number and number >= torch.cuda.device_count():
+        seen = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+        raise ValueError(
+            f"model.device: {device!r}, but this process sees other GPUs; allowed here: auto, cpu, cuda, {seen}"
+        )
     return device
 
 

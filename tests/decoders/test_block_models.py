@@ -1,6 +1,7 @@
 """The backbones of the block-diffusion families against the public code's golden outputs, and against themselves in company."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
+from decoders.backbones import moe
+from decoders.backbones.invariance import at_least_rows
+from decoders.backbones.load import load_backbone
 from decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
 from decoders.backbones.packed import pack_products
+from decoders.backbones.self_test import check_masking
 from tests.decoders.causal_models import in_a_row, play, random_tokens
 from tests.decoders.masked_models import load
 
@@ -290,3 +295,46 @@ def test_a_mixture_in_half_precision_routes_and_sums_in_float32():
     mixed = mixture(rows)
     assert mixed.dtype == torch.bfloat16
     torch.testing.assert_close(mixed.float(), exact, atol=0.05 * float(exact.abs().max()), rtol=0.05)
+
+
+# ---- the self-test where no rules make bits hold -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llada2", "sdar"])
+def test_the_self_test_bears_rounding_of_experts_on_a_gpu_and_nothing_else(golden, family, monkeypatch):
+    """A GPU's products round by their numbers of rows: in a mixture they follow the neighbours, in other layers they don't."""
+    backbone = load(golden / family)
+    padded = at_least_rows
+
+    def rounding(min_rows, expert, rows):
+        return padded(min_rows, expert, rows) * (1 + 1e-5 * len(rows))
+
+    monkeypatch.setattr(moe, "at_least_rows", rounding)
+    mixes = family == "llada2"
+    if mixes:
+        with pytest.raises(RuntimeError, match="masked columns or other slots change"):
+            check_masking(backbone)
+    backbone.rules = replace(backbone.rules, exact=False)
+    check_masking(backbone)
+    forward = backbone.forward
+
+    def leaking(rows):
+        # What stands in a dead column changes all rows a little, in equal shapes.
+        return forward(rows) + 1e-6 * backbone.cache.layers_2SKWd[0][0, 0, 0, 9].sum()
+
+    monkeypatch.setattr(backbone, "forward", leaking)
+    with pytest.raises(RuntimeError, match="masked columns or other slots change"):
+        check_masking(backbone)
+    monkeypatch.setattr(backbone, "forward", forward)
+    if not mixes:
+        by_neighbour = lambda rows: forward(rows) * (1 + 1e-6 * int(rows.tokens_BT[0, 0]) * (len(rows.slots_B) > 1))  # noqa: E731
+        monkeypatch.setattr(backbone, "forward", by_neighbour)
+        with pytest.raises(RuntimeError, match="masked columns or other slots change"):
+            check_masking(backbone)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_self_test_passes_on_a_real_gpu(golden, family):
+    load_backbone(golden / family, dtype="bfloat16", device="cuda")

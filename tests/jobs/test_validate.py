@@ -53,6 +53,9 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: p
         "units     1 of at most 32 samples",
         "useful in batches",
         "memory",
+        "room    ",
+        "GiB free on cpu with the model loaded",
+        "samples of 512 tokens at once",
         "tokens/s on one worker",
         "time",
     ):

@@ -1,0 +1,192 @@
+"""What a worker may use of its device's memory: measured when its models are loaded, from a device that is only pretended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from actors import memory
+from actors.memory import fit, free_bytes, limit_gpu
+from actors.messages import Failure, Receipt
+from actors.models import fetch_model
+from actors.runner import UnitRunner
+from decoders.backbones.checkpoint import inspect_model
+from decoders.backbones.load import load_backbone, pick_device
+from decoders.backbones.token_table import TokenTable
+from decoders.base import HOLE, Request
+from decoders.registry import build_decoder
+from decoders.settings import Autoregressive, Sampling
+from jobs.crew import crew
+from jobs.spec import WorkerSettings
+from storage.errors import UserError
+from tests.actors.fakes import FakeClerk, FakeDecoder, work
+from tests.decoders.support import token_info
+
+GIB = 1 << 30
+GPU = torch.device("cuda:0")
+
+
+class Pretended:
+    """A GPU of so many bytes, of which others hold some, this process some, and its allocator keeps some for later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, total: int, others: int = 0, used: int = 0, kept: int = 0):
+        self.fractions: list[float] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - others - used - kept, total))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: used)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: used + kept)
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", self.fractions.append)
+
+
+def test_what_the_allocator_keeps_for_later_counts_as_free(monkeypatch: pytest.MonkeyPatch):
+    Pretended(monkeypatch, total=80 * GIB, used=16 * GIB, kept=4 * GIB)
+    assert free_bytes(GPU, threads=1) == 64 * GIB
+
+
+def test_a_fraction_of_a_gpu_is_a_limit_also_before_the_others_have_come(monkeypatch: pytest.MonkeyPatch):
+    gpu = Pretended(monkeypatch, total=80 * GIB, used=16 * GIB)
+    assert free_bytes(GPU, threads=1, gpu_share=0.25) == 4 * GIB
+    limit_gpu(0.25)
+    limit_gpu(1.0)
+    limit_gpu(0.0)
+    assert gpu.fractions == [0.25]
+    Pretended(monkeypatch, total=80 * GIB, used=16 * GIB, others=60 * GIB)
+    assert free_bytes(GPU, threads=1, gpu_share=0.9) == 4 * GIB
+    Pretended(monkeypatch, total=8 * GIB, used=7 * GIB)
+    assert free_bytes(GPU, threads=1, gpu_share=0.5) == 0
+
+
+def test_workers_on_cpus_divide_the_memory_as_they_divide_the_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    monkeypatch.setattr(memory, "_num_cores", lambda: 16)
+    cpu = torch.device("cpu")
+    assert free_bytes(cpu, threads=4) == 16 * GIB
+    assert free_bytes(cpu, threads=99) == 64 * GIB
+
+
+def test_a_containers_limit_counts_and_its_file_pages_do_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
+    monkeypatch.setattr(memory, "_num_cores", lambda: 1)
+    (tmp_path / "memory.current").write_text(f"{5 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {2 * GIB}\ninactive_file {3 * GIB}\n")
+    (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
+    assert free_bytes(torch.device("cpu"), threads=1) == 6 * GIB
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(torch.device("cpu"), threads=1) == 64 * GIB
+
+
+class Small(TokenTable):
+    cell_bytes, row_bytes = 1000, 10
+
+
+def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
+    settings = Autoregressive(kind="autoregressive")
+    decoder = build_decoder(
+        Small(num_positions=6), token_info(3), settings, Sampling(), max_rows=64, max_tokens=64 * 512
+    )
+    room = fit(decoder, threads=1)
+    assert room is not None
+    facts = room.facts()
+    assert facts["free_bytes"] == 2_000_000 and facts["max_rows"] == 64 and facts["max_tokens"] == 64 * 512
+    assert facts["rows"] == decoder.room(512) == 2 and facts["length"] == 512
+    assert decoder.room(6) == 64, "a spec's own bounds stay"
+    assert fit(FakeDecoder(), threads=1) is None
+
+
+def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
+    decoder = build_decoder(
+        Small(num_positions=6),
+        token_info(3),
+        Autoregressive(kind="autoregressive"),
+        Sampling(),
+        max_rows=9,
+        max_tokens=999,
+    )
+    decoder.fit(8_000)
+    assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
+    clerk = FakeClerk({0: [6, 3, 2, 3]})
+    made = clerk.sample
+
+    def prompted(unit: Any, index: int) -> Any:
+        sample = made(unit, index)
+        assert sample.canvas is not None
+        sample.canvas[0] = np.int32(1)
+        return sample
+
+    clerk.sample = prompted  # type: ignore[method-assign]
+    runner = UnitRunner(decoder, clerk)
+    runner.add(work(0, 4))
+    news: list[Receipt | Failure] = []
+    while runner.held:
+        news += runner.step()
+    (receipt,) = news
+    assert isinstance(receipt, Receipt) and (receipt.tally.ok, receipt.tally.failed) == (3, 1)
+    (failed,) = [sample for sample in clerk.closed[0] if sample.error]
+    assert failed.index == 0 and failed.error is not None and failed.error.kind == "out_of_memory"
+    assert "a canvas of 6 tokens does not fit into memory" in failed.error.message
+    assert runner.limit.rows is None, "nothing ran out: the rows of the others are not halved"
+
+
+@pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
+def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
+    from actors.models import builtin_models, fetch_model
+
+    if name not in builtin_models():
+        name = next(one for one in builtin_models() if one.startswith(name.split("-", maxsplit=1)[0]) or "asarm" in one)
+    backbone: Any = load_backbone(fetch_model(f"builtin:{name}"), device="cpu")
+    backbone.allocate(3, 64)
+    cache = backbone.cache
+    held = sum(layer.numel() * layer.element_size() for layer in cache.layers_2SKWd)
+    held += cache.positions_SW.numel() * cache.positions_SW.element_size()
+    assert held == backbone.cell_bytes * cache.num_slots * cache.num_columns
+    assert backbone.row_bytes >= 4 * backbone.width
+    backbone.resize(0, 0)
+    assert (cache.num_slots, cache.num_columns) == (0, 0)
+
+
+# ---- which GPU -------------------------------------------------------------------------------------------------------
+
+
+def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
+    settings = WorkerSettings()
+    with pytest.raises(UserError, match=r"model\.device: 'cuda:1' .*CUDA_VISIBLE_DEVICES=1"):
+        crew(settings, num_cpus=8, num_gpus=2, units=9, device="cuda:1")
+    for device in ("cuda", "cuda:0"):
+        assert crew(settings, num_cpus=8, num_gpus=2, units=9, device=device)[0] == 2
+    assert crew(WorkerSettings(gpus=2.0), num_cpus=8, num_gpus=2, units=9, device="cuda:1")[0] == 1
+
+
+def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [pick_device(name) for name in ("auto", "cuda", "cuda:1")] == ["cuda", "cuda", "cuda:1"]
+    with pytest.raises(ValueError, match=r"model\.device: 'cuda:2', .* cuda:0, cuda:1"):
+        pick_device("cuda:2")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
+    backbone: Any = load_backbone(fetch_model("builtin:ar-tiny"), device="cuda")
+    free = free_bytes(backbone.device, threads=1)
+    assert 0 < free <= torch.cuda.mem_get_info()[1]
+    info = inspect_model(fetch_model("builtin:ar-tiny"))
+    decoder = build_decoder(
+        backbone, info, Autoregressive(kind="autoregressive"), Sampling(), max_rows=256, max_tokens=1 << 20
+    )
+    decoder.fit(64 << 20)
+    before = torch.cuda.memory_allocated()
+    length = min(256, info.max_length or 256)
+    canvas = np.array([5] + [HOLE] * (length - 1), dtype=np.int32)
+    decoder.admit([Request(index, index, canvas) for index in range(decoder.room(length))])
+    decoder.step()
+    assert torch.cuda.max_memory_allocated() - before <= 64 << 20
