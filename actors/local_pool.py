@@ -6,12 +6,12 @@ alone; but what ends a process ends the driver with it. Nothing is lost then eit
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from actors.faults import DeviceLostError
 from actors.job import Job, Seat
 from actors.messages import Died, PoolNews, Reported, Up, WorkUnit
 from actors.models import FIELD, user_error
@@ -53,7 +53,7 @@ class LocalPool:
             self._news.append(Died(name, f"{type(error).__name__}: {error}"))
             return
         self._workers[name] = Here(runner, Turns(runner, self._node))
-        self._news.append(Up(name, self._node, os.getpid()))
+        self._news.append(Up(name, *self._workers[name].turns.where()))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         """Give a worker a unit with its next turn; a worker that is gone is ignored."""
@@ -94,4 +94,5 @@ class LocalPool:
             return Reported(name, worker.turns.turn(add, forget))
         except Exception as error:  # noqa: BLE001 - whatever it is, it ends the worker
             self.kill(name)
-            return Died(name, f"{type(error).__name__}: {error}")
+            # No other worker of this process gets the device back: the next one can't start, and the run ends with the reason.
+            return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
