@@ -98,6 +98,8 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
     todo = wanted(prepared.spec.task, canvas)
     yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
     yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
+    if cut := [made.canvas.truncated for made in canvases if made.canvas.truncated]:
+        yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
     if prepared.tokenizer is not None:
         shown = prompt_text(canvas, prepared.tokenizer)
         yield "  prompt (a hole is [its tokens])"

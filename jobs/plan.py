@@ -191,8 +191,10 @@ def compare_settings(plan: Plan, spec: JobSpec) -> None:
     Contents (weights, tokenizer, inputs) are not looked at: `compare_plan` does that once they are hashed.
     """
     now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
-    now["input"] = dict.fromkeys(NEWER_INPUT_KEYS) | now["input"]
-    changed = differences(common(plan.results, now), now)
+    newer = dict.fromkeys(NEWER_INPUT_KEYS)
+    now["input"] = newer | now["input"]
+    before = plan.results | {"input": newer | plan.results["input"]}
+    changed = differences(common(before, now), now)
     if changed:
         raise _another_job(plan, changed)
 

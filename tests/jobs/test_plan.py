@@ -312,6 +312,8 @@ def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
     assert made.errors == {} and made.results["input"]["delimiter"] == ";" and made.files[0].delimiter == ";"
     with pytest.raises(UserError, match=r"input\.delimiter was \";\", is null"):
         compare_settings(made, spec_for(file))
+    with pytest.raises(UserError, match=r"input\.keep was null, is \[\"id\"\]"):
+        compare_settings(made, spec_for(file, input__delimiter=";", input__keep=["id"]))
 
 
 def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.canvas import Canvas, Size
+from actors.task import Complete
 from decoders.base import HOLE, EngineStats, Request
 from jobs.cli import main
-from jobs.forecast import Made, Sample, Trial, prompt_text, trial_lines
+from jobs.forecast import Made, Sample, Trial, canvas_lines, prompt_text, trial_lines
 from jobs.spec import check_spec
 from jobs.survey import table_of
 from jobs.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
@@ -175,6 +176,17 @@ def test_a_dry_run_says_what_it_is_about_to_do(
     said = capsys.readouterr()
     assert said.out.splitlines()[-1] == "trial     loading the model, then decoding for about 5 s"
     assert said.err == "draftmill: interrupted\n"
+
+
+def test_prompts_that_will_be_cut_are_counted() -> None:
+    prepared: Any = SimpleNamespace(tokenizer=None, spec=SimpleNamespace(task=Complete(kind="complete")))
+    rows = [
+        replace(row, canvas=replace(row.canvas, truncated=cut))
+        for row, cut in zip(trial_rows(4, 5, 6), (0, 7, 9), strict=True)
+    ]
+    lines = list(canvas_lines(prepared, rows))
+    assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
+    assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
 
 
 def test_samples_that_were_cut_are_said_to_be() -> None:
