@@ -54,7 +54,7 @@ def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options |
     """Yield a row group's batches; ArrowInvalid where it has not the rows that its footer says."""
     opened = _opened(file, s3)
     about = opened.metadata.row_group(group)
-    names = present(opened.schema_arrow.names, columns)
+    names = _leaves(opened, columns)
     rows = min(BATCH_ROWS, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
     if min(rows, about.num_rows) * about.total_byte_size > SHARED_BYTES:
         rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns, s3)))
@@ -64,6 +64,18 @@ def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options |
         yield batch
     if found != about.num_rows:  # a damaged page may end a column early, without a word
         raise pa.ArrowInvalid(f"{found} rows, where the footer says {about.num_rows}")
+
+
+def _leaves(opened: pq.ParquetFile, columns: Columns) -> list[str] | None:
+    """What to read of the file: of a column inside of a struct that field alone, whatever else the struct holds."""
+    names = opened.schema_arrow.names
+    if columns is None or not any("." in column for column in columns):
+        return present(names, columns)
+    paths = [f"{opened.schema.column(index).path}." for index in range(len(opened.schema))]
+    inner = {
+        column for column in columns if column not in names and any(path.startswith(f"{column}.") for path in paths)
+    }
+    return [*outer_columns(names, [column for column in columns if column not in inner]), *sorted(inner)]
 
 
 def present(names: list[str], columns: Columns) -> list[str] | None:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import UserError
+from storage.groups import group_batches
 from storage.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
 from storage.s3 import S3Store
 from storage.stretches import Stretches
@@ -195,6 +196,16 @@ def test_a_field_of_a_struct_is_a_column(tmp_path: Path, name: str) -> None:
         {"text": None, "id": None, "seed": "literal", "prompt": None, "suffix": None},
     ]
     assert list(read_rows(file, [(row.row, row.offset) for row in rows], columns=wanted)) == rows
+
+
+def test_of_a_struct_in_parquet_only_the_wanted_field_is_read(tmp_path: Path) -> None:
+    rows = [{"meta": {"lang": "en", "page": "x" * 100, "at": {"n": 1, "m": 2}}, "text": "t"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (file,) = list_inputs(str(tmp_path))
+    (batch,) = group_batches(file, 0, ("meta.at.n", "meta.lang", "gone.x", "text"), None)
+    assert batch.to_pylist() == [{"meta": {"lang": "en", "at": {"n": 1}}, "text": "t"}]
+    (batch,) = group_batches(file, 0, ("meta.at",), None)
+    assert batch.to_pylist() == [{"meta": {"at": {"n": 1, "m": 2}}}]
 
 
 def test_a_broken_csv_record_loses_no_neighbour(tmp_path: Path) -> None:
