@@ -14,7 +14,7 @@ Where a vocabulary can't encode pieces (Tokenizer.joins is false), the tokens th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,10 +34,12 @@ from actors.masking import (
     sentence_ranges,
     split_sentences,
 )
+from actors.row_settings import Asked, RowRules
 from actors.rows import checked_text, missing, text_of
+from actors.stop_text import StopStrings
 from actors.task import Columns, Infill, Lines, Marker, Random, Sentences, SpanFraction, Spans
 from actors.text import Tokenizer
-from decoders.base import HOLE, ModelInfo
+from decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
 from storage.errors import RowError
 
 Values = Mapping[str, Any]
@@ -50,6 +52,8 @@ class Canvas:
     A canvas to be scored has no holes: the tokens from `score_from` on are, and `text` is what they say, where it is known.
     `truncated` is how many tokens of its prompt were cut away, since they did not fit.
     Where a causal model fills holes one after the other, this is the first one's canvas, and `infilling` has the row.
+
+    `settings` are the row's own, `stops` its own stop strings; `endpoint` is that of an OpenAI request.
     """
 
     tokens: NDArray[np.int32]
@@ -58,6 +62,9 @@ class Canvas:
     text: str | None = None
     infilling: Infilling | None = None
     truncated: int = 0
+    settings: RowSettings = JOB_SETTINGS
+    stops: StopStrings | None = None
+    endpoint: str | None = None
 
     @property
     def num_masked(self) -> int:
@@ -95,9 +102,18 @@ class CanvasMaker:
     columns: Columns
     tokenizer: Tokenizer | None
     info: ModelInfo
+    rules: RowRules | None = field(default=None, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError where the row does not fit the mask or the model."""
+        """Return the row's canvas; RowError where the row does not fit the mask, the decoder or the model."""
+        if self.rules is None:
+            return self._made(values, key, Asked())
+        asked = self.rules.asked(values)
+        settings, stops = self.rules.settings(asked)
+        return replace(self._made(values, key, asked), settings=settings, stops=stops, endpoint=asked.endpoint)
+
+    def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
+        """The canvas itself; holes of known lengths have nothing to ask for."""
         mask = self.task.mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
@@ -133,7 +149,7 @@ class CanvasMaker:
 
     def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
         """The mask hides a known number of tokens, so no noise is drawn, and all texts are encoded at once."""
-        found: list[str | RowError] = [_attempt(values, self.columns) for values in rows]
+        found: list[str | RowError] = [_attempt(values, self.columns, self.rules) for values in rows]
         encoded = iter(self._tokenizer().encode_batch([text for text in found if isinstance(text, str)]))
         return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in found]
 
@@ -223,23 +239,27 @@ class CanvasMaker:
         return tokens.astype(np.int32)
 
 
-def finish_row(canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None) -> Finished:
+def finish_row(
+    canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None, *, skip_special: bool = False
+) -> Finished:
     """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's own.
 
+    With `skip_special` special tokens in the holes have no text; those that the row gave keep theirs.
     A character whose bytes lie on both sides of a hole's edge shows as U+FFFD in that fill's text, not in the whole one.
     """
     filled = canvas.tokens.copy()
     assert len(tokens) == canvas.num_masked, "one generated token for each masked position"
-    filled[filled == HOLE] = tokens
-    fills = [
-        {
-            "start": start,
-            "end": end,
-            "text": None if tokenizer is None else tokenizer.decode(filled[start:end].tolist()),
-        }
-        for start, end in canvas.holes
-    ]
-    return Finished(None if tokenizer is None else tokenizer.decode(filled.tolist()), fills)
+    holes = filled == HOLE
+    filled[holes] = tokens
+    shown = np.ones(len(filled), dtype=np.bool_)
+    if skip_special and tokenizer is not None:
+        shown = ~(holes & np.isin(filled, list(tokenizer.special)))
+
+    def text(start: int, end: int) -> str | None:
+        return None if tokenizer is None else tokenizer.decode(filled[start:end][shown[start:end]].tolist())
+
+    fills = [{"start": start, "end": end, "text": text(start, end)} for start, end in canvas.holes]
+    return Finished(text(0, len(filled)), fills)
 
 
 def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
@@ -248,8 +268,10 @@ def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
     yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
 
 
-def _attempt(values: Values, columns: Columns) -> str | RowError:
+def _attempt(values: Values, columns: Columns, rules: RowRules | None) -> str | RowError:
     try:
+        if rules is not None:
+            rules.asked(values)
         return text_of(values, columns)
     except RowError as error:
         return error

@@ -20,6 +20,7 @@ from actors.results import counted, decoded, failed, infilled
 from actors.rows import row_id, row_key
 from actors.samples import Sample, tally_of
 from actors.stop_text import stop_strings
+from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.keys import sample_key
@@ -59,12 +60,22 @@ class RowClerk:
         node: str,
         has_head: bool = False,
         exact: bool | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         self._job = job
         self._store = open_store(job.store_url, s3=job.s3)
         self._plan = PlanTable(self._store)
         self._tokenizer = tokenizer
-        self._maker = maker_for(job.task, job.columns, tokenizer, info, truncate=job.truncate)
+        self._maker = maker_for(
+            job.task,
+            job.columns,
+            tokenizer,
+            info,
+            decoder=job.decoder,
+            sampling=job.sampling,
+            ends=ends,
+            truncate=job.truncate,
+        )
         self._stops = stop_strings(job.task, tokenizer)
         self._worker = worker
         self._node = node
@@ -153,7 +164,7 @@ class RowClerk:
             sample.error = made
         else:
             sample.note.canvas = made
-            sample.canvas, sample.score_from = made.tokens, made.score_from
+            sample.canvas, sample.score_from, sample.settings = made.tokens, made.score_from, made.settings
             if made.infilling is not None:
                 sample.infilling = made.infilling
                 sample.ask()
@@ -201,7 +212,9 @@ class RowClerk:
         outcome, canvas = sample.outcome, sample.note.canvas
         assert outcome is not None and canvas is not None
         if canvas.infilling is not None:
-            return infilled(canvas.infilling, sample.parts, outcome, self._tokenizer)
+            task = self._job.task
+            assert isinstance(task, Infill), "only holes are asked for one after the other"
+            return infilled(task, canvas, sample.parts, outcome, self._tokenizer)
         return decoded(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 

@@ -7,7 +7,7 @@ as many tokens as `task.max_new_tokens` (by default DEFAULT_LIMIT) or its own ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,6 +18,7 @@ from actors.fim import Template
 from actors.ids import STAGE, given_ids
 from actors.infilling import IDS, Infilling
 from actors.masking import Range, hole_length, marker_pattern, masked_positions
+from actors.row_settings import Asked
 from actors.rows import text_of
 from actors.task import Columns, Marker, SpanFraction, Spans
 from decoders.base import HOLE
@@ -32,9 +33,12 @@ class FimMaker(CanvasMaker):
 
     template: Template
 
-    def make(self, values: Values, key: int) -> Canvas:
-        """Return the canvas of the row's first hole, and with it the row; RowError where it fits the mask or the model not."""
-        pieces, limits = self._row(values, key)
+    def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
+        """The canvas of the row's first hole, and with it the row; RowError where it fits the mask or the model not."""
+        task = self.task
+        if asked.max_new_tokens is not None:
+            task = task.model_copy(update={"max_new_tokens": asked.max_new_tokens})
+        pieces, limits = replace(self, task=task)._row(values, key)
         row = Infilling(self.template, tuple(pieces), tuple(limits), self.info.max_length)
         if row.room is not None and row.room < 1:
             raise RowError(

@@ -9,10 +9,12 @@ from actors.canvas import Canvas, CanvasMaker, Size
 from actors.fim import fills_in_middle, template_of
 from actors.fim_maker import FimMaker
 from actors.prompts import PromptMaker
+from actors.row_settings import RowRules
 from actors.rows import Values
 from actors.task import Columns, Infill, Side, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
+from decoders.settings import DecoderSettings, Sampling
 from storage.errors import RowError
 
 
@@ -34,14 +36,20 @@ def maker_for(
     tokenizer: Tokenizer | None,
     info: ModelInfo,
     *,
+    decoder: DecoderSettings,
+    sampling: Sampling,
+    ends: Sequence[int] = (),
     truncate: Side | None = None,
 ) -> Maker:
     """Return what makes the canvases of a task; prompts that are too long are cut where `truncate` says so.
 
-    Raises UserError where a causal model is to fill holes and has no tokens for it.
+    Rows may ask for what this decoder can do; `ends` are the job's end tokens. Raises UserError where a causal model is to fill
+    holes and has no tokens for it.
     """
-    if isinstance(task, Infill) and fills_in_middle(task, info):
-        return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info))
+    open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
+    rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended)
+    if isinstance(task, Infill) and open_ended:
+        return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info), rules=rules)
     if isinstance(task, Infill):
-        return CanvasMaker(task, columns, tokenizer, info)
-    return PromptMaker(task, columns, tokenizer, info, truncate=truncate)
+        return CanvasMaker(task, columns, tokenizer, info, rules=rules)
+    return PromptMaker(task, columns, tokenizer, info, truncate=truncate, rules=rules)

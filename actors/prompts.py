@@ -4,6 +4,7 @@
     score      | lead  prompt | completion |                score_from: the completion's first token
     score      | begin        | text       |                without a prompt: behind the begin token
 
+An OpenAI request says itself whether it is a conversation; of other rows the task says it.
 `lead` are the special tokens that transformers' `tokenizer(text)` puts in front. A conversation is rendered by the
 tokenizer's chat template, which spells out every special token; they are parsed, wherever in it they stand.
 """
@@ -11,7 +12,7 @@ tokenizer's chat template, which spells out every special token; they are parsed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from actors.canvas import Canvas, Size
 from actors.cutting import cut_chat, cut_ids, prompt_room
 from actors.ids import STAGE, check_ids, check_length, given_ids
+from actors.row_settings import Asked, RowRules
 from actors.rows import Messages, Values, checked_text, prompt_of, scored_text
 from actors.task import Columns, Complete, Score, Side
 from actors.text import Tokenizer
@@ -35,10 +37,18 @@ class PromptMaker:
     tokenizer: Tokenizer | None
     info: ModelInfo
     truncate: Side | None = None
+    rules: RowRules | None = field(default=None, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError where the row has none, or does not fit the model. No `key` plays a part."""
-        return self._completed(values, self.task) if isinstance(self.task, Complete) else self._scored(values)
+        """Return the row's canvas; RowError where the row has none, or does not fit decoder or model. No `key` plays a part."""
+        asked = Asked() if self.rules is None else self.rules.asked(values)
+        if not isinstance(self.task, Complete):
+            return replace(self._scored(values), endpoint=asked.endpoint)
+        canvas = self._completed(values, self.task, asked)
+        if self.rules is None:
+            return canvas
+        settings, stops = self.rules.settings(asked)
+        return replace(canvas, settings=settings, stops=stops, endpoint=asked.endpoint)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
@@ -52,13 +62,14 @@ class PromptMaker:
 
     # ---- canvases
 
-    def _completed(self, values: Values, task: Complete) -> Canvas:
-        prompt = self._given(values) if self.columns.tokens is not None else self._prompt(values)
+    def _completed(self, values: Values, task: Complete, asked: Asked) -> Canvas:
+        chat = task.chat if asked.chat is None or self._names_prompts else asked.chat
+        prompt = self._given(values) if self.columns.tokens is not None else self._prompt(values, chat=chat)
         self._check_prompt(prompt)
-        most, room = self.info.max_length, task.max_new_tokens
+        most, room = self.info.max_length, asked.max_new_tokens or task.max_new_tokens
         whole = len(prompt)
         if most is not None:
-            prompt = self._cut(values, prompt, prompt_room(most, room))
+            prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
             room = min(room, most - len(prompt))
         if room < 1:
             raise RowError("too_long", STAGE, f"{len(prompt)} tokens of prompt leave no room; the model takes {most}")
@@ -79,7 +90,7 @@ class PromptMaker:
             return self._behind(self._given(values), 0, None)
         text, is_completion = scored_text(values, self.columns)
         if self.task.chat:
-            prompt = self._prompt(values)
+            prompt = self._prompt(values, chat=True)
         else:
             has_prompt = self.columns.prompt is not None or (is_completion and values.get("prompt") is not None)
             before = self._plain(values) if has_prompt else ""
@@ -88,7 +99,7 @@ class PromptMaker:
             prompt = self._begun(before)
         scored, whole = self._checked(self._tokenizer().encode(text)), len(prompt)
         if self.info.max_length is not None:
-            prompt = self._cut(values, prompt, self.info.max_length - len(scored))
+            prompt = self._cut(values, prompt, self.info.max_length - len(scored), chat=self.task.chat)
         canvas = self._behind(np.append(prompt, scored), len(prompt), text)
         return replace(canvas, truncated=whole - len(prompt))
 
@@ -115,32 +126,37 @@ class PromptMaker:
 
     # ---- prompts that are too long
 
-    def _cut(self, values: Values, prompt: NDArray[np.int32], keep: int) -> NDArray[np.int32]:
+    def _cut(self, values: Values, prompt: NDArray[np.int32], keep: int, *, chat: bool) -> NDArray[np.int32]:
         """The prompt in `keep` tokens, where the spec lets it be cut; as it is where it fits, or nothing of it would be left."""
         lead = () if self.tokenizer is None else self.tokenizer.lead
         if self.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
-        if self.task.chat and self.columns.tokens is None:
+        if chat and self.columns.tokens is None:
             return cut_chat(self._messages(values), keep, self.truncate, self._tokenizer(), self._chat_ids)
         fixed = len(lead) if tuple(prompt[: len(lead)].tolist()) == tuple(lead) else 0
         return cut_ids(prompt, keep, self.truncate, fixed=fixed)
 
     # ---- prompts
 
-    def _prompt(self, values: Values) -> NDArray[np.int32]:
-        if not self.task.chat:
+    @property
+    def _names_prompts(self) -> bool:
+        """Whether the spec says which column is the prompt, so that no request's body does."""
+        return any((self.columns.prompt, self.columns.text, self.columns.messages))
+
+    def _prompt(self, values: Values, *, chat: bool) -> NDArray[np.int32]:
+        if not chat:
             return self._begun(self._plain(values))
         return self._chat_ids(self._messages(values))
 
     def _messages(self, values: Values) -> Messages:
-        found = prompt_of(values, self.columns, self.task)
+        found = prompt_of(values, self.columns, self.task, chat=True)
         return [{"role": "user", "content": found}] if isinstance(found, str) else found
 
     def _chat_ids(self, messages: Messages) -> NDArray[np.int32]:
         return self._checked(self._tokenizer().parse(self._rendered(messages)))
 
     def _plain(self, values: Values) -> str:
-        text = prompt_of(values, self.columns, self.task)
+        text = prompt_of(values, self.columns, self.task, chat=False)
         assert isinstance(text, str), "messages without a chat"
         return text
 
@@ -154,7 +170,11 @@ class PromptMaker:
 
     def _rendered(self, messages: Messages) -> str:
         chat = self._tokenizer().chat
-        assert chat is not None, "the spec asks for a chat where there is no template"
+        if chat is None:
+            # Where no row can be read, this makes it an error of the spec.
+            raise RowError(
+                "missing_column", STAGE, "the row has messages, but the tokenizer has no chat template for them"
+            )
         try:
             text = chat(messages)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program, and raises what it likes

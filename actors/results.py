@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from actors.canvas import Canvas, finish_row
-from actors.infilling import Infilling, Part
+from actors.infilling import Part
 from actors.stop_text import StopStrings
-from actors.task import Complete, Score, Task
+from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
 from decoders.base import Outcome
 from storage.errors import RowError
@@ -32,35 +32,55 @@ def decoded(
         "new_tokens": len(outcome.tokens),
         "finish": outcome.finish,
         "logprob": outcome.logprob,
+        "endpoint": canvas.endpoint,
     }
     if isinstance(task, Complete | Score):
         columns["truncated_tokens"] = canvas.truncated
-    if isinstance(task, Complete):
-        return columns | {"text": completed_text(outcome, tokenizer, stops)}
     if isinstance(task, Score):
         return columns | scored(canvas, outcome, tokenizer)
-    finished = finish_row(canvas, outcome.tokens, tokenizer)
+    columns |= each_token(canvas, outcome, tokenizer)
+    skip = task.skip_special_tokens
+    if isinstance(task, Complete):
+        own = stops if canvas.settings.stop_text is None else canvas.stops
+        return columns | {"text": completed_text(outcome, tokenizer, own, skip_special=skip)}
+    finished = finish_row(canvas, outcome.tokens, tokenizer, skip_special=skip)
     return columns | {"text": finished.text, "fills": finished.fills}
 
 
-def infilled(row: Infilling, parts: Sequence[Part], outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def each_token(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The columns that hold something of each generated token, for a row that asked for it."""
+    if not canvas.settings.token_logprobs:
+        return {}
+    return {"token_logprobs": outcome.token_logprobs, "token_texts": token_texts(outcome, tokenizer)}
+
+
+def infilled(
+    task: Infill, canvas: Canvas, parts: Sequence[Part], outcome: Outcome, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
     """The columns of a row whose holes were asked for one after the other.
 
     `tokens` holds what was generated, end tokens included. A fill's start and end count the tokens of the filled row, which
     has none of them. `truncated_tokens` is how many tokens of the row a hole did not see, at most, since they did not fit.
     """
+    row = canvas.infilling
+    assert row is not None, "a row whose holes are all on its canvas"
     fills = [part.fill for part in parts]
     pieces = row.filled(fills)
     ends = np.cumsum([len(piece) for piece in pieces]).tolist()
     filled = np.concatenate(pieces).tolist()
-    said = [] if tokenizer is None else [tokenizer.continuation(fill.tolist()) for fill in fills]
-    return {
+    shown = fills
+    if tokenizer is not None and task.skip_special_tokens:
+        shown = [fill[~np.isin(fill, list(tokenizer.special))] for fill in fills]
+    said = [] if tokenizer is None else [tokenizer.continuation(fill.tolist()) for fill in shown]
+    whole = np.concatenate(row.filled(shown)).tolist()
+    return each_token(canvas, outcome, tokenizer) | {
         "tokens": outcome.tokens,
         "prompt_tokens": sum(part.asked.num_prompt for part in parts) if parts else len(filled),
         "new_tokens": len(outcome.tokens),
         "finish": outcome.finish,
         "logprob": outcome.logprob,
-        "text": None if tokenizer is None else _whole(tokenizer, filled, begun=bool(len(row.pieces[0]))),
+        "endpoint": canvas.endpoint,
+        "text": None if tokenizer is None else _whole(tokenizer, whole, begun=bool(len(row.pieces[0]))),
         "fills": [
             {"start": ends[2 * hole], "end": ends[2 * hole + 1], "text": said[hole] if said else None}
             for hole in range(len(fills))
@@ -74,12 +94,20 @@ def _whole(tokenizer: Tokenizer, ids: list[int], *, begun: bool) -> str:
     return tokenizer.decode(ids) if begun else tokenizer.continuation(ids)
 
 
-def completed_text(outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None) -> str | None:
+def completed_text(
+    outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None, *, skip_special: bool
+) -> str | None:
     """The text behind the prompt, without the end token or the stop string that ended it."""
     if tokenizer is None:
         return None
-    text = tokenizer.continuation(outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist())
+    kept = outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist()
+    text = tokenizer.continuation(kept, skip_special=skip_special)
     return text if outcome.finish != "stop" or stops is None else stops.cut(text)
+
+
+def token_texts(outcome: Outcome, tokenizer: Tokenizer | None) -> list[str] | None:
+    """The text of each token by itself, special ones included; bytes that form no character become U+FFFD."""
+    return None if tokenizer is None else [tokenizer.continuation([token]) for token in outcome.tokens.tolist()]
 
 
 def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from actors.task import Columns, Complete, Score
 from decoders.keys import sample_key
 from storage.errors import RowError, listed
+from storage.lines import is_openai_request
 
 Values = Mapping[str, Any]
 
@@ -44,12 +45,19 @@ def row_id(values: Values, columns: Columns) -> str | None:
 
 
 def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) -> int:
-    """Return the sample's 64-bit key; a row's own seed stands in for the job's. RowError where it is no 64-bit number."""
-    if columns.seed is None:
-        return sample_key(job_seed, sample_id)
-    seed = values.get(columns.seed)
-    if seed is None:
-        raise missing(values, columns.seed)
+    """Return the sample's 64-bit key; a row's own seed stands in for the job's. RowError where it is no 64-bit number.
+
+    A named column comes before the `seed` of an OpenAI request.
+    """
+    if columns.seed is not None:
+        seed = values.get(columns.seed)
+        if seed is None:
+            raise missing(values, columns.seed)
+    else:
+        body = values.get("body") if is_openai_request(values) else None
+        seed = body.get("seed") if isinstance(body, dict) else None
+        if seed is None:
+            return sample_key(job_seed, sample_id)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
         raise RowError("bad_row", "read", f"the seed {seed!r} is no 64-bit whole number"[:1000])
     return sample_key(seed, sample_id)
@@ -70,8 +78,8 @@ def string_of(values: Values, column: str) -> str:
     return checked_text(value, column)
 
 
-def prompt_of(values: Values, columns: Columns, task: Complete | Score) -> str | Messages:
-    """Return what the row has in front of what the model is to say: its prompt, or its conversation.
+def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat: bool) -> str | Messages:
+    """Return what the row has in front of what the model is to say: its prompt, or, for a `chat`, its conversation.
 
     A named column comes first; then, for a chat, a column `messages`; then `prompt`; then, where nothing is scored, `text`.
     """
@@ -81,14 +89,25 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score) -> str |
         return messages_of(values, columns.messages)
     if named is not None:
         return string_of(values, named)
-    if task.chat and values.get("messages") is not None:
+    if chat and values.get("messages") is not None:
         return messages_of(values, "messages")
     for column in ("prompt", "text") if completes else ("prompt",):
         if values.get(column) is not None:
             return string_of(values, column)
-    if not task.chat and values.get("messages") is not None:
+    if is_openai_request(values):
+        raise _asks_nothing(values.get("body"))
+    if not chat and values.get("messages") is not None:
         raise RowError("missing_column", "read", "the row has messages; task.chat: true reads them")
     raise missing(values, "prompt")
+
+
+def _asks_nothing(body: Any) -> RowError:
+    """The error of an OpenAI request that holds no prompt and no messages."""
+    wanted = "an object with prompt or messages"
+    if isinstance(body, dict):
+        return RowError("missing_column", "read", f"the request's body has {listed(body)}; allowed: {wanted}"[:1000])
+    what = "is missing" if body is None else f"is {type(body).__name__}"
+    return RowError("bad_request", "read", f"the request's body {what}; allowed: {wanted}")
 
 
 def messages_of(values: Values, column: str) -> Messages:

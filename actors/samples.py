@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from actors.infilling import Asked, Infilling, Part, together
 from actors.messages import Effort, Tally
-from decoders.base import HOLE, Decoder, EngineStats, Outcome, Request
+from decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
 from decoders.keys import hole_key
 from storage.errors import RowError
 
@@ -23,14 +23,16 @@ class Sample:
     """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
 
     `index` is its place in the unit. `score_from` is the first position to be scored, None where tokens are to be generated.
-    `note` is the clerk's own. A sample with an `infilling` is asked for one hole after the other: `canvas` is that of the hole
-    whose turn it is, `parts` are those that were decoded, and `outcome` is what came of them together.
+    `settings` are the row's own. `note` is the clerk's own. A sample with an `infilling` is asked for one hole after the
+    other: `canvas` is that of the hole whose turn it is, `parts` are those that were decoded, and `outcome` is what came of
+    them together.
     """
 
     index: int
     key: int = 0
     canvas: NDArray[np.int32] | None = None
     score_from: int | None = None
+    settings: RowSettings = JOB_SETTINGS
     error: RowError | None = None
     outcome: Outcome | None = None
     note: Any = None
@@ -42,7 +44,8 @@ class Sample:
     def request(self, handle: int) -> Request:
         """What a decoder is asked for; the outcome comes back under `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
-        return Request(handle, hole_key(self.key, len(self.parts)), self.canvas, score_from=self.score_from)
+        key = hole_key(self.key, len(self.parts))
+        return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings)
 
     def take(self, outcome: Outcome) -> bool:
         """Take in what came of the request; True where the sample has another one, for its next hole.

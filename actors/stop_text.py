@@ -2,7 +2,8 @@
 
 A stop string may begin in one token and end in another, and a token may hold a part of a character only. So a completion is
 looked at token by token: the first token behind which the text holds a stop string is the last one kept. Whether tokens come
-one at a time or many at once, as drafts that were accepted, the same token is found.
+one at a time or many at once, as drafts that were accepted, the same token is found. Special tokens that the row's text leaves
+out (`task.skip_special_tokens`) are left out here, too.
 
     tokens   | d | ef f | (x): \\n  | \\n return |        stop "\\n\\n": the fourth completes it and is kept
     text     d  ef f  (x):                              the row's text ends in front of it
@@ -23,9 +24,10 @@ from decoders.stops import Stops
 class StopStrings:
     """Finds stop strings in generated tokens; see decoders.stops.StopText."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special: bool = False) -> None:
         assert stops and all(stops), "a stop string has at least one character"
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._stops = tuple(stops)
         # Up to three bytes without a character show as U+FFFD each, and become one character with the fourth.
         self._chars_before = 4 * max(map(len, stops))
@@ -34,7 +36,7 @@ class StopStrings:
         """How many of `tokens` to keep so that their text just holds a stop string; None where it has none."""
         start = self._window(tokens, num_checked)
         for count in range(num_checked + 1, len(tokens) + 1):
-            text = self._tokenizer.continuation(tokens[start:count])
+            text = self._text(tokens[start:count])
             if any(stop in text for stop in self._stops):
                 return count
         return None
@@ -46,11 +48,14 @@ class StopStrings:
         """
         step = self._chars_before // 2
         start = max(0, num_checked - step)
-        while start > 0 and len(self._tokenizer.continuation(tokens[start:num_checked])) < self._chars_before:
+        while start > 0 and len(self._text(tokens[start:num_checked])) < self._chars_before:
             start, step = max(0, start - step), 2 * step
         while start > 0 and self._tokenizer.is_byte(tokens[start]):
             start -= 1
         return start
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.continuation(tokens, skip_special=self._skip_special)
 
     def cut(self, text: str) -> str:
         """The text in front of its stop string; of several the one that ends first, and of those the longest."""
@@ -81,7 +86,7 @@ def stop_strings(task: Task, tokenizer: Tokenizer | None) -> StopStrings | None:
     if not isinstance(task, Complete) or not task.stop:
         return None
     assert tokenizer is not None, "the spec asks for stop strings where there is no tokenizer"
-    return StopStrings(tokenizer, task.stop)
+    return StopStrings(tokenizer, task.stop, skip_special=task.skip_special_tokens)
 
 
 def stops_of(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> Stops | None:

@@ -16,6 +16,8 @@ Side = Literal["left", "right", "middle"]
 
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+MOST_NEW_TOKENS: Final = 2**20
+"""The most tokens that may be asked for."""
 
 
 def as_tuple(value: Any) -> Any:
@@ -28,7 +30,8 @@ class Columns(Settings):
 
     Not named, the id is taken from a column `id` where a row has one, and what the task reads from the columns that it knows
     by name (its `reads`). `prefix` and `suffix` stand in for the text: the hole lies between them. `reference` is for later
-    comparison. `seed` replaces the job's seed for its row.
+    comparison. `seed` replaces the job's seed for its row, and `max_new_tokens`, `temperature`, `top_p` and `stop` replace the
+    task's and the sampling's values where they are not null.
     """
 
     id: str | None = None
@@ -42,6 +45,10 @@ class Columns(Settings):
     sentences: str | None = None
     reference: str | None = None
     seed: str | None = None
+    max_new_tokens: str | None = None
+    temperature: str | None = None
+    top_p: str | None = None
+    stop: str | None = None
     tokens: str | None = None
 
     @model_validator(mode="after")
@@ -63,6 +70,10 @@ class Columns(Settings):
     def named(self) -> dict[str, str]:
         """The columns that the spec names: task column -> file column."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
+    def own_settings(self) -> bool:
+        """Whether a column holds settings of the rows' own, the seed aside."""
+        return any((self.max_new_tokens, self.temperature, self.top_p, self.stop))
 
     def wanted(self, task: Task) -> dict[str, str]:
         """The columns worth reading: the named ones, and those that the task looks for where nothing is named."""
@@ -175,6 +186,8 @@ class Infill(Settings):
 
     A causal model fills them from left to right, each until an end token comes or `max_new_tokens` are there; `fim` says how
     it is asked, `auto` by the tokens that its tokenizer has.
+
+    With `skip_special_tokens` the texts leave out the special tokens that were generated; `tokens` keep them.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
@@ -183,7 +196,8 @@ class Infill(Settings):
     kind: Literal["infill"]
     mask: Mask
     fim: Literal["auto"] | Fim = "auto"
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] | None = None
+    skip_special_tokens: bool = True
 
 
 def _visible(text: str) -> str:
@@ -198,18 +212,20 @@ Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
 class Complete(Settings):
     """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings comes.
 
-    With `ignore_eos` end tokens are tokens like others. With `chat` the prompt is a conversation, or one message of a user, in
-    the form of the tokenizer's chat template.
+    With `ignore_eos` end tokens are tokens like others. With `skip_special_tokens` the text leaves out special tokens, and stop
+    strings are looked for in what is left; `tokens` keep them. With `chat` the prompt is a conversation, or one message of a
+    user, in the form of the tokenizer's chat template.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
     goal: ClassVar[str] = "to generate, at most"
     done: ClassVar[str] = "generated"
     kind: Literal["complete"]
-    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 128
+    max_new_tokens: Annotated[int, Field(ge=1, le=MOST_NEW_TOKENS)] = 128
     stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = ()
     ignore_eos: bool = False
     chat: bool = False
+    skip_special_tokens: bool = True
 
 
 class Score(Settings):
@@ -234,3 +250,9 @@ TASK_DECODERS: dict[str, tuple[str, ...]] = {
     "score": ("autoregressive",),
 }
 """The decoders that do each kind of task."""
+
+DRAWS_BY_ROW: Final = frozenset(kind for kinds in TASK_DECODERS.values() for kind in kinds) - {*_BLOCKS}
+"""The decoders in which each sample may have a temperature and a top_p of its own."""
+
+KNOWS_TOKEN_LOGPROBS: Final = DRAWS_BY_ROW - {*_MASKED, "parallel"}
+"""The decoders that record the log-probability of each generated token for the rows that ask for it."""

@@ -82,10 +82,23 @@ class Tokenizer:
         """Text of `ids`, special tokens included; bytes that form no character become U+FFFD. Never raises."""
         return self._core.decode(list(ids), skip_special_tokens=False)
 
-    def continuation(self, ids: Sequence[int]) -> str:
-        """Text of `ids` that stand behind other text: a space in front, which some vocabularies drop there, stays."""
+    def continuation(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        """Text of `ids` that stand behind other text: a space in front, which some vocabularies drop there, stays.
+
+        With `skip_special` special tokens have no text, as in transformers' `decode(ids, skip_special_tokens=True)`.
+        """
         before, shown = self._before
-        return self.decode([*before, *ids])[len(shown) :]
+        return self.decode([*before, *(self.without_special(ids) if skip_special else ids)])[len(shown) :]
+
+    def without_special(self, ids: Sequence[int]) -> list[int]:
+        """The `ids` that are no special tokens."""
+        return [token for token in ids if token not in self.special]
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """The special tokens, such as those that begin and end a text, and how they are spelled."""
+        added = self._core.get_added_tokens_decoder()
+        return {token: str(found.content) for token, found in added.items() if found.special}
 
     def parse(self, text: str) -> list[int]:
         """Ids of `text` in which special tokens are spelled out, as in a rendered chat."""

@@ -111,20 +111,28 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     networks = load_networks(folder, place, job.decoder, job.s3)
     on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or auto_rows(job.unit_rows, on_gpu=on_gpu)
+    stops = stops_of(job.task, folder, tokenizer, info)
     decoder = build(
         networks,
         info,
         job.task,
         job.decoder,
         job.sampling,
-        stops=stops_of(job.task, folder, tokenizer, info),
+        stops=stops,
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
         trace=job.trace,
     )
     has_head = networks.heads is not None
     clerk = RowClerk(
-        job, tokenizer=tokenizer, info=info, worker=name, node=node, has_head=has_head, exact=networks.exact
+        job,
+        tokenizer=tokenizer,
+        info=info,
+        worker=name,
+        node=node,
+        has_head=has_head,
+        exact=networks.exact,
+        ends=stops.ids if stops else (),
     )
     return decoder, clerk
 

@@ -21,7 +21,6 @@ from decoders.base import Outcome, Request
 from decoders.drafters import Draw
 from decoders.masks import content_limits
 from decoders.noise import gumbel_rows
-from decoders.sampling import nucleus_draw
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident, Wide
 
@@ -96,7 +95,7 @@ class AnySubsetDecoder(SlotDecoder):
         """Return the function that drafters call to turn logits into (q, tokens), with each rank's own noise."""
 
         def draw(logits_BV: Tensor, ranks_B: Tensor) -> tuple[Tensor, Tensor]:
-            law_BV = self._law(self._suppress(logits_BV))
+            law_BV = self._law(self._suppress(logits_BV), slots_B)
             return law_BV, self.acceptance.draft(law_BV, slots_B, ranks_B, when_B)
 
         return draw
@@ -129,7 +128,7 @@ class Parallel(AnySubsetDecoder):
         hidden_RD, told = hidden_BQD[valid_BQ], []
         for part in self._parts(len(hidden_RD)):
             logits_RV = self._logits(hidden_RD[part])
-            law_RV = self._law(logits_RV)
+            law_RV = self._law(logits_RV, slots_R[part])
             tokens_R = self._independent(law_RV, slots_R[part], ranks_R[part])
             told.append((tokens_R, self._log_p(logits_RV, law_RV, tokens_R)))
         tokens_BQ[valid_BQ], log_p_BQ[valid_BQ] = (torch.cat(parts) for parts in zip(*told, strict=True))
@@ -137,12 +136,12 @@ class Parallel(AnySubsetDecoder):
         self._trace(group, tokens_BQ, torch.zeros_like(counts_B), decided_B, counts_B > 0)
 
     def _independent(self, law_QV: Tensor, slots_Q: Tensor, ranks_Q: Tensor) -> Tensor:
-        if self.sampling.temperature == 0.0:
-            return nucleus_draw(law_QV, None, None)
+        if self.warps.greedy:
+            return self.warps.draw(law_QV, None, slots_Q)
         # Every rank is drawn once, so its noise need not be kept.
         positions_Q = self.state.order_SW[slots_Q, ranks_Q]
         gumbel_QV = gumbel_rows(self.state.key_S2[slots_Q], positions_Q, self.info.vocab_size)
-        return nucleus_draw(law_QV, gumbel_QV, self.uncut_top_p)
+        return self.warps.draw(law_QV, gumbel_QV, slots_Q)
 
     def _outcome(self, slot: int, resident: Resident) -> Outcome:
         outcome = super()._outcome(slot, resident)

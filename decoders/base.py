@@ -7,13 +7,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from decoders.stops import StopText
+
 HOLE = -1
 """Marks a masked position of a canvas; never a token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSettings:
+    """What one request has in place of the decoder's own settings; None leaves those as they are.
+
+    `top_p` of 1 cuts nothing off. With `token_logprobs` the outcome holds the log-probability of each generated token, in the
+    decoders that know it (causal and any-subset models).
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    stop_text: StopText | None = None
+    token_logprobs: bool = False
+
+
+JOB_SETTINGS: Final = RowSettings()
+"""Those of a request that has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +44,8 @@ class Request:
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens from `score_from` on (at least 1) are scored.
+
+    `settings` are the request's own; not all decoders draw by them (actors.row_settings names those that do).
     """
 
     index: int
@@ -31,6 +53,7 @@ class Request:
     canvas: NDArray[np.int32]
     hole_order: NDArray[np.int64] | None = None
     score_from: int | None = None
+    settings: RowSettings = JOB_SETTINGS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +71,8 @@ class TraceStep:
 class Outcome:
     """What came of one request: tokens, why it ended, and what was counted for this sample alone.
 
-    `tokens` holds the generated (or scored) ids in canvas order, `token_logprobs` the log-probability of each scored one,
-    float32 of the same length, None where nothing was scored. `accept_hist[j]` counts the iterations that committed j tokens.
+    `tokens` holds the generated (or scored) ids in canvas order, `token_logprobs` the log-probability of each one, float32 of the
+    same length, None where nothing was scored and nobody asked. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
     sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by what a forward was for, in the decoders of blocks.

@@ -124,7 +124,7 @@ class BlockSlots(SlotDecoder):
         return self.state.length_S[slots_B]
 
     def _until_end(self, group: Group, positions_BT: Tensor, news: News) -> Tensor:
-        if self.editing or not (self.stops.ids or self.stops.text):
+        if self.editing or not self._may_stop(group):
             return news.counts_B
         counts = news.counts_B.tolist()
         for row, slot in enumerate(group.slots):
@@ -134,11 +134,16 @@ class BlockSlots(SlotDecoder):
                 counts[row] = self._find_end(slot, list(pairs))
         return news.counts_B.new_tensor(counts)
 
+    def _may_stop(self, group: Group) -> bool:
+        """Whether anything ends a completion of the group before its canvas does."""
+        return bool(self.stops.ids) or any(self._stop_text(slot, self.stops.text) for slot in group.slots)
+
     def _find_end(self, slot: int, news: list[tuple[int, int]]) -> int:
         """How many of these (position, token) are revealed until the completion ends; takes note if it does."""
         first, last = int(self.state.prompt_S[slot]), int(self.blocks.end_S[slot])
         canvas = self.state.tokens_SW[slot, first:last].tolist()
-        end = ending(canvas, [(position - first, token) for position, token in news], self.stops)
+        stops = Stops(self.stops.ids, self._stop_text(slot, self.stops.text))
+        end = ending(canvas, [(position - first, token) for position, token in news], stops)
         if end is None or first + end[1] > int(self.state.length_S[slot]):
             return len(news)
         count, keep, self._finish_S[slot] = end
@@ -201,7 +206,7 @@ class BlockSlots(SlotDecoder):
 
     def _end_edited(self, group: Group) -> None:
         """Look for an end in finished blocks, from left to right."""
-        if not (self.stops.ids or self.stops.text):
+        if not self._may_stop(group):
             return
         for slot in group.slots:
             start = max(int(self.blocks.start_S[slot]), int(self.state.prompt_S[slot]))

@@ -118,7 +118,7 @@ class CausalDecoder(SlotDecoder):
         finish_B = torch.full_like(counts_B, _LENGTH)
         if self.stops.ids:
             counts_B, finish_B = self._until_stop_id(tokens_BT, counts_B, finish_B)
-        if self.stops.text is not None:
+        if any(self._stop_text(slot, self.stops.text) is not None for slot in group.slots):
             counts_B, finish_B = self._until_stop_text(group, tokens_BT, counts_B, finish_B)
         self._commit(group, tokens_BT, counts_B, log_p_BT)
         ended_B = finish_B != _LENGTH
@@ -136,14 +136,16 @@ class CausalDecoder(SlotDecoder):
     def _until_stop_text(
         self, group: Group, tokens_BT: Tensor, counts_B: Tensor, finish_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        assert self.stops.text is not None, "asked for stop strings where there are none"
         counts, finishes = counts_B.tolist(), finish_B.tolist()
         for row, slot in enumerate(group.slots):
+            stop_text = self._stop_text(slot, self.stops.text)
+            if stop_text is None:
+                continue
             span = slice(int(self.state.prompt_S[slot]), int(self.state.decided_S[slot]))
             before = self.state.tokens_SW[slot, span].tolist()
             # The text of a stop id is no part of the completion.
             num_new = counts[row] - (finishes[row] == _EOS)
-            keep = self.stops.text.find([*before, *tokens_BT[row, :num_new].tolist()], len(before))
+            keep = stop_text.find([*before, *tokens_BT[row, :num_new].tolist()], len(before))
             if keep is not None:
                 counts[row], finishes[row] = keep - len(before), _STOP
         return counts_B.new_tensor(counts), finish_B.new_tensor(finishes)

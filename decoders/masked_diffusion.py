@@ -32,7 +32,6 @@ from decoders.confidence import Reading, confidence, ranked
 from decoders.endings import EOS, STOP, ending
 from decoders.node_rows import Nodes, lay, separate
 from decoders.position_noise import PositionNoise
-from decoders.sampling import nucleus_draw
 from decoders.settings import MaskedDiffusion
 from decoders.slots import SlotDecoder
 from decoders.state import Group, Resident, trimmed
@@ -133,11 +132,11 @@ class MaskedDecoder(SlotDecoder):
     def _read(self, hidden_RD: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The token drawn at each position, how sure the model is of it, and its log-probability, [R] each."""
         logits_RV = self._logits(hidden_RD)
-        if self.sampling.temperature == 0.0:
+        if self.warps.greedy:
             tokens_R = logits_RV.argmax(1)
         else:
             gumbel_RV = self._noise.rows(slots_R, positions_R)
-            tokens_R = nucleus_draw(self._law(logits_RV), gumbel_RV, self.uncut_top_p)
+            tokens_R = self.warps.draw(self._law(logits_RV, slots_R), gumbel_RV, slots_R)
         law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
         if self.confidence == "random":
             keys_R2 = self.state.key_S2[slots_R]
@@ -175,14 +174,19 @@ class MaskedDecoder(SlotDecoder):
         return counts_B
 
     def _until_end(self, group: Group, positions_BT: Tensor, tokens_BT: Tensor, counts_B: Tensor) -> Tensor:
-        if self.stops is None or not (self.stops.ids or self.stops.text):
+        if self.stops is None:
+            return counts_B
+        texts = [self._stop_text(slot, self.stops.text) for slot in group.slots]
+        if not self.stops.ids and not any(texts):
             return counts_B
         counts = counts_B.tolist()
         for row, (slot, length) in enumerate(zip(group.slots, self._lengths(group).tolist(), strict=True)):
             first = int(self.canvas.origin_S[slot])
             news = zip(positions_BT[row, : counts[row]].tolist(), tokens_BT[row, : counts[row]].tolist(), strict=True)
             canvas = self.canvas.tokens_SW[slot, first:length].tolist()
-            end = ending(canvas, [(position - first, token) for position, token in news], self.stops)
+            end = ending(
+                canvas, [(position - first, token) for position, token in news], Stops(self.stops.ids, texts[row])
+            )
             if end is not None:
                 counts[row], self._keep_S[slot], self._finish_S[slot] = end
         return counts_B.new_tensor(counts)
@@ -199,6 +203,8 @@ class MaskedDecoder(SlotDecoder):
         if finish and outcome.error_kind is None:
             keep, first = int(self._keep_S[slot]), int(self.canvas.origin_S[slot])
             outcome.tokens = outcome.tokens[:keep]
+            if outcome.token_logprobs is not None:
+                outcome.token_logprobs = outcome.token_logprobs[:keep]
             if outcome.logprob is not None:
                 outcome.logprob = float(self.canvas.log_p_SW[slot, first : first + keep].sum())
         return outcome

@@ -39,12 +39,36 @@ def log_law(logits_RV: Tensor, sampling: Sampling) -> Tensor:
     return law
 
 
+def log_laws(
+    logits_RV: Tensor, temperature_R1: Tensor, *, top_k: int | None = None, top_p_R1: Tensor | None = None
+) -> Tensor:
+    """`log_law` with a temperature and a nucleus of each row's own; a `top_p` of 1 or more cuts nothing off, [R, V].
+
+    Each row comes out as `log_law` gives it, to the bit: the operations are the same, with a column in place of a number.
+    """
+    greedy_R1 = temperature_R1 == 0.0
+    scaled = logits_RV / torch.where(greedy_R1, 1.0, temperature_R1).to(logits_RV.dtype)
+    if top_k is not None and top_k < scaled.shape[-1]:
+        threshold = scaled.topk(top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    law = torch.log_softmax(scaled, dim=-1)
+    if top_p_R1 is not None:
+        cut = ((top_p_R1 < 1.0) & ~greedy_R1).squeeze(1).nonzero().squeeze(1)
+        part = law[cut]
+        law[cut] = torch.log_softmax(part.masked_fill(~_nucleus(part, top_p_R1[cut]), -torch.inf), dim=-1)
+    return torch.where(greedy_R1, _one_hot(logits_RV), law)
+
+
 def _one_hot(logits_RV: Tensor) -> Tensor:
     law = torch.full_like(logits_RV, -torch.inf)
     return law.scatter_(-1, logits_RV.argmax(-1, keepdim=True), 0.0)
 
 
-def _nucleus(law_RV: Tensor, top_p: float) -> Tensor:
+TopP = float | Tensor
+"""A share of the mass: one number for all rows, or float64 [R, 1]."""
+
+
+def _nucleus(law_RV: Tensor, top_p: TopP) -> Tensor:
     """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty.
 
     Most rows need few tokens: the best ones are looked at first, and a row that they don't satisfy is sorted whole.
@@ -53,14 +77,18 @@ def _nucleus(law_RV: Tensor, top_p: float) -> Tensor:
     best_RK = mass_RV.topk(min(_NUCLEUS_FIRST, mass_RV.shape[-1]), dim=-1).values
     kept_RV = _reaching(mass_RV, best_RK, top_p)
     if best_RK.shape[-1] < mass_RV.shape[-1]:
-        wide_R = best_RK.to(torch.float64).sum(-1) < top_p
+        wide_R = (best_RK.to(torch.float64).sum(-1, keepdim=True) < top_p).squeeze(-1)
         if bool(wide_R.any()):
             whole_RV = mass_RV[wide_R].sort(dim=-1, descending=True).values
-            kept_RV[wide_R] = _reaching(mass_RV[wide_R], whole_RV, top_p)
+            kept_RV[wide_R] = _reaching(mass_RV[wide_R], whole_RV, _in_rows(top_p, wide_R))
     return kept_RV
 
 
-def _reaching(mass_RV: Tensor, ordered_RK: Tensor, top_p: float) -> Tensor:
+def _in_rows(top_p: TopP, rows: Tensor) -> TopP:
+    return top_p[rows] if isinstance(top_p, Tensor) else top_p
+
+
+def _reaching(mass_RV: Tensor, ordered_RK: Tensor, top_p: TopP) -> Tensor:
     """Mark tokens in the given order of mass until `top_p` is reached; among equals the lower index goes first."""
     before_RK = ordered_RK.to(torch.float64).cumsum(-1) - ordered_RK
     num_kept_R1 = (before_RK < top_p).sum(-1, keepdim=True)
@@ -75,7 +103,7 @@ def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
     return (law_RV if gumbel_RV is None else law_RV + gumbel_RV).argmax(-1)
 
 
-def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: float | None) -> Tensor:
+def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -> Tensor:
     """Return what `coupled_draw` gives on the law cut to its nucleus, from a law that is not cut yet, [R].
 
     The best token of the whole law is the best of the nucleus wherever it lies inside, which takes one sum to see; only the
@@ -87,17 +115,18 @@ def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: float | None) 
     outside = _outside(law_RV, tokens_R, top_p)
     if len(outside):
         part_RV = law_RV[outside]
-        part_RV = part_RV.masked_fill(~_nucleus(part_RV, top_p), -torch.inf)
+        part_RV = part_RV.masked_fill(~_nucleus(part_RV, _in_rows(top_p, outside)), -torch.inf)
         tokens_R[outside] = coupled_draw(part_RV, gumbel_RV[outside])
     return tokens_R
 
 
-def _outside(law_RV: Tensor, tokens_R: Tensor, top_p: float) -> Tensor:
+def _outside(law_RV: Tensor, tokens_R: Tensor, top_p: TopP) -> Tensor:
     """The numbers of the rows whose token lies outside the row's nucleus."""
-    own_R = law_RV.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).exp()
+    own_R1 = law_RV.gather(-1, tokens_R.unsqueeze(-1)).exp()
     # What comes before a token has at most the mass that the token leaves, up to rounding: most rows end here.
-    doubtful = (own_R <= 1.0 - top_p + _MASS_SLACK).nonzero().squeeze(1)
-    return doubtful[_mass_before(law_RV[doubtful].exp(), tokens_R[doubtful]) >= top_p]
+    doubtful = (own_R1 <= 1.0 - top_p + _MASS_SLACK).squeeze(-1).nonzero().squeeze(1)
+    before_N1 = _mass_before(law_RV[doubtful].exp(), tokens_R[doubtful]).unsqueeze(1)
+    return doubtful[(before_N1 >= _in_rows(top_p, doubtful)).squeeze(1)]
 
 
 def _mass_before(mass_RV: Tensor, tokens_R: Tensor) -> Tensor:

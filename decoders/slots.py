@@ -22,10 +22,11 @@ from decoders.backbones.base import CountingBackbone, Model
 from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
 from decoders.budget import DraftBudget
 from decoders.memory import Account, column_multiple, give, rounded
-from decoders.sampling import log_law
 from decoders.settings import Sampling
 from decoders.speculation import Acceptance, Window, pick
 from decoders.state import Group, Resident, SlotState, outcome_of, untouched
+from decoders.stops import StopText
+from decoders.warps import Warps
 
 _COLUMN_STEP = 64
 # What a cache begins with, where so many slots may be: to add one after the other would only copy.
@@ -69,20 +70,12 @@ class SlotDecoder(ABC):
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
         self.backbone, self.info, self.sampling = backbone, info, sampling
-        # A coupled draw needs the nucleus in few rows only: there it is found when a token is drawn, not with the law.
-        self.uncut_top_p = sampling.top_p if sampling.acceptance == "coupled" else None
-        self._warp = sampling.model_copy(update={"top_p": None}) if self.uncut_top_p else sampling
         self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, trace
         self.counting = CountingBackbone(backbone, max_rows)
         self.state = SlotState(max_rows, backbone.device, max_commit=max_commit)
-        self.acceptance = Acceptance(
-            self.state,
-            coupled=sampling.acceptance == "coupled",
-            greedy=sampling.temperature == 0.0,
-            top_p=self.uncut_top_p,
-            window=window,
-            vocab_size=info.vocab_size,
-        )
+        self.warps = Warps(self.state, sampling)
+        coupled = sampling.acceptance == "coupled"
+        self.acceptance = Acceptance(self.state, self.warps, coupled=coupled, window=window, vocab_size=info.vocab_size)
         self.stats = EngineStats()
         self._residents: list[Resident | None] = [None] * max_rows
         self._num_dense = 0
@@ -225,6 +218,7 @@ class SlotDecoder(ABC):
         self._num_dense = max(self._num_dense, slot + 1)
         self.state.widen(rounded(len(resident.request.canvas), _COLUMN_STEP))
         self._start(slot, resident.request)
+        self.warps.start(slot, resident.request.settings)
         self.counting.counters.reset(slot)
         self._residents[slot] = resident
         self._fresh.append(slot)
@@ -262,6 +256,7 @@ class SlotDecoder(ABC):
 
     def _move(self, source: int, target: int) -> None:
         self.state.move(source, target)
+        self.warps.move(source, target)
         self.backbone.move_slot(source, target)
         self.counting.counters.move(source, target)
         self._residents[target] = self._residents[source]
@@ -302,6 +297,7 @@ class SlotDecoder(ABC):
         resident = self._residents[slot]
         assert resident is not None, f"slot {slot} holds nothing"
         outcome = self._outcome(slot, resident)
+        self.warps.release(slot)
         self._residents[slot] = None
         self._holes.append(slot)
         return outcome
@@ -314,6 +310,7 @@ class SlotDecoder(ABC):
         # What is left unknown by a failure half way counts as larger than nothing.
         self._shape = (max(self._shape[0], 1), max(self._shape[1], 1))
         self._allocate(0, 0)
+        self.warps.clear()
         return dropped
 
     # ---- what subclasses use -------------------------------------------------------------------------------------
@@ -331,14 +328,13 @@ class SlotDecoder(ABC):
         """Give the mask and ids without a token probability zero, in place, before any softmax."""
         return logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
 
-    def _law(self, logits_RV: Tensor) -> Tensor:
+    def _law(self, logits_RV: Tensor, slots_R: Tensor) -> Tensor:
         """Return the warped log law of suppressed logits; under coupled acceptance not yet cut to its nucleus."""
-        return log_law(logits_RV, self._warp)
+        return self.warps.law(logits_RV, slots_R)
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
         """Return each token's log-probability under the model itself (temperature 1, no truncation), float64 [R]."""
-        plain = self._warp.temperature == 1.0 and self._warp.top_k is None and self._warp.top_p is None
-        law = law_RV if plain else torch.log_softmax(logits_RV, dim=-1)
+        law = law_RV if self.warps.plain else torch.log_softmax(logits_RV, dim=-1)
         return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 
     def _parts(self, num_rows: int) -> Iterator[slice]:
@@ -350,7 +346,7 @@ class SlotDecoder(ABC):
         said = []
         for part in self._parts(len(hidden_RD)):
             logits_RV = self._logits(hidden_RD[part])
-            law_RV = self._law(logits_RV)
+            law_RV = self._law(logits_RV, slots_R[part])
             tokens_R = self.acceptance.target(law_RV, slots_R[part], ranks_R[part])
             said.append((tokens_R, self._log_p(logits_RV, law_RV, tokens_R)))
         tokens, log_p = zip(*said, strict=True)
@@ -373,14 +369,15 @@ class SlotDecoder(ABC):
             )
             accepted_B, last_B = self.acceptance.compare(tokens_BA, window)
             return accepted_B, window.ending(accepted_B, last_B), log_p_BA
-        weighed = self._weigh(hidden_RD, window.drafts_BA[valid_BA])
+        slots_R = window.slots()[valid_BA]
+        weighed = self._weigh(hidden_RD, window.drafts_BA[valid_BA], slots_R)
         sampled_BA = torch.zeros_like(log_p_BA)
         sampled_BA[valid_BA], log_p_BA[valid_BA] = weighed.sampled_R, weighed.plain_R
         accepted_B = self.acceptance.weigh(sampled_BA, q_BKV, window)
         row_BA = valid_BA.flatten().cumsum(0).view_as(valid_BA) - 1
         index_B, last = pick(row_BA, accepted_B), []
         for part in self._parts(len(index_B)):
-            logits_RV, law_RV = self._again(hidden_RD, weighed, index_B[part])
+            logits_RV, law_RV = self._again(hidden_RD, weighed, index_B[part], slots_R)
             last_R = self.acceptance.replace(law_RV, q_BKV, window, accepted_B, part)
             last.append((last_R, self._log_p(logits_RV, law_RV, last_R)))
         last_B, last_log_p_B = (torch.cat(parts) for parts in zip(*last, strict=True))
@@ -388,24 +385,24 @@ class SlotDecoder(ABC):
         log_p_BA = torch.where(put, last_log_p_B.unsqueeze(1), log_p_BA)
         return accepted_B, window.ending(accepted_B, last_B), log_p_BA
 
-    def _weigh(self, hidden_RD: Tensor, tokens_R: Tensor) -> Weighed:
+    def _weigh(self, hidden_RD: Tensor, tokens_R: Tensor, slots_R: Tensor) -> Weighed:
         """Say how probable each token is in its row."""
         found, held = [], None
         for part in self._parts(len(hidden_RD)):
             logits_RV = self._logits(hidden_RD[part])
-            law_RV, tokens = self._law(logits_RV), tokens_R[part]
+            law_RV, tokens = self._law(logits_RV, slots_R[part]), tokens_R[part]
             sampled_R = law_RV.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).to(torch.float64)
             found.append((sampled_R, self._log_p(logits_RV, law_RV, tokens)))
             held = (logits_RV, law_RV) if len(law_RV) == len(hidden_RD) else None
         sampled, plain = zip(*found, strict=True)
         return Weighed(torch.cat(sampled), torch.cat(plain), held)
 
-    def _again(self, hidden_RD: Tensor, weighed: Weighed, index_N: Tensor) -> tuple[Tensor, Tensor]:
+    def _again(self, hidden_RD: Tensor, weighed: Weighed, index_N: Tensor, slots_R: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and laws of some rows once more: as they are held, or else computed anew, which gives the same bits."""
         if weighed.held is not None:
             return weighed.held[0][index_N], weighed.held[1][index_N]
         logits_NV = self._logits(hidden_RD[index_N])
-        return logits_NV, self._law(logits_NV)
+        return logits_NV, self._law(logits_NV, slots_R[index_N])
 
     def _allot(self, group: Group, most_B: Tensor) -> Tensor:
         """How many drafts each slot takes: all that it could, or as many as the budget gives it."""
@@ -465,6 +462,12 @@ class SlotDecoder(ABC):
         offsets = torch.arange(count, device=self.state.device)
         last = self.state.tokens_SW.shape[1] - 1
         return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
+
+    def _stop_text(self, slot: int, common: StopText | None) -> StopText | None:
+        """What looks for stop strings in the slot's text: its request's own, else what all have in common."""
+        resident = self._residents[slot]
+        own = None if resident is None else resident.request.settings.stop_text
+        return common if own is None else own
 
     # ---- outcomes ------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from decoders import noise
-from decoders.sampling import inverse_cdf_draw, nucleus_draw, residual
+from decoders.sampling import inverse_cdf_draw, residual
 from decoders.state import SlotState
+from decoders.warps import Warps
 
 _AHEAD: Final = 1 << 16
 """Noise that is computed at once, in numbers: making a few is all overhead."""
@@ -117,21 +118,22 @@ class Acceptance:
     """One acceptance rule over the slots of a decoder: draws drafts, settles them, draws target tokens.
 
     Every draw is addressed by (slot, rank, when), where `when` is the number of decided tokens at the time of drafting: it
-    grows with every iteration, so no random number serves twice. `top_p` is the nucleus that laws are still to be cut to when
-    a token is drawn; None where they come cut, or where there is none.
+    grows with every iteration, so no random number serves twice. Laws come as `warps` gives them, and tokens are drawn by it.
     """
 
-    def __init__(
-        self, state: SlotState, *, coupled: bool, greedy: bool, top_p: float | None, window: int, vocab_size: int
-    ) -> None:
-        self._state = state
-        self.coupled, self.top_p = coupled, top_p
-        self._window = None if greedy else NoiseWindow(state, window, vocab_size)
+    def __init__(self, state: SlotState, warps: Warps, *, coupled: bool, window: int, vocab_size: int) -> None:
+        self._state, self._warps, self.coupled = state, warps, coupled
+        self._sizes = (window, vocab_size)
+        # At temperature 0 there is none, until a request asks for another one.
+        self._window = None if warps.greedy else NoiseWindow(state, *self._sizes)
 
     def target(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
         """Draw the sequential decoder's token at each rank, [R]."""
-        gumbel = None if self._window is None else self._window.rows(slots_R, ranks_R)
-        return nucleus_draw(law_RV, gumbel, self.top_p)
+        if self._warps.greedy:
+            return self._warps.draw(law_RV, None, slots_R)
+        if self._window is None:
+            self._window = NoiseWindow(self._state, *self._sizes)
+        return self._warps.draw(law_RV, self._window.rows(slots_R, ranks_R), slots_R)
 
     def draft(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> Tensor:
         """Draw a draft token from q at each rank, [R]."""

@@ -45,7 +45,7 @@ class DraftAndVerify(CausalDecoder):
         super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
 
     def _draw_draft(self, logits_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> tuple[Tensor, Tensor]:
-        law_RV = self._law(self._suppress(logits_RV))
+        law_RV = self._law(self._suppress(logits_RV), slots_R)
         return law_RV, self.acceptance.draft(law_RV, slots_R, ranks_R, when_R)
 
     # ---- one step ------------------------------------------------------------------------------------------------

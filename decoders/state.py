@@ -90,6 +90,9 @@ class SlotState:
         self.lookups_S = self.column()
         self.histogram_SH = self.column(max_commit + 1)
         self.logprob_S = self.column(dtype=torch.float64)
+        # The log-probability of each committed token, by rank; kept from the first request on that asks for it.
+        self.log_p_SW = torch.zeros(num_slots, 0, device=device)
+        self._keeps_log_p = False
 
     def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Register and return a zeroed tensor [S, *shape]."""
@@ -126,6 +129,9 @@ class SlotState:
             extra = torch.zeros(self.num_slots, num_columns - have, dtype=torch.int64, device=self.device)
             tokens, order = torch.cat([self.tokens_SW, extra], 1), torch.cat([self.order_SW, extra], 1)
             self.tokens_SW, self.order_SW = tokens, order
+        missing = self.tokens_SW.shape[1] - self.log_p_SW.shape[1]
+        if self._keeps_log_p and missing > 0:
+            self.log_p_SW = torch.cat([self.log_p_SW, self.log_p_SW.new_zeros(self.num_slots, missing)], 1)
 
     def start(self, slot: int, request: Request) -> Tensor:
         """Put a request into a slot and return its order; junk of the slot's last sample stays in unreachable columns."""
@@ -140,6 +146,9 @@ class SlotState:
         self.prompt_S[slot] = self.decided_S[slot] = num_prompt
         self.length_S[slot] = length
         self.key_S2[slot] = key_words([request.key], self.device)[0]
+        if request.settings.token_logprobs and not self._keeps_log_p:
+            self._keeps_log_p = True
+            self.widen(0)
         return order_L
 
     def commit(self, slots_B: Tensor, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> None:
@@ -149,12 +158,14 @@ class SlotState:
         ranks_BT = self.decided_S[slots_B].unsqueeze(1) + offsets_T
         which_B = slots_B.unsqueeze(1).expand_as(keep_BT)
         self.tokens_SW[which_B[keep_BT], ranks_BT[keep_BT]] = tokens_BT[keep_BT]
+        if self._keeps_log_p:
+            self.log_p_SW[which_B[keep_BT], ranks_BT[keep_BT]] = log_p_BT[keep_BT].to(torch.float32)
         self.logprob_S[slots_B] += torch.where(keep_BT, log_p_BT, torch.zeros_like(log_p_BT)).sum(1)
         self.decided_S[slots_B] += counts_B
 
     def move(self, source: int, target: int) -> None:
         """Carry a sample from one slot to another."""
-        for tensor in (self.tokens_SW, self.order_SW, *self._columns):
+        for tensor in (self.tokens_SW, self.order_SW, self.log_p_SW, *self._columns):
             tensor[target] = tensor[source]
         for wide in self._wide:
             if source < len(wide.data):
@@ -215,6 +226,9 @@ def outcome_of(state: SlotState, slot: int, resident: Resident, counters: SlotCo
     broken = not np.isfinite(logprob)
     canvas_order = state.order_SW[slot, prompt:length].argsort()
     tokens = state.tokens_SW[slot, prompt:length][canvas_order].to("cpu", torch.int32).numpy()
+    scores = None
+    if resident.request.settings.token_logprobs and not broken:
+        scores = state.log_p_SW[slot, prompt:length][canvas_order].to("cpu").numpy()
     return Outcome(
         index=resident.request.index,
         tokens=tokens[:0] if broken else tokens,
@@ -237,4 +251,5 @@ def outcome_of(state: SlotState, slot: int, resident: Resident, counters: SlotCo
         error_kind="nan_logits" if broken else None,
         error="the model gave logits that are not finite" if broken else None,
         trace=resident.trace,
+        token_logprobs=scores,
     )

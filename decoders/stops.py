@@ -24,3 +24,11 @@ class Stops:
 
     ids: tuple[int, ...] = ()
     text: StopText | None = None
+
+
+class NeverStops:
+    """Finds nothing: the stop text of a request that has no stop strings where the job has some."""
+
+    def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
+        """See StopText."""
+        return None

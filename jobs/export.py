@@ -123,7 +123,9 @@ def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
             raise UserError(
                 "the answers of an OpenAI batch have their own form; choose jsonl, csv or parquet", field=COLUMNS
             )
-        return [*OPENAI_COLUMNS, *([KEEP] if plan.keep is not None else [])]
+        # Older runs lack the columns that came later.
+        known = [name for name in OPENAI_COLUMNS if name in result_schema(plan).names]
+        return [*known, *([KEEP] if plan.keep is not None else [])]
     known = result_schema(plan).names
     for name in columns:
         if name not in known:

@@ -11,10 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, Protocol
 
 import pyarrow as pa
 
+from actors.requests import CHAT
 from storage.errors import StoreError
 from storage.kept import plain, told
 from storage.records import KEEP, parquet_writer
@@ -183,12 +185,16 @@ def _field(value: Any) -> str:
 # ---- the OpenAI batch API
 
 OPENAI_COLUMNS = (
-    "id", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key", "started_at"
+    "id", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key", "started_at",
+    "endpoint", "token_logprobs", "token_texts",
 )  # fmt: skip
 
 
 def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A result row as a line of the output file of a batch, or, for one that is not ok, of its error file."""
+    """A result row as a line of the output file of a batch, or, for one that is not ok, of its error file.
+
+    Its form is that of the endpoint which the row's request names; `chat` says it for rows that name none.
+    """
     name = f"{row['key'] or 0:016x}"
     answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
     if KEEP in row:
@@ -196,6 +202,8 @@ def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
     if row["status"] != "ok":
         error = {"code": row["error_kind"] or row["status"], "message": row["error"] or row["status"]}
         return answer | {"response": None, "error": error}
+    if row.get("endpoint") is not None:
+        chat = row["endpoint"] == CHAT
     response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, chat)}
     return answer | {"response": response, "error": None}
 
@@ -209,6 +217,21 @@ def _body(row: Mapping[str, Any], name: str, chat: bool) -> dict[str, Any]:
         "object": "chat.completion" if chat else "text_completion",
         "created": int(datetime.fromisoformat(row["started_at"]).timestamp()) if row["started_at"] else 0,
         "model": row["model"],
-        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": reason}],
+        "choices": [{"index": 0, **said, "logprobs": _logprobs(row, chat), "finish_reason": reason}],
         "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
     }
+
+
+def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
+    """The log-probabilities of the generated tokens in the endpoint's own form; None for a request that did not ask."""
+    scores, texts = row.get("token_logprobs"), row.get("token_texts")
+    if scores is None or texts is None:
+        return None
+    if chat:
+        told = zip(texts, scores, strict=True)
+        content = [
+            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []} for text, score in told
+        ]
+        return {"content": content, "refusal": None}
+    offsets = [0, *accumulate(map(len, texts))][: len(texts)]
+    return {"tokens": texts, "token_logprobs": scores, "top_logprobs": None, "text_offset": offsets}

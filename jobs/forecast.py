@@ -53,7 +53,8 @@ class Made:
 
     def request(self, handle: int) -> Request:
         """What a decoder is asked for."""
-        return Request(handle, self.key, self.canvas.tokens, score_from=self.canvas.score_from)
+        canvas = self.canvas
+        return Request(handle, self.key, canvas.tokens, score_from=canvas.score_from, settings=canvas.settings)
 
 
 @dataclass(frozen=True, slots=True)

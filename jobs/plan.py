@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from actors.makers import maker_for
+from actors.makers import Maker, maker_for
 from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
 from actors.rows import row_id
 from actors.task import Complete, Infill, Task
@@ -125,7 +125,7 @@ def build_plan(
     Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
     the spec names, or a file is damaged.
     """
-    maker = maker_for(spec.task, spec.input.columns, tokenizer, info, truncate=spec.input.truncate)
+    maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     writer.discard()
@@ -143,6 +143,20 @@ def build_plan(
     failpoint("plan.before_plan")
     keep = None if kept is None else kept.schema()
     return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer, keep=keep)
+
+
+def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hashes: Hashes) -> Maker:
+    """What makes the canvases of a spec."""
+    return maker_for(
+        spec.task,
+        spec.input.columns,
+        tokenizer,
+        info,
+        decoder=spec.decoder,
+        sampling=spec.sampling,
+        ends=hashes.ends,
+        truncate=spec.input.truncate,
+    )
 
 
 def create_plan(

@@ -13,8 +13,9 @@ from actors.fim import fills_in_middle, template_of
 from actors.loading import check_drafter, fetch_drafter
 from actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
 from actors.plan_table import PLAN
+from actors.row_settings import RowRules
 from actors.stop_text import end_ids
-from actors.task import TASK_DECODERS, Infill, Task
+from actors.task import TASK_DECODERS, Complete, Infill, Task
 from actors.text import Tokenizer, load_tokenizer
 from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
@@ -77,6 +78,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         ends=end_ids(spec.task, folder, tokenizer, info),
         fim=fim_key(spec.task, tokenizer, info),
     )
+    check_stop(spec, tokenizer, hashes.ends)
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
@@ -126,6 +128,15 @@ def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[st
     if not isinstance(task, Infill) or not fills_in_middle(task, info):
         return None
     return template_of(task.fim, tokenizer, info).key()
+
+
+def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]) -> None:
+    """Raise UserError where a stop string of the task could never be found."""
+    if isinstance(spec.task, Complete) and spec.task.stop:
+        rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
+        problem = rules.unseen_stop(spec.task.stop)
+        if problem is not None:
+            raise UserError(problem, field="task.stop")
 
 
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:

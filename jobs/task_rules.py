@@ -8,6 +8,7 @@ from typing import get_args
 
 from actors.task import (
     CAUSAL,
+    DRAWS_BY_ROW,
     TASK_DECODERS,
     Columns,
     Complete,
@@ -26,6 +27,7 @@ from decoders.settings import DecoderSettings
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")
+_OWN_SETTINGS = ("temperature", "top_p", "max_new_tokens", "stop")
 _SCORE_COLUMNS = ("prompt", "text", "completion", "messages")
 _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 
@@ -41,7 +43,7 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
             if isinstance(task, Infill)
             else prompt_problem(task, columns, has_tokenizer=has_tokenizer)
         )
-    problem = problem or decoder_problem(task, decoder)
+    problem = problem or decoder_problem(task, decoder) or _own_settings_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
         problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer)
     return problem
@@ -55,9 +57,29 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
     return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
 
 
+def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
+    """Why this decoder can't take such settings from each row; None where it can, or need not."""
+    if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.kind not in CAUSAL:
+        return (
+            f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that "
+            f"the mask gives them; used by: {', '.join(CAUSAL)}"
+        )
+    for name in ("temperature", "top_p"):
+        if getattr(columns, name) is not None and decoder.kind not in DRAWS_BY_ROW:
+            return (
+                f"input.columns.{name}: decoder {decoder.kind!r} draws all rows alike, by sampling.{name}; "
+                f"decoders that draw each by its own: {', '.join(sorted(DRAWS_BY_ROW))}"
+            )
+    return None
+
+
 def _stray_column(task: Task, named: dict[str, str]) -> str | None:
     """A column that the task has no use for is a mistake about the task."""
-    used = {"infill": _INFILL_COLUMNS, "complete": _COMPLETE_COLUMNS, "score": _SCORE_COLUMNS}
+    used = {
+        "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:3]),
+        "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
+        "score": _SCORE_COLUMNS,
+    }
     for name in named:
         if name not in _READ_BY_ALL and name not in used[task.kind]:
             others = [kind for kind, columns in used.items() if name in columns]
@@ -134,6 +156,8 @@ def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: b
         return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
     if "tokens" in named and task.chat:
         return "task.chat: a chat is made of text, but the rows give tokens"
+    if not has_tokenizer and columns.stop is not None:
+        return "input.columns.stop: stop strings are looked for in text, which takes a tokenizer; with 'none' there is none"
     if not has_tokenizer and isinstance(task, Complete) and task.stop:
         return "task.stop: stop strings are looked for in text, which takes a tokenizer; with 'none' there is none"
     return _one_of(_exclusive(task, named))

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from actors.canvas import Canvas, runs
 from actors.clerk import guarded
 from actors.loading import build, load_networks
-from actors.makers import Maker, maker_for
+from actors.makers import Maker
 from actors.memory import fit
 from actors.models import user_error
 from actors.rows import row_id, row_key
@@ -28,7 +28,7 @@ from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
 from jobs.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
 from jobs.handout import decoder_of, place_of
-from jobs.plan import lacks_a_column, no_column
+from jobs.plan import lacks_a_column, make_maker, no_column
 from jobs.prepare import Prepared, prepare
 from jobs.spec import JobSpec
 from jobs.survey import survey
@@ -102,8 +102,7 @@ def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
 
 def maker_of(prepared: Prepared) -> Maker:
     """What makes this job's canvases."""
-    spec = prepared.spec
-    return maker_for(spec.task, spec.input.columns, prepared.tokenizer, prepared.info, truncate=spec.input.truncate)
+    return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
 
 
 def first_canvases(prepared: Prepared, count: int) -> list[Made]:

@@ -7,7 +7,7 @@ started at the front; this is what makes a plan's (row, offset) enough to read a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
@@ -86,19 +86,26 @@ def _jsonl_row(line: Line) -> Row:
 
 
 def openai_request(values: dict[str, Any]) -> dict[str, Any]:
-    """Lift the id, and `prompt` or `messages`, out of an OpenAI batch request: an object with `custom_id` and `body`.
+    """Lift the id, and `prompt` or `messages`, out of an OpenAI batch request.
 
-    Other objects stay as they are. A list of one prompt, which that API allows, is the prompt. Where the body is no object the
-    request has its id all the same, by which its failure is looked up.
+    Other objects stay as they are, and all of a request stays beside what is lifted. A list of one prompt, which that API allows,
+    is the prompt. Where the body is no object the request has its id all the same, by which its failure is looked up.
     """
-    if "custom_id" not in values or "body" not in values:
+    if not is_openai_request(values):
         return values
-    body = values["body"] if isinstance(values["body"], dict) else {}
+    body = values["body"] if isinstance(values.get("body"), dict) else {}
     lifted = {key: body[key] for key in ("prompt", "messages") if key in body}
     prompt = lifted.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         lifted["prompt"] = prompt[0]
     return {"id": values["custom_id"]} | values | lifted
+
+
+def is_openai_request(values: Mapping[str, Any]) -> bool:
+    """Whether an object is an OpenAI batch request: it has a `custom_id`, and a `body`, a `url`, or nothing else at all."""
+    return "custom_id" in values and (
+        "body" in values or "url" in values or values.keys() <= {"custom_id", "id", "method"}
+    )
 
 
 def _refuse_lone_surrogates(values: Any) -> None:

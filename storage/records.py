@@ -17,7 +17,7 @@ from storage.soundness import THREADS
 from storage.verbs import Store
 
 SCHEMA_VERSION = 4
-_ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4}
+_ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4}
 """The version that brought a column; the others are as old as the schema."""
 
 KEEP = "keep"
@@ -83,6 +83,8 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("token_logprobs", pa.list_(pa.float32())),
         pa.field("nfe_kinds", pa.map_(pa.string(), pa.int32())),
         pa.field("truncated_tokens", pa.int32()),
+        pa.field("endpoint", _WORDS),
+        pa.field("token_texts", pa.list_(pa.string())),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""
@@ -137,6 +139,7 @@ _DICTIONARY_COLUMNS = [
     "drafter",
     "worker",
     "node",
+    "endpoint",
 ]
 
 

@@ -28,8 +28,9 @@ from tests.test_rerun import STILL_SICK, run_with
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def request(name: str, body: Any) -> dict[str, Any]:
-    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+def request(name: str, body: Any, *, chat: bool) -> dict[str, Any]:
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
 def says(*contents: Any) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def batch(folder: Path, bodies: dict[str, Any], *, chat: bool) -> int:
     save_model(folder / "model", ends=[2])
     settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    lines = [json.dumps(request(name, body)) for name, body in bodies.items()]
+    lines = [json.dumps(request(name, body, chat=chat)) for name, body in bodies.items()]
     (folder / "batch.jsonl").write_text("\n".join(lines))
     spec = {
         "task": {"kind": "complete", "max_new_tokens": ROOM, "chat": chat},

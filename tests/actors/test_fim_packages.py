@@ -18,6 +18,7 @@ from actors.makers import maker_for
 from actors.task import Columns, Infill
 from actors.text import Tokenizer
 from decoders.base import HOLE, ModelInfo
+from decoders.settings import Autoregressive, Sampling
 
 INFO = ModelInfo("llama", 200_000, None, None, ("autoregressive",), 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
@@ -25,7 +26,9 @@ INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 
 def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     """The prompt for a hole between two texts."""
-    canvas = maker_for(INFILL, Columns(prefix="p", suffix="s"), tokenizer, INFO).make({"p": before, "s": after}, 1)
+    columns, decoder = Columns(prefix="p", suffix="s"), Autoregressive(kind="autoregressive")
+    maker = maker_for(INFILL, columns, tokenizer, INFO, decoder=decoder, sampling=Sampling())
+    canvas = maker.make({"p": before, "s": after}, 1)
     return [token for token in canvas.tokens.tolist() if token != HOLE]
 
 

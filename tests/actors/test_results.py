@@ -32,9 +32,10 @@ def completion(
     extra: tuple[int, ...] = (),
     stop: tuple[str, ...] = (),
     tokenizer: Tokenizer | None = None,
+    skip_special: bool = True,
 ) -> dict[str, Any]:
     """The columns of a completion of PROMPT by the tokens of `text` and `extra`."""
-    task = Complete(kind="complete", stop=stop)
+    task = Complete(kind="complete", stop=stop, skip_special_tokens=skip_special)
     tokenizer = tokenizer or byte_level()
     canvas = completable()
     tokens = np.asarray([*tokenizer.encode(text), *extra], dtype=np.int32)
@@ -57,7 +58,37 @@ def test_an_end_token_is_kept_among_the_tokens_and_left_out_of_the_text() -> Non
     row = completion("1\n", "eos", extra=(EOS,))
     assert row["text"] == "1\n" and row["tokens"][-1] == EOS and row["new_tokens"] == len(row["tokens"])
     assert completion("", "eos", extra=(EOS,))["text"] == ""
-    assert completion("1", "length", extra=(EOS,))["text"] == "1</s>", "with ignore_eos it is a token like others"
+    kept = completion("1", "length", extra=(EOS,), skip_special=False)
+    assert kept["text"] == "1</s>", "with ignore_eos it is a token like others"
+
+
+def test_special_tokens_that_were_generated_are_left_out_of_the_text_and_kept_among_the_tokens() -> None:
+    between = (EOS, 3, *byte_level().encode("2"))
+    row = completion("1", "length", extra=between)
+    assert row["text"] == "12" and row["tokens"].tolist()[-len(between) :] == list(between)
+    assert completion("1", "length", extra=between, skip_special=False)["text"] == "1</s><cls>2"
+
+
+def test_stop_strings_are_looked_for_in_the_text_as_it_is_shown() -> None:
+    tokens = [*byte_level().encode("a"), EOS, *byte_level().encode("b"), *byte_level().encode("c")]
+    for skip, kept in ((True, len(tokens) - 1), (False, None)):
+        task = Complete(kind="complete", stop=("ab",), skip_special_tokens=skip)
+        stops = stop_strings(task, byte_level())
+        assert stops is not None and stops.find(tokens, 0) == kept
+    assert completion("a", "stop", extra=(EOS, *byte_level().encode("b")), stop=("ab",))["text"] == ""
+
+
+def test_special_tokens_in_a_hole_are_left_out_and_those_that_the_row_gave_stay() -> None:
+    task = Infill.model_validate({"kind": "infill", "mask": {"kind": "given"}}, strict=True)
+    ids = byte_level().encode("ab")
+    canvas = Canvas(np.asarray([3, HOLE, ids[0], HOLE, HOLE], dtype=np.int32), ((1, 2), (3, 5)))
+    filled = np.asarray([EOS, ids[0], 4], dtype=np.int32)
+    found = replace(outcome(Request(0, 0, canvas.tokens), 0.0), tokens=filled)
+    shown = byte_level().decode([ids[0]])
+    row = decoded(task, canvas, found, byte_level())
+    assert row["text"] == f"<cls>{shown}{shown}" and [fill["text"] for fill in row["fills"]] == ["", shown]
+    whole = decoded(task.model_copy(update={"skip_special_tokens": False}), canvas, found, byte_level())
+    assert whole["text"] == f"<cls></s>{shown}{shown}<sep>" and whole["fills"][0]["text"] == "</s>"
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> 
     assert by_canvas.results_key()["task"] == {
         "kind": "infill",
         "mask": {"kind": "marker", "marker": "<mask>", "length": 8},
+        "skip_special_tokens": True,
     }
     assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
 

@@ -1,0 +1,140 @@
+"""OpenAI batch requests as rows: which endpoint one asks, and what in its body this project does for a single request.
+
+A body is taken as a whole or not at all: what changes a text is honoured (actors.row_settings), holds its neutral value, or
+fails the row by name. Nothing is dropped. Pure; knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from actors.rows import Values
+from storage.errors import RowError, brief
+from storage.lines import is_openai_request
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+HONOURED: Final = frozenset(
+    {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "logprobs"}
+)
+"""Keys of a body that are read."""
+
+_NO_EFFECT: Final = frozenset(
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "stream_options",
+        "parallel_tool_calls",
+        "prediction",
+        "safety_identifier",
+        "prompt_cache_key",
+        "priority",
+        "request_id",
+    }
+)
+"""Keys that say nothing about the text."""
+
+_NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "stream": (False,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "top_logprobs": (0,),
+    "use_beam_search": (False,),
+    "early_stopping": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "detokenize": (True,),
+}
+"""Keys that would change the answer, and the values with which they don't; null never does."""
+
+_INSTEAD: Final = {
+    "n": "give the request several times, under other ids and seeds",
+    "best_of": "give the request several times, under other ids and seeds",
+    "stream": "a batch has no stream",
+    "top_logprobs": "only the log-probabilities of the chosen tokens are recorded",
+    "top_k": "set sampling.top_k for the whole job",
+    "ignore_eos": "set task.ignore_eos for the whole job",
+    "skip_special_tokens": "set task.skip_special_tokens for the whole job",
+}
+"""What would do in place of a refused key."""
+
+
+def body_of(values: Values) -> Mapping[str, Any] | None:
+    """The body of an OpenAI batch request; None where the row is none, or its body is no object."""
+    if not is_openai_request(values):
+        return None
+    body = values.get("body")
+    return body if isinstance(body, dict) else None
+
+
+def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
+    """Which API a request is for: what its body holds decides, and its url where it holds both a prompt and messages.
+
+    RowError where the url is that of another API.
+    """
+    url = values.get("url")
+    path = str(url).partition("?")[0].rstrip("/")
+    if url is not None and not path.endswith("/completions"):
+        raise RowError(
+            "bad_request", "read", f"url: {brief(str(url))} is not answered here; allowed: {COMPLETIONS}, {CHAT}"
+        )
+    if body.get("messages") is not None and body.get("prompt") is not None:
+        return CHAT if path.endswith("/chat/completions") else COMPLETIONS
+    return CHAT if body.get("messages") is not None else COMPLETIONS
+
+
+def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
+    """Why a body can't be answered, one sentence for each of its keys; `own` are the values that the job gives some keys."""
+    neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
+    stray = "prompt" if endpoint == CHAT else "messages"
+    for key, value in body.items():
+        if value is None or key in _NO_EFFECT or (key in HONOURED and key != stray):
+            continue
+        if key == stray:
+            yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
+        elif key not in neutral:
+            yield f"{key}: {brief(str(value))} is not known for a single request; allowed: null, or leave it out"
+        elif not any(_same(value, one) for one in neutral[key]):
+            allowed = ", ".join(map(_shown, neutral[key]))
+            instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
+            yield f"{key}: {brief(str(value))} is not done for a single request; allowed: {allowed}{instead}"
+
+
+def _same(value: Any, other: Any) -> bool:
+    # True equals 1 in Python.
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def _shown(value: Any) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )

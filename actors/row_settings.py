@@ -1,0 +1,240 @@
+"""What a row asks for in place of the job's settings: in columns that the spec names, or in the body of an OpenAI request.
+
+    max_new_tokens   input.columns.max_new_tokens   body.max_completion_tokens, body.max_tokens
+    temperature      input.columns.temperature      body.temperature
+    top_p            input.columns.top_p            body.top_p
+    stop             input.columns.stop             body.stop
+    seed             input.columns.seed             body.seed             (actors.rows.row_key)
+    logprobs                                        body.logprobs
+
+Null, and in a column an empty text, stand for the job's own value; a column comes before the body. Each problem is a RowError:
+`bad_setting` for a value that can't be, `unsupported` for one that the job can't honour. Pure: no files, no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from actors.requests import CHAT, body_of, endpoint_of, refused
+from actors.rows import Values, missing
+from actors.stop_text import StopStrings
+from actors.task import DRAWS_BY_ROW, KNOWS_TOKEN_LOGPROBS, MOST_NEW_TOKENS, Columns, Complete, Score, Task
+from actors.text import Tokenizer
+from decoders.base import RowSettings
+from decoders.settings import Sampling
+from decoders.stops import NeverStops
+from storage.errors import RowError, brief
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one row asks for; None: as the job has it. `endpoint` is that of an OpenAI request."""
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] | None = None
+    logprobs: bool = False
+    endpoint: str | None = None
+
+    @property
+    def chat(self) -> bool | None:
+        """Whether the row is a conversation; None: as the task has it."""
+        return None if self.endpoint is None else self.endpoint == CHAT
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """All that decides what a row may ask for, apart from the row.
+
+    `ends` are the end tokens of the job's completions; `open_ended` says that holes are filled until such a token comes.
+    """
+
+    task: Task
+    columns: Columns
+    decoder: str
+    sampling: Sampling
+    tokenizer: Tokenizer | None = None
+    ends: tuple[int, ...] = ()
+    open_ended: bool = False
+
+    def asked(self, values: Values) -> Asked:
+        """What the row asks for; RowError where it can't have it."""
+        body = body_of(values)
+        if body is None and not self.columns.own_settings():
+            return Asked()
+        endpoint = None if body is None else endpoint_of(values, body)
+        if body is not None and endpoint is not None:
+            problems = list(refused(body, self._job_values(), endpoint))
+            if problems:
+                _unsupported("; ".join(problems))
+        if isinstance(self.task, Score):
+            return Asked(endpoint=endpoint)  # nothing is generated, so nothing of this has an effect
+        return self._generating(values, body or {}, endpoint)
+
+    def settings(self, asked: Asked) -> tuple[RowSettings, StopStrings | None]:
+        """The same for the decoder, and what cuts the row's text at its stop string, where that is the row's own."""
+        stops = None
+        if asked.stop:
+            assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
+            stops = StopStrings(self.tokenizer, asked.stop, skip_special=self._skips_special)
+        return RowSettings(
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            stop_text=NeverStops() if asked.stop == () else stops,
+            token_logprobs=asked.logprobs,
+        ), stops
+
+    # ---- the values
+
+    def _generating(self, values: Values, body: Mapping[str, Any], endpoint: str | None) -> Asked:
+        name, most = _named(values, self.columns.max_new_tokens, body, ("max_completion_tokens", "max_tokens"))
+        stop_name, stop = _named(values, self.columns.stop, body, ("stop",))
+        if not isinstance(self.task, Complete):
+            if most is not None and not self.open_ended:
+                _unsupported(f"{name}: {brief(str(most))}, but this job fills holes of given lengths; allowed: null")
+            if stop is not None and stop != []:
+                _unsupported(f"{stop_name}: {brief(str(stop))}, but stop strings end completions only; allowed: null")
+            stop = None
+        temperature = _number(*_named(values, self.columns.temperature, body, ("temperature",)), most=100.0)
+        top_p = _number(*_named(values, self.columns.top_p, body, ("top_p",)), most=1.0, above=True)
+        self._check_draws(temperature, top_p)
+        return Asked(
+            max_new_tokens=_count(name, most),
+            temperature=temperature,
+            top_p=top_p,
+            stop=self._stop(stop_name, stop),
+            logprobs=self._logprobs(body.get("logprobs"), endpoint),
+            endpoint=endpoint,
+        )
+
+    def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
+        """Some decoders draw all their rows alike: those take the job's own values only."""
+        if self.decoder in DRAWS_BY_ROW:
+            return
+        job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
+        for key, value in (("temperature", temperature), ("top_p", top_p)):
+            if value is not None and value != job[key]:
+                _unsupported(
+                    f"{key}: {value:g}, but decoder {self.decoder!r} draws all rows alike; allowed: {job[key]:g}, which "
+                    f"sampling.{key} says"
+                )
+
+    def _stop(self, name: str, value: Any) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        given = [value] if isinstance(value, str) else value
+        if not isinstance(given, list) or not all(isinstance(item, str) and item for item in given):
+            _bad(name, value, "a text, or a list of texts that are not empty")
+        if any("\ufffd" in item for item in given):
+            _bad(name, value, "texts without U+FFFD, which shows bytes that are no character")
+        if given and self.tokenizer is None:
+            _unsupported(
+                f"{name}: stop strings are looked for in text, which takes a tokenizer (model.tokenizer: none)"
+            )
+        problem = self.unseen_stop(given)
+        if problem is not None:
+            _unsupported(f"{name}: {problem}")
+        return tuple(given)
+
+    def unseen_stop(self, stops: Sequence[str]) -> str | None:
+        """Why one of the stop strings could never be found; None where all can, or end tokens take their place."""
+        if self.tokenizer is None or not self._skips_special:
+            return None
+        for token, text in sorted(self.tokenizer.special.items()):
+            for stop in stops:
+                if text in stop and token not in self.ends:
+                    return (
+                        f"{brief(stop)} spells the special token {text!r}, which text leaves out; "
+                        "allowed: other texts, or any with task.skip_special_tokens: false"
+                    )
+        return None
+
+    def _logprobs(self, value: Any, endpoint: str | None) -> bool:
+        if value is None or value is False:
+            return False
+        if endpoint == CHAT and value is not True:
+            _bad("logprobs", value, "true, false")
+        if endpoint != CHAT:
+            if value is True or not isinstance(value, int) or value < 0:
+                _bad("logprobs", value, "0, null")
+            if value:
+                _unsupported(
+                    f"logprobs: {value}, but only the log-probabilities of the chosen tokens are recorded; allowed: 0, null"
+                )
+        if self.decoder not in KNOWS_TOKEN_LOGPROBS:
+            _unsupported(
+                f"logprobs: decoder {self.decoder!r} does not record them; "
+                f"allowed: null, or one of {', '.join(sorted(KNOWS_TOKEN_LOGPROBS))}"
+            )
+        return True
+
+    # ---- the job
+
+    @property
+    def _skips_special(self) -> bool:
+        return not isinstance(self.task, Score) and self.task.skip_special_tokens
+
+    def _job_values(self) -> dict[str, tuple[Any, ...]]:
+        """What some keys of a body must say, since the whole job does."""
+        top_k = self.sampling.top_k
+        ignores = isinstance(self.task, Complete) and self.task.ignore_eos
+        return {
+            "top_k": (top_k,) if top_k is not None else (-1, 0),
+            "ignore_eos": (ignores,),
+            "skip_special_tokens": (self._skips_special,),
+        }
+
+
+def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
+    """The value of a setting and the name that a message gives it: that of its column, else of the first key in the body."""
+    if column is not None:
+        if column not in values:
+            raise missing(values, column)
+        value = values[column]
+        if value is not None and value != "" and not (isinstance(value, float) and math.isnan(value)):
+            return column, value
+    found = [(key, body[key]) for key in keys if body.get(key) is not None]
+    if len({str(value) for _, value in found}) > 1:
+        _unsupported(f"{found[0][0]}: {found[0][1]!r}, but {found[1][0]} is {found[1][1]!r}; allowed: one of them")
+    return found[0] if found else (keys[-1], None)
+
+
+def _number(name: str, value: Any, *, most: float, above: bool = False) -> float | None:
+    """A number from 0 (or above it) to `most`; a text that spells one is one, since csv has only texts."""
+    if value is None:
+        return None
+    number = _spelt(value)
+    if number is None or not 0.0 <= number <= most or (above and number == 0.0):
+        _bad(name, value, f"a number {'above 0, up to' if above else 'from 0 to'} {most:g}")
+    return number
+
+
+def _count(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    number = _spelt(value)
+    if number is None or number != int(number) or not 1 <= number <= MOST_NEW_TOKENS:
+        _bad(name, value, f"a whole number from 1 to {MOST_NEW_TOKENS}")
+    return int(number)
+
+
+def _spelt(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _bad(name: str, value: Any, allowed: str) -> NoReturn:
+    raise RowError("bad_setting", "read", f"{name}: {brief(str(value))}; allowed: {allowed}")
+
+
+def _unsupported(message: str) -> NoReturn:
+    raise RowError("unsupported", "read", message[:1000])
