@@ -10,7 +10,7 @@ import hashlib
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -101,11 +101,12 @@ def builtin_models() -> list[str]:
     return sorted(place.name for place in BUILTIN.iterdir() if (place / "config.json").is_file())
 
 
-def model_hash(folder: Path) -> str:
+def model_hash(folder: Path, hashed: Callable[[int], None] | None = None) -> str:
     """SHA-256 over config.json, the weight files and the draft head, if there is one; by content, not by place.
 
     For a folder that was made from a GGUF file it is a hash of that file, for one with an adapter that of the checkpoint
     without. Raises UserError where the checkpoint is incomplete.
+    `hashed` is told of bytes as they are read.
     """
     source = read_source(folder)
     if source is not None:
@@ -117,7 +118,7 @@ def model_hash(folder: Path) -> str:
     except (ValueError, KeyError, OSError) as error:
         raise user_error(error, FIELD) from None
     heads = [folder / name for name in _HEAD_FILES if (folder / name).is_file()]
-    return hash_files(folder, [folder / "config.json", *weights, *heads])
+    return hash_files(folder, [folder / "config.json", *weights, *heads], hashed)
 
 
 def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
@@ -128,7 +129,7 @@ def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
     return hash_files(place, [place / name for name in _TOKENIZER_FILES if (place / name).is_file()])
 
 
-def hash_files(folder: Path, files: Iterable[Path]) -> str:
+def hash_files(folder: Path, files: Iterable[Path], hashed: Callable[[int], None] | None = None) -> str:
     """SHA-256 over the relative names, sizes and contents of files."""
     digest = hashlib.sha256()
     for file in sorted(files):
@@ -137,6 +138,8 @@ def hash_files(folder: Path, files: Iterable[Path]) -> str:
                 digest.update(f"{file.relative_to(folder)}\0{file.stat().st_size}\0".encode())
                 while data := stream.read(_CHUNK_BYTES):
                     digest.update(data)
+                    if hashed is not None:
+                        hashed(len(data))
         except OSError as error:
             raise UserError(f"{file} can't be read: {error.strerror}", field=FIELD) from None
     return digest.hexdigest()

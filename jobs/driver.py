@@ -141,6 +141,7 @@ class Driver:
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
+    _loading: set[str] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
 
@@ -153,6 +154,7 @@ class Driver:
                 self._drain(self.stop.reason)
             for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(news)
+            self.totals.loading = len(self._loading)
             self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
             self.display.show(self.totals)
             self.log.maybe_flush(self.totals)
@@ -195,6 +197,7 @@ class Driver:
     def _take(self, news: PoolNews) -> None:
         match news:
             case Up(worker, node, pid, facts):
+                self._loading.discard(worker)
                 self.totals.worker_up()
                 self.log.add("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
@@ -214,6 +217,7 @@ class Driver:
                 self._tell(Heard(worker, report.spent, report.moved))
 
     def _worker_died(self, died: Died) -> None:
+        self._loading.discard(died.worker)
         if self.scheduler.finished is None:
             self.totals.worker_died()
             self.log.add("worker_died", worker=died.worker, reason=died.reason)
@@ -250,8 +254,10 @@ class Driver:
     def _obey(self, command: Command) -> None:
         match command:
             case StartWorker(worker):
+                self._loading.add(worker)
                 self.pool.start(worker)
             case KillWorker(worker, reason):
+                self._loading.discard(worker)
                 self.pool.kill(worker)
                 self.totals.worker_died()
                 self.log.add("worker_killed", worker=worker, reason=reason)

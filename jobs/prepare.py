@@ -21,7 +21,7 @@ from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
 from jobs.handout import place_of
 from jobs.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
-from jobs.progress import Display
+from jobs.progress import Display, Silence, counted, size_text
 from jobs.spec import JobSpec
 from storage.contents import hashed, num_bytes_to_hash, recognised
 from storage.errors import UserError
@@ -51,7 +51,7 @@ class Prepared:
     plan: Plan | None
 
 
-def prepare(spec: JobSpec, store: Store) -> Prepared:
+def prepare(spec: JobSpec, store: Store, display: Display | None = None) -> Prepared:
     """Look at the run directory, the model and the inputs; raises UserError where one of them is unusable.
 
     What takes no time is compared with a plan that is there before weights are fetched or hashed, which may take long.
@@ -69,7 +69,7 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     hashes = Hashes(
-        model=model_hash(folder),
+        model=_hashed(folder, display or Silence()),
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
@@ -84,6 +84,25 @@ def prepare(spec: JobSpec, store: Store) -> Prepared:
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} holds results, but no {PLAN} that says of what", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def _hashed(folder: Path, display: Display) -> str:
+    """The model's hash; says how much there is to read, and how far it is."""
+    total = weight_bytes(folder)
+    display.note(f"hashing the model: {size_text(total)}")
+    done = 0
+
+    def hashed(count: int) -> None:
+        nonlocal done
+        done += count
+        display.step("hashing the model", done, total)
+
+    return model_hash(folder, hashed)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
@@ -172,7 +191,8 @@ def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int 
         inputs = recognised(prepared.inputs, {file.name: file for file in plan.files})
         compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
         return plan
-    display.note(f"planning: {len(prepared.inputs):,} input files")
+    size = size_text(sum(file.size or 0 for file in prepared.inputs))
+    display.note(f"planning: reading {counted(len(prepared.inputs), 'input file')}, {size}")
     most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
     num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
     if num_bytes >= NOTED_BYTES:

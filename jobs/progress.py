@@ -37,6 +37,10 @@ class Display(Protocol):
         """Tell the user of one event, now."""
         ...
 
+    def step(self, what: str, done: int, total: int) -> None:
+        """Show how many of the bytes of `what` are done; may be called often."""
+        ...
+
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     """The display that suits `stream` (default stderr)."""
@@ -61,6 +65,9 @@ class Silence:
     def note(self, message: str) -> None:
         """See Display."""
 
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+
 
 class Lines(Silence):
     """One line every `every_s` seconds, for logs."""
@@ -83,6 +90,12 @@ class Lines(Silence):
         """See Display."""
         print(presentable(message), file=self._stream, flush=True)
 
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self.note(f"{what}: {size_text(done)} of {size_text(total)}")
+
 
 class LiveLine(Silence):
     """A bar and the figures, redrawn in place."""
@@ -100,9 +113,16 @@ class LiveLine(Silence):
 
     def show(self, totals: Totals) -> None:
         """See Display."""
-        filled = int(BAR * ratio(totals.rows_done, totals.rows))
+        self._bar(ratio(totals.rows_done, totals.rows), progress_line(totals))
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+        self._bar(ratio(done, total), f"{what}: {size_text(done)} of {size_text(total)}")
+
+    def _bar(self, share: float, line: str) -> None:
+        filled = min(BAR, int(BAR * share))
         bar = ("█" * filled, "green"), ("░" * (BAR - filled), "dim")
-        self._live.update(Text.assemble(*bar, " ", progress_line(totals), no_wrap=True, overflow="ellipsis"))
+        self._live.update(Text.assemble(*bar, " ", line, no_wrap=True, overflow="ellipsis"))
 
     def note(self, message: str) -> None:
         """See Display."""
@@ -114,13 +134,39 @@ def progress_line(totals: Totals) -> str:
     decoded = totals.decoded
     parts = [
         f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
-        f"{totals.tokens_per_s:,.0f} tokens/s",
+        f"{rate_text(totals.tokens_per_s)} tokens/s",
         f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
         f"{max(decoded.failed, totals.committed.failed):,} errors",
-        f"{totals.workers} workers" if totals.workers != 1 else "1 worker",
+        workers_text(totals),
         f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
     ]
     return "  ".join(parts)
+
+
+def workers_text(totals: Totals) -> str:
+    """How many workers there are; before the first one is up, that they load the model."""
+    if not totals.workers and totals.loading:
+        return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
+    return counted(totals.workers, "worker")
+
+
+def counted(count: int, noun: str) -> str:
+    """1 worker, 2 workers."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def rate_text(rate: float) -> str:
+    """A rate, with a decimal where it is below 10."""
+    return f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in the unit that suits it."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
 
 
 def duration(seconds: float) -> str:

@@ -35,7 +35,8 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     store = open_store(run_dir, s3=s3)
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
     finished(passes_of(store, s3=s3))
-    prepared = prepare(spec, store)
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
     site = site_of(address=options.ray_address, local=options.local)
     site.check(spec)
     conditional = probe(store)

@@ -23,8 +23,8 @@ from jobs.keeper import kept_lease
 from jobs.leases import Limits
 from jobs.passes import Pass, finished, left_failed, passes_of
 from jobs.plan import Plan, load_plan
-from jobs.prepare import Prepared, make_plan, prepare
-from jobs.progress import Display, make_display
+from jobs.prepare import Prepared, make_plan, prepare, weight_bytes
+from jobs.progress import Display, counted, make_display, size_text
 from jobs.scheduler import Scheduler
 from jobs.session import RayDidNotStart
 from jobs.site import Site, site_of
@@ -83,7 +83,8 @@ class Run:
 def run_job(spec: JobSpec, options: RunOptions) -> int:
     """Run or resume a job; returns the exit code. Raises UserError where the spec, an input or the directory is unusable."""
     store = open_store(spec.output.path, s3=spec.s3.options())
-    prepared = prepare(spec, store)
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
     if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is finished already")
         return close(spec, store)
@@ -150,6 +151,8 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     count, seat = run.site.seats(run.spec, units=len(left))
     seat = fitting_threads(seat, run.prepared.info.num_parameters)
     log = AttemptsLog(run.store, run.lease.epoch)
+    size = size_text(weight_bytes(run.prepared.folder))
+    run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
     pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
         scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),

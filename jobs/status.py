@@ -10,7 +10,7 @@ from jobs.attempts import read_sessions
 from jobs.codes import OK
 from jobs.passes import Pass, left_failed, passes_of, require_plan
 from jobs.plan import Plan
-from jobs.progress import duration
+from jobs.progress import duration, rate_text
 from jobs.totals import exactness, ratio
 from storage.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.errors import StoreError
@@ -57,7 +57,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     rate = ratio(sessions.committed.rows, sessions.wall_s)
     if rate:
         tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)
-        yield f"  rate     {rate:,.1f} samples/s, {tokens:,.0f} tokens/s"
+        yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
     if rate and rows < plan.rows:
         yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
 

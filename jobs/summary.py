@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from actors.messages import Tally
 from jobs.attempts import Sessions
-from jobs.progress import duration
+from jobs.progress import duration, rate_text
 from jobs.totals import efficiency, exactness, ratio
 from storage.commit import Manifest
 from storage.errors import printable
@@ -132,7 +132,7 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     if not sessions.wall_s:
         return []
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
-    rows = [("tokens/s", f"{rate:,.0f}  ({duration(sessions.wall_s)} of decoding)")]
+    rows = [("tokens/s", f"{rate_text(rate)}  ({duration(sessions.wall_s)} of decoding)")]
     if is_small(results.tally.rows, sessions):
         return rows
     figures = efficiency(sessions.effort)

@@ -17,6 +17,7 @@ from storage.commit import all_exact
 class Totals:
     """Counts of one driver's session on top of what was committed before it. Times in seconds of `clock`.
 
+    `loading` counts the workers that are not up yet.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` only what this
     session's receipts carry. `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
     results are the same to the bit in any batch; None before the first one.
@@ -30,6 +31,7 @@ class Totals:
     started_s: float | None = None
     ended_s: float | None = None
     workers: int = 0
+    loading: int = 0
     most_workers: int = 0
     units_held: int = 0
     units_done: int = 0
@@ -92,9 +94,14 @@ class Totals:
         return min(self.rows, self.rows_before + ended)
 
     @property
+    def tokens(self) -> int:
+        """Tokens generated in this session, those of samples that have not ended yet included."""
+        return max(self.decoded.new_tokens, self.committed.new_tokens, self.effort.engine.committed)
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated tokens per second of this session."""
-        return ratio(max(self.decoded.new_tokens, self.committed.new_tokens), self.wall_s)
+        return ratio(self.tokens, self.wall_s)
 
     @property
     def eta_s(self) -> float | None:

@@ -6,7 +6,7 @@ import io
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
-from jobs.progress import Lines, LiveLine, Silence, duration, make_display, progress_line
+from jobs.progress import Lines, LiveLine, Silence, duration, make_display, progress_line, rate_text, size_text
 from jobs.totals import Totals, efficiency
 
 
@@ -29,6 +29,37 @@ def test_the_line_holds_samples_rate_nfe_errors_workers_and_the_time_to_go():
 def test_before_anything_is_decoded_nothing_is_made_up():
     line = progress_line(Totals(units=1, rows=10))
     assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
+
+
+def test_tokens_count_while_their_samples_still_go_on():
+    totals = totals_after(10.0)
+    totals.reported(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
+
+
+def test_a_slow_rate_has_a_decimal():
+    assert [rate_text(rate) for rate in (0.0, 0.04, 0.34, 9.94, 9.96, 12.3, 4321.0)] == [
+        "0", "0.0", "0.3", "9.9", "10", "12", "4,321",
+    ]  # fmt: skip
+
+
+def test_workers_that_are_not_up_yet_load_the_model():
+    totals = Totals(units=1, rows=10)
+    for loading, text in ((1, "1 worker loads the model"), (3, "3 workers load the model")):
+        totals.loading = loading
+        assert text in progress_line(totals)
+    totals.worker_up()
+    assert "1 worker " in progress_line(totals)
+
+
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
+    now = iter([0.0, 10.0, 31.0, 31.0, 40.0])
+    stream = io.StringIO()
+    lines = Lines(stream, clock=lambda: next(now))
+    for done in (10**9, 2 * 10**9, 3 * 10**9):
+        lines.step("hashing the model", done, 15 * 10**9)
+    assert stream.getvalue() == "hashing the model: 2.0 GB of 15.0 GB\n"
+    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
 
 
 def test_samples_decoded_twice_never_make_more_than_there_are():
@@ -60,6 +91,7 @@ def test_the_display_suits_the_stream():
     with display:
         display.show(totals_after(10.0))
         display.note("resuming")
+        display.step("hashing the model", 3, 12)
     assert "resuming" in terminal.getvalue()
 
 
