@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from actors.job import Seat
+from jobs import session
 from jobs.cli import main
 from jobs.crew import fitting_threads
 from tests.jobs_of_tests import rows_of, unequal, write_rows, write_spec
@@ -74,6 +75,17 @@ def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: p
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     assert main(["run", str(spec), "--local", "--quiet", "--set", "model.device=cuda"]) == 2
     assert "model.device: 'cuda', but this machine has no usable GPU" in capsys.readouterr().err
+
+
+def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.session._init", lambda **options: None)
+    for given, expected in ((None, "0"), ("7", "7")):
+        monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
+        session._start_local(None, lambda message: None)
+        assert os.environ.pop("RAY_worker_niceness") == expected
+        assert int(os.environ.pop("RAY_gcs_server_request_timeout_seconds")) > 60, "Ray's own limit"
 
 
 def test_a_small_model_gets_one_thread() -> None:
