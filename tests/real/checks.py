@@ -179,13 +179,14 @@ def check_two_workers(bench: Bench) -> list[Finding]:
 
 def check_resume(bench: Bench) -> list[Finding]:
     """A job that is killed and started again gives the rows of one that was not."""
-    folder = bench.place.spec("killed", bench.chat, bench.rows, sampling=WARM, output={"unit_rows": 8})
+    size = max(1, len(bench.rows) // 8)
+    folder = bench.place.spec("killed", bench.chat, bench.rows, sampling=WARM, output={"unit_rows": size})
     shutil.rmtree(folder / "run", ignore_errors=True)
     done = kill_after(folder, 2)
     before = rows_of(folder)
     rows = finish(folder)
     kept = same(before, rows, (*RESULT, "started_at", "worker"))
-    units = -(-len(rows) // 8)
+    units = -(-len(rows) // size)
     return [
         Finding("killed with -9 and resumed: never killed", same(rows, bench.baseline(), RESULT), len(rows)),
         Finding(
