@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from actors.canvas import Canvas, runs
 from actors.clerk import guarded
+from actors.job import Seat
 from actors.loading import build, load_networks
 from actors.makers import Maker
 from actors.memory import fit
@@ -26,6 +27,7 @@ from actors.rows import row_id, row_key
 from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
+from jobs.crew import fitting_threads
 from jobs.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
 from jobs.handout import decoder_of, place_of
 from jobs.plan import lacks_a_column, make_maker, no_column
@@ -137,6 +139,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
     Short rows are taken first and long ones are cut, so that no forward takes long on a slow machine; the clock is looked at
     after each step.
     """
+    _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
     cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
     try:
@@ -179,6 +182,13 @@ def shortened(row: Made, most: int) -> Made:
     if canvas.score_from is not None:
         return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
     return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
+
+
+def _use_threads(num_parameters: int) -> None:
+    """As many torch threads as a worker of a run would have."""
+    import torch
+
+    torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
 
 
 def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:

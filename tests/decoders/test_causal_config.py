@@ -1,9 +1,12 @@
 """config.json is read without transformers, and is what transformers reads: fields, defaults, shapes, and what is refused."""
 
 import dataclasses
+import subprocess
+import sys
 import types
 import typing
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,3 +153,18 @@ def test_a_meta_module_costs_no_memory():
     """The comparison above builds modules; nothing of the product does before the weights are there."""
     _, shapes = module_shapes(FAMILIES["llama"], SMALL["llama"] | {"vocab_size": 10**7})
     assert shapes["lm_head.weight"] == (10**7, 32) and torch.device("meta").type == "meta"
+
+
+def test_loading_a_model_imports_no_compilers():
+    """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")
+    code = (
+        "import sys; from pathlib import Path; from decoders.backbones.load import load_backbone;"
+        f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
+        "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
+        "assert torch.arange(3, device='cpu').tolist() == [0, 1, 2] and torch.nn.Linear(2, 2).weight.abs().sum() > 0;"
+        "sys.exit(', '.join(found) or 0)"
+    )
+    builtin = Path(__file__).resolve().parents[2] / "decoders" / "builtin" / "ar-micro"
+    result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
