@@ -81,7 +81,7 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
 
 def plan_from(flags: argparse.Namespace) -> loop.Schedule:
     return loop.Schedule(
-        steps=flags.steps or 3600,
+        steps=flags.steps or 2000,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 2048,
         lengths=(128, 256, 512),
@@ -96,8 +96,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.fim", description="Train a causal model to fill in the middle.")
     loop.add_flags(parser)
     parser.add_argument("--start", type=Path, default=START, help="the causal model to start from")
-    parser.add_argument("--lines", type=int, default=500, help="held-out lines to fill in when the model is measured")
-    parser.set_defaults(decay_share=0.5)
+    parser.add_argument("--lines", type=int, default=300, help="held-out lines to fill in when the model is measured")
+    parser.set_defaults(decay_share=0.345)
     return parser.parse_args(arguments)
 
 

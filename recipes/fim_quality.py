@@ -6,8 +6,8 @@ before it was trained on, which sees what stands before the line and nothing aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,10 +45,11 @@ class Exact:
 
 @dataclass(frozen=True)
 class Report:
-    """`plain[model][length]`, and `exact[way]` of filling in the same lines."""
+    """`plain[model][length]`; of hidden lines `exact[way]` of filling them in, and `nats[after]` a token of the true line."""
 
     plain: dict[str, dict[int, Quality]]
     exact: dict[str, Exact]
+    nats: dict[str, float]
 
 
 def held_out_lines(prepared: Prepared, count: int, seed: int = 0) -> list[Line]:
@@ -80,14 +81,14 @@ def one_line(rng: np.random.Generator, text: str) -> Line | None:
 
 
 @torch.no_grad()
-def greedy(model: Qwen2ForCausalLM, prompt: Sequence[int], ends: frozenset[int]) -> list[int]:
-    """What the model says after the prompt, up to one of the `ends`, which is left out, or MOST_NEW tokens."""
+def greedy(model: Qwen2ForCausalLM, prompt: Sequence[int], ended: Callable[[list[int]], bool]) -> list[int]:
+    """What the model says after the prompt, up to where it has `ended`, its end token left out, or MOST_NEW tokens."""
     said: list[int] = []
     ids, past = torch.tensor([list(prompt)], device=model.device), None
-    while len(said) < MOST_NEW:
+    while len(said) < MOST_NEW and not ended(said):
         out = model(input_ids=ids, past_key_values=past, use_cache=True)
         past, token = out.past_key_values, int(out.logits[0, -1].argmax())
-        if token in ends:
+        if token == EOS_ID:
             break
         said.append(token)
         ids = torch.tensor([[token]], device=model.device)
@@ -104,7 +105,7 @@ def fim_prompt(tokenizer: PreTrainedTokenizerFast, line: Line, most: int) -> lis
 def exact_infill(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> Exact:
     """Each line asked for with what stands before and after it."""
     most = model.config.max_position_embeddings - MOST_NEW
-    said = (greedy(model, fim_prompt(tokenizer, line, most), frozenset({EOS_ID})) for line in lines)
+    said = (greedy(model, fim_prompt(tokenizer, line, most), lambda ids: False) for line in lines)
     hits = sum(text_of(tokenizer, ids) == line.middle for ids, line in zip(said, lines, strict=True))
     return Exact(hits, len(lines))
 
@@ -114,13 +115,40 @@ def exact_left(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, line
 
     Indentation shares a token with the line ends before it, so these are left to the model to say.
     """
+
+    def text(ids: list[int]) -> str:
+        return text_of(tokenizer, ids).lstrip("\n")
+
     most = model.config.max_position_embeddings - MOST_NEW
     hits = 0
     for line in lines:
         prompt = encode(tokenizer, line.before.rstrip("\n"))[-most:] or [EOS_ID]
-        said = text_of(tokenizer, greedy(model, prompt, frozenset({EOS_ID}))).lstrip("\n")
-        hits += said.split("\n")[0] == line.middle
+        said = greedy(model, prompt, lambda ids: "\n" in text(ids))
+        hits += text(said).split("\n")[0] == line.middle
     return Exact(hits, len(lines))
+
+
+@torch.no_grad()
+def surprise(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> float:
+    """Nats a token that the model gives the true lines and their ends, asked for with what stands before and after them."""
+    most, nats, count = model.config.max_position_embeddings - MOST_NEW, 0.0, 0
+    for line in lines:
+        prompt, wanted = fim_prompt(tokenizer, line, most), [*encode(tokenizer, line.middle)[: MOST_NEW - 1], EOS_ID]
+        ids = torch.tensor([[*prompt, *wanted]], device=model.device)
+        law = model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :].log_softmax(-1)
+        nats -= float(law.gather(1, ids[0, len(prompt) :, None]).sum())
+        count += len(wanted)
+    return nats / count
+
+
+def surprises(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> dict[str, float]:
+    """`surprise` beside the line's own text, beside none after it, and beside that of another line."""
+    others = [replace(line, after=lines[place - 7].after) for place, line in enumerate(lines)]
+    return {
+        "its own": surprise(model, tokenizer, lines),
+        "none": surprise(model, tokenizer, [replace(line, after="") for line in lines]),
+        "that of another line": surprise(model, tokenizer, others),
+    }
 
 
 def measure(model: Qwen2ForCausalLM, start: Qwen2ForCausalLM, prepared: Prepared, lines: int) -> Report:
@@ -129,13 +157,14 @@ def measure(model: Qwen2ForCausalLM, start: Qwen2ForCausalLM, prepared: Prepared
     return Report(
         {
             "this model": causal_folder.qualities(model, prepared),
-            "its start": causal_folder.qualities(start, prepared),
+            "its start": {256: causal_folder.quality(start, prepared, length=256)},
         },
         {
             "this model, text on both sides": exact_infill(model, tokenizer, wanted),
             "this model, text before the line": exact_left(model, tokenizer, wanted),
             "its start, text before the line": exact_left(start, tokenizer, wanted),
         },
+        surprises(model, tokenizer, wanted),
     )
 
 
@@ -147,6 +176,13 @@ def tables(report: Report) -> Iterator[str]:
     yield "|---|---|---|---|"
     for way, exact in report.exact.items():
         yield f"| {way} | {exact.hits} | {exact.lines} | {exact.share:.1%} |"
+    yield ""
+    yield "Nats a token of the true lines, by the text that stands after the hole:"
+    yield ""
+    yield "| text after the hole | nats |"
+    yield "|---|---|"
+    for after, nats in report.nats.items():
+        yield f"| {after} | {nats:.3f} |"
     yield ""
     yield "As a plain language model: consecutive windows of every held-out file, every token but a window's first, given"
     yield "those before it in the window."

@@ -39,6 +39,7 @@ BUILTIN = {
     "ar-tiny": ({"kind": "complete", "max_new_tokens": 4}, {"kind": "autoregressive"}),
     "asarm-tiny": ({"kind": "infill", "mask": {"kind": "random", "rate": 0.5}}, {"kind": "assd"}),
     "mdm-tiny": ({"kind": "infill", "mask": {"kind": "spans"}}, {"kind": "stepwise"}),
+    "fim-tiny": ({"kind": "infill", "mask": {"kind": "lines"}}, {"kind": "jacobi"}),
     "block-tiny": ({"kind": "complete", "max_new_tokens": 4}, {"kind": "block_diffusion"}),
 }
 
