@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -14,6 +14,8 @@ from actors.worker import build_runner
 from jobs import rerun as jobs_rerun
 from jobs import run as jobs_run
 from jobs.crew import crew
+from jobs.prepare import Prepared
+from jobs.progress import Display
 from jobs.site import LocalSite, Pool
 from jobs.spec import JobSpec
 
@@ -28,6 +30,11 @@ class SiteHere(LocalSite):
 
     def check(self, spec: JobSpec) -> None:
         """See Site."""
+
+    def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
+        """See Site; what the cluster lacks is missed before anything is written, as with Ray."""
+        self.seats(prepared.spec, units=1)
+        return nullcontext()
 
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """See Site."""
