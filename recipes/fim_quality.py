@@ -143,7 +143,7 @@ def surprise(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines:
 
 def surprises(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> dict[str, float]:
     """`surprise` beside the line's own text, beside none after it, and beside that of another line."""
-    others = [replace(line, after=lines[place - 7].after) for place, line in enumerate(lines)]
+    others = [replace(line, after=lines[(place - 7) % len(lines)].after) for place, line in enumerate(lines)]
     return {
         "its own": surprise(model, tokenizer, lines),
         "none": surprise(model, tokenizer, [replace(line, after="") for line in lines]),
