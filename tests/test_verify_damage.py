@@ -255,7 +255,8 @@ def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is
         code, said = main(arguments), capsys.readouterr()
         told += name in said.err + said.out
         assert code == 0 or name in said.err + said.out, arguments
-        assert code in ({0, 1} if arguments[0] == "verify" else {0, 2}) and said.err.count("\n") <= 1, arguments
+        lines = [line for line in said.err.splitlines() if not line.startswith("hashing the model: ")]
+        assert code in ({0, 1} if arguments[0] == "verify" else {0, 2}) and len(lines) <= 1, arguments
     assert told or name == "_lease.json"
     (run / name).unlink()
     (run / "_SUCCESS").unlink()

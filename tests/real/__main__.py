@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("runs/real"), help="where the jobs and the table go (runs/real)"
     )
+    parser.add_argument("--threads", type=int, default=2, help="threads of a worker, and of transformers (2)")
     given = parser.parse_args(arguments)
     model = find_model()
     if model is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from jobs.attempts import AttemptsLog
 from jobs.driver import Driver
 from storage import commit as committer
 from tests.simulation.disk import Job, check_promise
-from tests.simulation.workers import SimPool, unit_file
+from tests.simulation.workers import unit_file
 from tests.simulation.world import TTL_S, World
 
 
@@ -25,10 +25,7 @@ def simulated() -> Iterator[dict[str, Any]]:
     at_work: dict[str, Any] = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
-        "ray_session": lambda address: nullcontext(),
-        "cluster_size": lambda: (at_work["world"].cpus(), 0),
         "make_job": lambda spec, plan, conditional: spec.process,
-        "Pool": SimPool,
         "Driver": partial(Driver, clock=clock),
         "AttemptsLog": partial(AttemptsLog, clock=clock),
         "time": SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt()),

@@ -6,11 +6,13 @@ What a worker does, and when, is drawn by the world (world.py).
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
+from jobs.crew import crew
 from storage.commit import CommittedUnit, commit_unit
 from storage.errors import StoreError
 from tests.simulation.disk import Crash, Handle, Job, Process
@@ -58,6 +60,25 @@ class Worker:
     @property
     def name(self) -> str:
         return self.process.name
+
+
+class SimSite:
+    """Where the driver takes its workers from: a cluster of as many CPUs as the world has now."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def opened(self, display: Any) -> AbstractContextManager[None]:
+        """There is nothing to start."""
+        return nullcontext()
+
+    def seats(self, spec: Any, *, units: int) -> tuple[int, Any]:
+        """See jobs.site.Site."""
+        return crew(spec.workers, num_cpus=self.world.cpus(), num_gpus=0, units=units, device="cpu")
+
+    def pool(self, job: tuple[World, Process], seat: Any) -> SimPool:
+        """See jobs.site.Site; the job is who hires, as `make_job` is faked."""
+        return SimPool(job, seat)
 
 
 class SimPool:

@@ -20,6 +20,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from storage.commit import SUCCESS
 from storage.errors import StoreError
 from storage.lease import Lease, LeaseHeld, LeaseLost, acquire
 from tests.simulation.disk import Broken, Crash, Disk, Handle, Job, Process, hold
-from tests.simulation.workers import FINGERPRINT, SimPool, Worker, reported, result_of
+from tests.simulation.workers import FINGERPRINT, SimPool, SimSite, Worker, reported, result_of
 
 TTL_S = 60.0
 STALL_S = 20.0
@@ -177,6 +178,8 @@ class World:
             lease=lease,
             stop=stop,
             display=Silence(),
+            site=SimSite(self),
+            prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1)),
         )
 
     def pause(self) -> None:
