@@ -25,6 +25,8 @@ from tests.real.theirs import Theirs
 WARM = {"temperature": 0.8}
 RESULT = ("text", "tokens", "finish", "logprob", "prompt_tokens", "new_tokens", "key")
 """What a lossless decoder, another batch or another number of workers must leave as it is."""
+CLOSE = 1e-3
+"""How far the log-probabilities of a text may be apart where sums are taken in another order, in nats."""
 
 DECODERS: dict[str, dict[str, Any]] = {
     "speculative, n-gram, k = 5": {"kind": "speculative", "k": 5},
@@ -137,7 +139,11 @@ def check_greedy(bench: Bench) -> list[Finding]:
 
 
 def check_decoders(bench: Bench) -> list[Finding]:
-    """At temperature 0.8 every causal decoder gives the rows of sequential decoding, log-probabilities to the bit."""
+    """At temperature 0.8 every causal decoder gives the rows of sequential decoding, log-probabilities to the bit.
+
+    `multiblock_jacobi` reads its candidates through columns of their own, and so sums in another order: of it the last bits of
+    log-probabilities may differ, and no token.
+    """
     baseline, found = bench.baseline(), []
     drafter = write_drafter(bench.folder, bench.place.root / "drafter")
     for what, settings in DECODERS.items():
@@ -145,7 +151,13 @@ def check_decoders(bench: Bench) -> list[Finding]:
         rows = bench.once(what.replace(", ", "-").replace(" ", ""), {"sampling": WARM, "decoder": decoder})
         tokens, nfe = (sum(row[name] for row in rows.values()) for name in ("new_tokens", "nfe"))
         note = f"{nfe / tokens:.2f} forwards a token"
-        found.append(Finding(f"{what}: autoregressive, T = 0.8", same(rows, baseline, RESULT), len(baseline), note))
+        columns = RESULT
+        if settings["kind"] == "multiblock_jacobi":
+            columns = tuple(column for column in RESULT if column != "logprob")
+            apart = max(abs(rows[key]["logprob"] - row["logprob"]) for key, row in baseline.items())
+            note += f"; log-probabilities at most {apart:.1e} apart"
+            assert apart < CLOSE, note
+        found.append(Finding(f"{what}: autoregressive, T = 0.8", same(rows, baseline, columns), len(baseline), note))
     distinct = len({tuple(row["tokens"]) for row in baseline.values()})
     greedy = same(bench.greedy(), baseline, ("tokens",))
     note = f"{greedy} rows equal the greedy ones"
