@@ -151,7 +151,7 @@ def check_decoders(bench: Bench) -> list[Finding]:
         rows = bench.once(what.replace(", ", "-").replace(" ", ""), {"sampling": WARM, "decoder": decoder})
         tokens, nfe = (sum(row[name] for row in rows.values()) for name in ("new_tokens", "nfe"))
         note = f"{nfe / tokens:.2f} forwards a token"
-        columns = RESULT
+        columns: tuple[str, ...] = RESULT
         if settings["kind"] == "multiblock_jacobi":
             columns = tuple(column for column in RESULT if column != "logprob")
             apart = max(abs(rows[key]["logprob"] - row["logprob"]) for key, row in baseline.items())
