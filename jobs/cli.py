@@ -7,6 +7,7 @@ more samples failed than allowed; 4 interrupted, resumable; 1 anything unexpecte
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -21,12 +22,16 @@ from storage.verbs import S3Options
 if TYPE_CHECKING:
     from jobs.run import RunOptions
 
+COLLECT_AFTER = 100_000
+"""Objects made between two rounds of Python's garbage collector: its 700 cost a tenth of the time that imports take."""
+
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the message for the user goes to stderr, never a traceback unless --debug."""
     arguments = parser().parse_args(argv)
+    gc.set_threshold(COLLECT_AFTER)
     try:
         return int(arguments.command(arguments))
     except (UserError, DamagedRun) as error:

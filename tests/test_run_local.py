@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._private.node import Node
 
 from actors.job import Seat
 from jobs import session
@@ -86,6 +87,20 @@ def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwis
         session._start_local(None, lambda message: None)
         assert os.environ.pop("RAY_worker_niceness") == expected
         assert int(os.environ.pop("RAY_gcs_server_request_timeout_seconds")) > 60, "Ray's own limit"
+
+
+def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_starts_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names of Ray's own: a version without them would quietly start everything again."""
+    parts = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = {name: getattr(Node, name) for name in parts}
+    seen: list[object] = []
+    monkeypatch.setattr("jobs.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts))
+    monkeypatch.setattr("os.environ", {})
+    session._start_local(None, lambda message: None)
+    assert seen == [None] * 3
+    assert {name: getattr(Node, name) for name in parts} == before
 
 
 def test_a_small_model_gets_one_thread() -> None:

@@ -4,11 +4,14 @@ A model class of transformers imports torch._dynamo, torch._inductor, sympy and 
 that decoding never comes to; they take as long as all the rest. While the import runs, torch says that it has none of them, and
 what asks for them at that moment gets a stand-in that does nothing, or fetches the real thing when it is used. Afterwards they
 can be imported as ever. Where one of them is there already, nothing is changed.
+
+transformers itself looks into the files of all its models twice before it imports one; the second time is left out.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +45,8 @@ def lean() -> Iterator[None]:
     available, disable = torch.distributed.is_available, torch.compiler.disable
     torch.distributed.is_available = lambda: False
     torch.compiler.disable = _as_it_is  # type: ignore[assignment]
+    if "transformers.models" not in sys.modules:
+        stands_in["transformers.models"] = _models()
     sys.modules |= stands_in
     try:
         yield
@@ -80,6 +85,14 @@ def _on_cpu(arange: Callable[..., Any], *args: Any, device: Any = None, **kwargs
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
     """A decorator, with arguments or without, that changes nothing."""
     return function if function is not None else lambda inner: inner
+
+
+def _models() -> ModuleType:
+    """A package in which the models of transformers are found; the real one lists what each of them exports."""
+    found = importlib.util.find_spec("transformers")
+    module = ModuleType("transformers.models")
+    module.__path__ = [f"{folder}/models" for folder in (found.submodule_search_locations or ())] if found else []
+    return module
 
 
 def _dynamo() -> ModuleType:

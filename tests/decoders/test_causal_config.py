@@ -162,6 +162,8 @@ def test_loading_a_model_imports_no_compilers():
         "import sys; from pathlib import Path; from decoders.backbones.load import load_backbone;"
         f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
         "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
+        "assert 'transformers.models' not in sys.modules; import transformers.models.llama as llama;"
+        "assert llama.LlamaConfig is __import__('transformers').LlamaConfig;"
         "assert torch.arange(3, device='cpu').tolist() == [0, 1, 2] and torch.nn.Linear(2, 2).weight.abs().sum() > 0;"
         "sys.exit(', '.join(found) or 0)"
     )

@@ -94,7 +94,12 @@ class Bench:
     @cached_property
     def expected(self) -> dict[str, list[int]]:
         """transformers' greedy continuations by row."""
-        return {key: self.theirs.greedy(ids, self.new_tokens) for key, ids in self.ids.items()}
+        return self.theirs.greedy(self.ids, self.new_tokens, [self.end])
+
+    @cached_property
+    def end(self) -> int:
+        """The end token that the checkpoint names."""
+        return int(self.theirs.model.generation_config.eos_token_id)
 
     @property
     def chat(self) -> dict[str, Any]:
@@ -239,10 +244,10 @@ def check_stops(bench: Bench) -> list[Finding]:
         "stop strings: generate, cut by hand", equal, len(rows), f"{hit} ended by one", equal == len(rows) and hit > 0
     )
     second = most_common(bench)
-    folder = with_ends(bench.folder, bench.place.root / "two-ends", [2, second])
+    folder = with_ends(bench.folder, bench.place.root / "two-ends", [bench.end, second])
     place = Place(bench.place.root, str(folder), bench.place.threads)
     rows = place.run("ends", bench.chat, bench.rows)
-    expected = {key: bench.theirs.greedy(ids, bench.new_tokens, [2, second]) for key, ids in bench.ids.items()}
+    expected = bench.theirs.greedy(bench.ids, bench.new_tokens, [bench.end, second])
     equal = sum(rows[key]["tokens"] == tokens for key, tokens in expected.items())
     hit = sum(row["finish"] == "eos" and row["tokens"][-1] == second for row in rows.values())
     note = f"{hit} ended by the second"
@@ -261,7 +266,7 @@ def stopped(bench: Bench, tokens: Sequence[int], stops: Sequence[str]) -> str:
 
 def most_common(bench: Bench) -> int:
     """The token that stands in most of the greedy continuations, end tokens aside."""
-    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != 2]
+    found = [token for tokens in bench.expected.values() for token in set(tokens) if token != bench.end]
     return max(sorted(set(found)), key=found.count)
 
 

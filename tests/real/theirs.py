@@ -1,8 +1,8 @@
-"""What transformers says of the same checkpoint: greedy continuations one prompt at a time, scores, how near a tie was."""
+"""What transformers says of the same checkpoint: greedy continuations, scores, how near a tie was."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+BATCH = 8
 TIE = 1e-3
 """A difference of two logits below which float32 in another order of sums may choose either token."""
 
@@ -27,14 +28,28 @@ class Theirs:
         return list(self.tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True)["input_ids"])
 
     @torch.no_grad()
-    def greedy(self, ids: Sequence[int], new_tokens: int, ends: Sequence[int] | None = None) -> list[int]:
-        """`generate` without sampling: the new tokens, the end token included."""
-        given = torch.tensor([list(ids)])
-        more = {} if ends is None else {"eos_token_id": list(ends)}
-        out = self.model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=new_tokens, do_sample=False, **more
-        )
-        return list(out[0, len(ids) :].tolist())
+    def greedy(self, prompts: Mapping[str, list[int]], new_tokens: int, ends: Sequence[int]) -> dict[str, list[int]]:
+        """`generate` without sampling, prompts of like lengths together: each one's new tokens, its end token included."""
+        found: dict[str, list[int]] = {}
+        keys = sorted(prompts, key=lambda key: len(prompts[key]))
+        for start in range(0, len(keys), BATCH):
+            group = keys[start : start + BATCH]
+            width = max(len(prompts[key]) for key in group)
+            gaps = [width - len(prompts[key]) for key in group]
+            given = torch.tensor([[0] * gap + prompts[key] for gap, key in zip(gaps, group, strict=True)])
+            mask = torch.tensor([[0] * gap + [1] * (width - gap) for gap in gaps])
+            out = self.model.generate(
+                given,
+                attention_mask=mask,
+                max_new_tokens=new_tokens,
+                do_sample=False,
+                eos_token_id=list(ends),
+                pad_token_id=ends[0],
+            )
+            for key, row in zip(group, out[:, width:].tolist(), strict=True):
+                end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+                found[key] = row[:end]
+        return found
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int], new: Sequence[int]) -> Tensor:
