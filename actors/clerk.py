@@ -23,7 +23,7 @@ from actors.stop_text import stop_strings
 from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
-from decoders.keys import sample_key
+from decoders.draws.keys import sample_key
 from decoders.settings import DrafterPlace, NgramDrafter
 from storage.commit import commit_unit
 from storage.errors import RowError

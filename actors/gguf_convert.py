@@ -18,7 +18,7 @@ from torch import Tensor
 
 from actors.gguf_files import by_hand, weights_hash
 from actors.made_folders import refuse, write_source
-from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
+from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
 
 # Keys of the file that change what a model computes and that no family here has, with the value that changes nothing.
 _NEUTRAL: Final = {

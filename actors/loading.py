@@ -15,14 +15,14 @@ from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from actors.task import Score, Task
 from actors.text import Tokenizer, has_tokenizer, load_tokenizer
 from decoders.base import Decoder, ModelInfo
+from decoders.engine.stops import Stops
 from decoders.settings import DecoderSettings, DrafterPlace, Sampling, SpecDiff
-from decoders.stops import Stops
 from storage.errors import UserError
 from storage.verbs import S3Options
 
 if TYPE_CHECKING:
     from decoders.backbones.base import Model, TokenBackbone
-    from decoders.heads import DraftHeads
+    from decoders.backbones.heads import DraftHeads
 
 DRAFTER_FIELD = "decoder.drafter.path"
 
@@ -72,9 +72,9 @@ def build(
     trace: bool = False,
 ) -> Decoder:
     """Return the decoder that does the task. Raises ValueError, with the field path, where settings and model do not fit."""
+    from decoders.causal.scoring import Scorer
     from decoders.fit import check_family
     from decoders.registry import build_decoder
-    from decoders.scoring import Scorer
 
     if isinstance(task, Score):
         check_family(decoder, info)
@@ -135,7 +135,7 @@ def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> No
         if "autoregressive" not in found.decoders:
             raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
         return
-    from decoders.backbones.families import masked_diffusion_families
+    from decoders.backbones.families.table import masked_diffusion_families
     from decoders.fit import check_window
 
     if found.family not in masked_diffusion_families():

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from actors.ids import STAGE
 from actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
-from decoders.keys import MASK, uniforms
+from decoders.draws.keys import MASK, uniforms
 from storage.errors import RowError
 
 Range = tuple[int, int]

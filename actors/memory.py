@@ -1,4 +1,4 @@
-"""How much memory a worker may use on its device, measured when its models are loaded; decoders/memory.py shares it out.
+"""How much memory a worker may use on its device, measured when its models are loaded; decoders/engine/memory.py shares it out.
 
 A worker on a GPU has what is free there, within its share where Ray gave it a fraction. Workers on CPUs divide what the machine,
 or the container that they run in, has left by their threads, as they divide the cores.
@@ -44,7 +44,7 @@ class Room:
 
 def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> Room | None:
     """Let a decoder hold no more than its device has room for, of which `gpus` below 1 is a share; None where it has no cache."""
-    from decoders.slots import SlotDecoder
+    from decoders.engine.slots import SlotDecoder
 
     if not isinstance(decoder, SlotDecoder):
         return None

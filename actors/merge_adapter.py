@@ -15,9 +15,9 @@ import torch
 
 from actors.adapters import CONFIG, WEIGHTS
 from actors.made_folders import SOURCE, read_source, refuse, write_source
-from decoders.backbones.causal_families import CAUSAL_FAMILIES, CausalFamily
 from decoders.backbones.checkpoint import inspect_model, read_config
-from decoders.backbones.families import find_family
+from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.families.table import find_family
 
 _ENDS = ("lm_head", "embed_tokens", "wte")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.task import Columns, Complete, Score
-from decoders.keys import sample_key
+from decoders.draws.keys import sample_key
 from storage.errors import RowError, listed
 from storage.lines import is_openai_request
 

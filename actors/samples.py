@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from actors.infilling import Asked, Infilling, Part, together
 from actors.messages import Effort, Tally
 from decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
-from decoders.keys import hole_key
+from decoders.draws.keys import hole_key
 from storage.errors import RowError
 
 

@@ -86,7 +86,7 @@ def import_for_decoding(family: str) -> None:
     """Import what takes long: torch, the decoders, and the classes that models of a family run on."""
     gc.set_threshold(COLLECT_AFTER)
     import decoders.registry  # noqa: F401
-    from decoders.backbones.families import FAMILIES
+    from decoders.backbones.families.table import FAMILIES
     from decoders.backbones.lean_import import from_transformers
 
     causal = FAMILIES[family].causal

@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 import decoders.builtin
 from benchmarks.public_loop import LoopResult, PublicLoop
 from decoders.backbones.base import Backbone
+from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import ModelInfo, Outcome, Request
-from decoders.heads import DraftHeads
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
+from decoders.engine.slots import SlotDecoder
 from decoders.registry import build_decoder, find_heads
 from decoders.settings import AnySubset, Assd, Parallel, Sampling
-from decoders.slots import SlotDecoder
 from recipes.corpus import encode, split, standard_library
 
 BUILTIN = Path(decoders.builtin.__path__[0]) / "asarm-tiny"

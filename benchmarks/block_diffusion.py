@@ -39,8 +39,8 @@ from benchmarks.public_block import PublicBlock
 from benchmarks.public_causal import Generated
 from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import Request
+from decoders.engine.stops import Stops
 from decoders.settings import Autoregressive, Settings
-from decoders.stops import Stops
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"

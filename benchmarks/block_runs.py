@@ -22,7 +22,7 @@ from benchmarks.causal_runs import Totals
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import HOLE, ModelInfo, Request
-from decoders.block_settings import BlockDiffusion, S2d2
+from decoders.blocks.settings import BlockDiffusion, S2d2
 from decoders.registry import build_decoder
 from decoders.settings import Sampling, Settings
 

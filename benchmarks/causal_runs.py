@@ -17,7 +17,8 @@ from benchmarks.any_subset import drain
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, stop_ids
 from decoders.base import ModelInfo, Request
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
 from decoders.settings import (
     Autoregressive,
@@ -29,7 +30,6 @@ from decoders.settings import (
     Settings,
     Speculative,
 )
-from decoders.stops import Stops
 from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"

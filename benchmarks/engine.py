@@ -70,7 +70,7 @@ def _length(sample: Sample) -> int:
 
 def bare_loop(spec: JobSpec, threads: int) -> float:
     """Tokens/s of the decode loop alone, on the samples of a finished job's plan."""
-    from decoders.slots import SlotDecoder
+    from decoders.engine.slots import SlotDecoder
 
     plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
     assert plan is not None, "the job has run, so it has a plan"

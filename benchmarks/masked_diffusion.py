@@ -30,9 +30,9 @@ from benchmarks.public_masked import PublicMasked
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import HOLE, ModelInfo, Request
+from decoders.engine.stops import Stops
 from decoders.registry import build_decoder, find_heads
 from decoders.settings import Autoregressive, Sampling, SelfSpeculative, Settings, SpecDiff, Stepwise, Threshold
-from decoders.stops import Stops
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 STEPWISE = "stepwise"

@@ -21,10 +21,10 @@ from decoders.backbones.base import TokenBackbone
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone
 from decoders.base import Request
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, NgramDrafter, Sampling, Settings, Speculative
-from decoders.stops import Stops
 
 Texts = dict[int, list[int]]
 Engine = Callable[[int], Texts]

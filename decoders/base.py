@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.stops import StopText
+from decoders.engine.stops import StopText
 
 HOLE = -1
 """Marks a masked position of a canvas; never a token id."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from decoders.backbones.head_files import CONFIG, WEIGHTS, HeadKind, check_files, read_sizes
 from decoders.base import ModelInfo
-from decoders.block_settings import BlockSettings
-from decoders.head_files import CONFIG, WEIGHTS, HeadKind, check_files, read_sizes
+from decoders.blocks.settings import BlockSettings
 from decoders.settings import Ancestral, Assd, Settings, SpecDiff
 
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}

@@ -8,26 +8,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from decoders.ancestral import Ancestral
-from decoders.any_subset import Parallel, Sequential
-from decoders.assd import AssdDecoder
-from decoders.autoregressive import Autoregressive
+from decoders.any_subset.assd import AssdDecoder
+from decoders.any_subset.decoder import Parallel, Sequential
+from decoders.any_subset.one_pass import OnePassDecoder
 from decoders.backbones.base import Model, TokenBackbone
+from decoders.backbones.heads import DraftHeads, load_heads
 from decoders.backbones.packed import can_pack, pack_products
 from decoders.base import ModelInfo
-from decoders.block_diffusion import BlockDiffusion
-from decoders.block_settings import BlockSettings
-from decoders.block_settings import S2d2 as S2d2Settings
-from decoders.block_slots import BlockSlots
+from decoders.blocks.block_diffusion import BlockDiffusion
+from decoders.blocks.decoder import BlockSlots
+from decoders.blocks.s2d2 import S2d2Decoder
+from decoders.blocks.s2d2_fused import FusedS2d2
+from decoders.blocks.settings import BlockSettings
+from decoders.blocks.settings import S2d2 as S2d2Settings
+from decoders.causal.autoregressive import Autoregressive
+from decoders.causal.jacobi import Jacobi
+from decoders.causal.multiblock_jacobi import MultiblockJacobi
+from decoders.causal.specdiff import SpecDiff
+from decoders.causal.speculative import Speculative
+from decoders.engine.slots import SlotDecoder
+from decoders.engine.stops import Stops
 from decoders.fit import check_family, head_place
-from decoders.heads import DraftHeads, load_heads
-from decoders.jacobi import Jacobi
-from decoders.masked_diffusion import MaskedDecoder
-from decoders.multiblock_jacobi import MultiblockJacobi
-from decoders.one_pass import OnePassDecoder
-from decoders.s2d2 import S2d2Decoder
-from decoders.s2d2_fused import FusedS2d2
-from decoders.self_speculative import SelfSpeculative
+from decoders.masked.ancestral import Ancestral
+from decoders.masked.decoder import MaskedDecoder
+from decoders.masked.ssd import SelfSpeculative
+from decoders.masked.stepwise import Factor, Stepwise, Threshold
 from decoders.settings import Ancestral as AncestralSettings
 from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
 from decoders.settings import Autoregressive as AutoregressiveSettings
@@ -40,11 +45,6 @@ from decoders.settings import SpecDiff as SpecDiffSettings
 from decoders.settings import Speculative as SpeculativeSettings
 from decoders.settings import Stepwise as StepwiseSettings
 from decoders.settings import Threshold as ThresholdSettings
-from decoders.slots import SlotDecoder
-from decoders.specdiff import SpecDiff
-from decoders.speculative import Speculative
-from decoders.stepwise import Factor, Stepwise, Threshold
-from decoders.stops import Stops
 
 _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     StepwiseSettings: Stepwise,

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.block_settings import BlockDiffusion, S2d2
-from decoders.settings_base import Settings as Settings  # noqa: PLC0414 -- others import it from here
+from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.common_settings import Settings as Settings  # noqa: PLC0414 -- others import it from here
 
 
 class Sampling(Settings):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from actors.models import builtin_models
-from decoders.backbones.families import FAMILIES
+from decoders.backbones.families.table import FAMILIES
 from decoders.settings import DECODER_KINDS
 from jobs.codes import OK
 

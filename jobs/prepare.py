@@ -123,7 +123,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
 
 def check_task(task: Task, info: ModelInfo) -> None:
     """Raise UserError where no decoder that runs on the model's family does the task."""
-    from decoders.backbones.families import FAMILIES
+    from decoders.backbones.families.table import FAMILIES
 
     wanted = set(TASK_DECODERS[task.kind])
     if wanted.isdisjoint(info.decoders):

@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 import torch
 
+from decoders.backbones.heads import DraftHeads
 from decoders.base import Outcome, Request
-from decoders.heads import DraftHeads
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
 from decoders.registry import build_decoder
 from decoders.settings import DrafterPlace, Sampling, SpecDiff
 from recipes.corpus import TokenStream

@@ -19,11 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.absorbing import noise_of_share
 from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.heads import MarkovHead, distance_index
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import ModelInfo
-from decoders.heads import MarkovHead, distance_index
+from decoders.draws.absorbing import noise_of_share
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
 from storage.records import read_results
 from storage.store import open_store
-from tests.decoders.causal_models import save_random
+from tests.decoders.backbones.causal_models import save_random
 
 TOKENIZER = Path(__file__).parents[1] / "decoders" / "builtin" / "asarm-tiny"
 LONGEST, ROOM = 64, 16

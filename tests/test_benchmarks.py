@@ -12,11 +12,11 @@ from benchmarks.block_diffusion import ONE, TWO
 from benchmarks.block_runs import decoders_of, load, measure, one_by_one, quality
 from benchmarks.public_causal import PublicCausal
 from decoders.base import Request
+from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, Sampling
-from decoders.stops import Stops
-from tests.decoders import causal_models
-from tests.decoders.causal_models import save_random
+from tests.decoders.backbones import causal_models
+from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, run_all, texts, token_info
 
 STOP_IDS = (9, 25, 34, 41)

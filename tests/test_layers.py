@@ -28,12 +28,12 @@ BREACHES = [
     ("actors/__init__.py", "import jobs", LAYERS),
     ("actors/__init__.py", "import infra", LAYERS),
     ("infra/__init__.py", "import jobs", LAYERS),
-    ("decoders/heads.py", "import ray", "decoders know nothing of Ray, stores or jobs"),
-    ("decoders/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
+    ("decoders/backbones/heads.py", "import ray", "decoders know nothing of Ray, stores or jobs"),
+    ("decoders/backbones/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
     ("storage/__init__.py", "import torch", "storage knows nothing of models"),
-    ("decoders/settings.py", "import decoders.heads", "the decoders' nouns and settings load without torch"),
+    ("decoders/settings.py", "import decoders.backbones.heads", "the decoders' nouns and settings load without torch"),
     ("jobs/plan.py", "import torch", "the driver imports no torch and no transformers"),
-    ("actors/rows.py", "import decoders.noise", "the driver imports no torch and no transformers"),
+    ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
     ("jobs/__init__.py", "import recipes", "what the wheel holds imports nothing that stays in the checkout"),
 ]
 

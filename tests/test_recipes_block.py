@@ -40,7 +40,7 @@ from recipes.block_layout import (
     visibility,
 )
 from tests.causal_jobs import job_spec, run_here
-from tests.decoders.masked_models import look_alone
+from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
 
 CPU = torch.device("cpu")

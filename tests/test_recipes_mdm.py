@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from decoders.backbones.load import inspect_model, load_backbone
 from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
 from tests.causal_jobs import job_spec, run_here
-from tests.decoders.masked_models import look_alone
+from tests.decoders.backbones.masked_models import look_alone
 from tests.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from decoders.causal_reference import PlainCausal, PlainMasked
-from decoders.heads import DraftHeads, load_heads
+from decoders.backbones.heads import DraftHeads, load_heads
+from decoders.references.causal import PlainCausal, PlainMasked
 from decoders.registry import find_heads
 from decoders.settings import DrafterPlace, Sampling, SpecDiff
 from recipes import (

@@ -19,7 +19,7 @@ from actors.models import BUILTIN
 from actors.text import Tokenizer, load_tokenizer
 from actors.worker import build_parts
 from decoders.base import HOLE, Request
-from decoders.keys import hole_key
+from decoders.draws.keys import hole_key
 from jobs.handout import make_job
 from jobs.invariance import decode_alone
 from jobs.plan import load_plan

@@ -11,7 +11,7 @@ from jobs.spec import JobSpec
 from jobs.status import status
 from jobs.validate import validate
 from tests.causal_jobs import World, job_spec, make_world, results_of, run_here
-from tests.decoders.causal_models import random_tokens
+from tests.decoders.backbones.causal_models import random_tokens
 from tests.local_pool import without_ray
 
 LENGTHS = (16, 40, 90, 112, 130, 185, 250, 300, 383, 700, 1100, 1500)

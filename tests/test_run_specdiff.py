@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from decoders.backbones.families import find_family
+from decoders.backbones.families.table import find_family
+from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model
 from decoders.fit import check_window
-from decoders.heads import DraftHeads
 from decoders.settings import DrafterPlace, SpecDiff
 from storage.errors import UserError
 from tests.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model

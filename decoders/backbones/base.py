@@ -56,7 +56,7 @@ class TokenRows:
     columns of one slot's valid rows differ. Rows that are not `valid_BT` are padding: their indices are in range but mean
     nothing, they write nothing that is ever read, and their `visible_BTW` may be anything.
 
-    `sigma_BT` is the total noise of the canvas that a row belongs to (float, >= 0; decoders/absorbing.py), for models that
+    `sigma_BT` is the total noise of the canvas that a row belongs to (float, >= 0; decoders/draws/absorbing.py), for models that
     are conditioned on it; all others ignore it.
     """
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from decoders.backbones.block_families import MASK_KEYS
-from decoders.backbones.families import Family, describe, find_family, turn_ends
+from decoders.backbones.families.blocks import MASK_KEYS
+from decoders.backbones.families.table import Family, describe, find_family, turn_ends
 from decoders.base import ModelInfo
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ times share a forward; keys and values in the cache stay what they were at the s
 was trained without sigma is the same one at sigma = 0, and its modulation is computed once.
 
 Rows return their final modulated states; `logits` are the raw outputs, the mask's included. What laws they stand for is the
-business of decoders/absorbing.py.
+business of decoders/draws/absorbing.py.
 
 Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.
 Sources: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2022), as SEDD and MDLM changed it for text.
@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from decoders.backbones.attention import Layout, slot_attention
 from decoders.backbones.base import TokenRows
-from decoders.backbones.masked_families import DDiTShape
+from decoders.backbones.families.masked import DDiTShape
 from decoders.backbones.transformer import ModuleBackbone
 
 _HEAD: Final = "output_layer.linear."

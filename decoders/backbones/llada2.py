@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from decoders.backbones.attention import Layout, slot_attention
-from decoders.backbones.llada2_family import LLaDA2Shape
+from decoders.backbones.families.llada2 import LLaDA2Shape
 from decoders.backbones.moe import GatedMLP, SigmoidMixture
 from decoders.backbones.transformer import ModuleBackbone
 

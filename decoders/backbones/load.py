@@ -22,9 +22,9 @@ from decoders.backbones.checkpoint import (
     read_config,
     stop_ids,
 )
-from decoders.backbones.families import Family, find_family
+from decoders.backbones.families.table import Family, find_family
+from decoders.backbones.families.xlnet import xlnet_shape
 from decoders.backbones.xlnet import XLNetBackbone
-from decoders.backbones.xlnet_family import xlnet_shape
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 

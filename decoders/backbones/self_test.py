@@ -31,7 +31,7 @@ from decoders.backbones.invariance import (
 )
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, is_conv1d
-from decoders.masks import visible
+from decoders.backbones.visibility import visible
 
 if TYPE_CHECKING:
     from decoders.backbones.transformer import ModuleBackbone

@@ -19,7 +19,7 @@ from torch import Tensor
 from decoders.backbones.attention import Layout, Sight, cut_ragged, see, slot_attention
 from decoders.backbones.base import TokenRows
 from decoders.backbones.cache import SlotCache, as_slice
-from decoders.backbones.causal_families import CausalFamily, empty_model, head_width, key_value_heads, parse_config
+from decoders.backbones.families.causal import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
 from decoders.backbones.lean_import import from_transformers
 from decoders.backbones.moe import Mixture

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from decoders.backbones.base import Rows
 from decoders.backbones.cache import SlotCache
+from decoders.backbones.families.xlnet import XLNetShape
 from decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
@@ -40,9 +41,8 @@ from decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from decoders.backbones.xlnet_family import XLNetShape
-from decoders.masks import visible
-from decoders.memory import rounded
+from decoders.backbones.visibility import visible
+from decoders.engine.memory import rounded
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,

@@ -21,7 +21,7 @@ from decoders.base import ModelInfo
 from jobs.fingerprint import Hashes, results_key
 from jobs.spec import check_spec
 from storage.errors import UserError
-from tests.decoders.causal_models import in_a_row, load, play, save_random, theirs
+from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 
 TOKENS = [5, 17, 3, 60, 1, 8, 21]
 LLAMA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -25,7 +25,7 @@ from actors.text import load_tokenizer
 from decoders.backbones.checkpoint import read_config, stop_ids
 from decoders.backbones.load import load_weights
 from storage.errors import UserError
-from tests.decoders.causal_models import LLAMA3_ROPE, in_a_row, load, play, save_random
+from tests.decoders.backbones.causal_models import LLAMA3_ROPE, in_a_row, load, play, save_random
 from tests.gguf_of_tests import WORDS, write_gguf
 
 # Widths of whole blocks of 32, which quantised files have.

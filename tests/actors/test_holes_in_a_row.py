@@ -12,7 +12,7 @@ from actors.messages import Receipt, WorkUnit
 from actors.runner import UnitRunner
 from actors.samples import Sample
 from decoders.base import HOLE, Request
-from decoders.keys import hole_key
+from decoders.draws.keys import hole_key
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 
 TEMPLATE = Template((), 90, 91, 92, suffix_first=False, ends=(90, 91, 92))

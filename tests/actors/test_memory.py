@@ -18,8 +18,8 @@ from actors.models import fetch_model
 from actors.runner import UnitRunner
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone, pick_device
-from decoders.backbones.token_table import TokenTable
 from decoders.base import HOLE, Request
+from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, Sampling
 from jobs.crew import crew

@@ -12,9 +12,9 @@ from actors.row_settings import Asked, RowRules
 from actors.rows import row_key
 from actors.task import Columns, Complete, Infill, Score, Task
 from actors.text import Tokenizer
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import NeverStops
 from decoders.settings import Sampling
-from decoders.stops import NeverStops
 from storage.errors import RowError
 from storage.lines import openai_request
 from tests.actors.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures

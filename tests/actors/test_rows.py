@@ -8,7 +8,7 @@ import pytest
 
 from actors.rows import row_id, row_key, text_of
 from actors.task import Columns
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
 from storage.errors import RowError
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import torch
 
+from decoders.backbones.heads import DraftHeads
 from decoders.base import ModelInfo, Request
-from decoders.heads import DraftHeads
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
 from decoders.registry import build_decoder
 
 KINDS = ("any_subset", "assd", "parallel")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 import decoders.builtin
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
 from decoders.registry import find_heads
 from decoders.settings import AnySubset, Assd, Sampling
 from tests.decoders.support import decode, texts

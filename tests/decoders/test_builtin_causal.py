@@ -16,7 +16,8 @@ from actors.stop_text import StopStrings
 from actors.text import load_tokenizer
 from decoders.backbones.load import inspect_model, load_backbone, stop_ids
 from decoders.base import Request
-from decoders.noise import sample_key
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
 from decoders.settings import (
     Autoregressive,
     Jacobi,
@@ -26,7 +27,6 @@ from decoders.settings import (
     Sampling,
     Speculative,
 )
-from decoders.stops import Stops
 from tests.decoders.support import decode, pairwise, texts
 
 BUILTIN = Path(decoders.builtin.__path__[0])

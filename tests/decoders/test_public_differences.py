@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.masked.stepwise import Stepwise, Threshold
 from decoders.settings import Stepwise as StepwiseSettings
 from decoders.settings import Threshold as ThresholdSettings
-from decoders.stepwise import Stepwise, Threshold
-from tests.decoders.golden_masked import CACHES, built, canvas_of, cases_of, check
-from tests.decoders.masked_models import load, look
+from tests.decoders.backbones.masked_models import load, look
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all
 
 LLADA_MASK, DREAM_MASK = 90, 91

@@ -1,0 +1,138 @@
+"""The block-diffusion families: SDAR and Fast-dLLM v2, which run on transformers' Qwen3, with experts or without,
+and Qwen2; LLaDA2 on llada2.py.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. A model of these families sees every finished
+block and, in both directions, the block that it fills; what a row sees is the decoder's business. Their remote code is never
+run.
+
+Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025) and LLaDA2.0
+(Bie et al., 2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final
+
+from decoders.backbones.families.causal import CausalFamily, Config
+from decoders.backbones.families.fields import demand, numbers, token_id
+
+DECODERS: Final = ("block_diffusion", "s2d2")
+"""The decoders that run on these families."""
+MASK_KEYS: Final = ("mask_token_id", "mask_id")
+"""The fields of config.json that may name the mask, the first one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFacts:
+    """What the public checkpoints of a family have in common, and often say nowhere.
+
+    `mask_id` counts where neither config.json nor the tokenizer (`mask_token`) says it, `block_size` where none of the fields
+    `block_keys` of config.json does. `ends` are the tokens that end a turn of a chat; `shift` is as in ModelInfo.
+    """
+
+    mask_token: str
+    mask_id: int
+    block_keys: tuple[str, ...]
+    block_size: int
+    ends: tuple[str, ...]
+    shift: int = 0
+
+    def find_mask(self, config: Config) -> int:
+        """The id of the mask token; ValueError where config.json has no id for one."""
+        return token_id(config, _first(config, MASK_KEYS) or MASK_KEYS[0], self.mask_id)
+
+    def find_block(self, config: Config) -> int:
+        """How many positions the blocks had that the model was trained with; ValueError where config.json has no such number."""
+        key = _first(config, self.block_keys)
+        return self.block_size if key is None else numbers(config, {key: key}, str(config.get("model_type")))[key]
+
+
+def _first(config: Config, keys: tuple[str, ...]) -> str | None:
+    return next((key for key in keys if config.get(key) is not None), None)
+
+
+# ---- SDAR and Fast-dLLM v2: Qwen3, and Qwen2 that still predicts the next token, seeing their block in both directions -----
+
+_ROTARY_BUFFERS: Final = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
+# Fields that name other code, or the kernels of a training run.
+_NOT_OURS: Final = {"model_type", "architectures", "auto_map", "attn_implementation"}
+
+
+def _full_attention(config: Config) -> Config:
+    demand(config, {"use_sliding_window": (False, None)})
+    return {key: value for key, value in config.items() if key not in _NOT_OURS}
+
+
+def _qwen(name: str, classes: str) -> CausalFamily:
+    return CausalFamily(
+        name=name,
+        config_class=f"{classes}Config",
+        model_class=f"{classes}ForCausalLM",
+        prefix="model.",
+        buffers=_ROTARY_BUFFERS,
+        translate=_full_attention,
+    )
+
+
+def _full_attention_moe(config: Config) -> Config:
+    demand(config, {"hidden_act": ("silu",)})
+    return {key: value for key, value in _full_attention(config).items() if key != "output_router_logits"}
+
+
+def _own_experts(model: Any) -> Any:
+    """Put our mixtures in the place of transformers': theirs keep no row's bits, and name the experts' weights otherwise."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    from decoders.backbones.moe import SoftmaxMixture
+
+    config = model.config
+    if not 1 <= config.num_experts_per_tok <= config.num_experts:
+        raise ValueError(f"num_experts_per_tok = {config.num_experts_per_tok} of {config.num_experts} experts")
+    for layer in model.model.layers:
+        if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
+            layer.mlp = SoftmaxMixture(
+                config.hidden_size,
+                config.moe_intermediate_size,
+                num_experts=config.num_experts,
+                num_chosen=config.num_experts_per_tok,
+                normalise=config.norm_topk_prob,
+            )
+    return model
+
+
+_SDAR_MOE: Final = dataclasses.replace(_qwen("sdar_moe", "Qwen3Moe"), translate=_full_attention_moe, adapt=_own_experts)
+
+
+_SDAR: Final = BlockFacts(
+    mask_token="<|MASK|>",
+    mask_id=151669,
+    block_keys=("block_size", "block_length"),
+    block_size=4,
+    ends=("<|im_end|>",),
+)
+_FAST_DLLM_V2: Final = BlockFacts(
+    mask_token="|<MASK>|",
+    mask_id=151665,
+    block_keys=("bd_size", "block_size"),
+    block_size=32,
+    ends=("<|im_end|>",),
+    shift=1,
+)
+QWEN_FAMILIES: Final = (
+    (_qwen("sdar", "Qwen3"), _SDAR),
+    (_SDAR_MOE, _SDAR),
+    (_qwen("fast_dllm_v2", "Qwen2"), _FAST_DLLM_V2),
+)
+
+
+# ---- LLaDA2: a network of its own ---------------------------------------------------------------------------------------
+
+LLADA2: Final = BlockFacts(
+    mask_token="<|mask|>",
+    mask_id=156895,
+    block_keys=("block_size", "block_length"),
+    block_size=32,
+    ends=("<|role_end|>",),
+)

@@ -1,0 +1,279 @@
+"""The causal families of transformers: which of its classes they are, which tensors their checkpoints hold.
+
+A checkpoint is described from its JSON alone (causal_config.py, causal_shapes.py). transformers takes seconds to import and is
+imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's remote
+code is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from decoders.backbones.families.causal_config import read_fields
+from decoders.backbones.families.causal_shapes import shapes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Config = Mapping[str, Any]
+DECODERS: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
+# Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
+_ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+# Fields that say how others are to run the weights, and nothing of what these compute.
+_HOW_TO_RUN: Final = {
+    "attn_implementation", "_attn_implementation", "return_dict", "architectures", "transformers_version",
+    "id2label", "label2id", "num_labels", "problem_type",
+}  # fmt: skip
+
+
+def _no_windows(config: Any) -> tuple[int | None, ...]:
+    return (None,) * config.num_hidden_layers
+
+
+def _window(size: int | None, field: str) -> int | None:
+    if size is not None and size < 1:
+        raise ValueError(f"{field} = {size}; allowed: numbers of positions >= 1")
+    return size
+
+
+def _one_window(config: Any) -> tuple[int | None, ...]:
+    return (_window(config.sliding_window, "sliding_window"),) * config.num_hidden_layers
+
+
+def _windows_by_type(config: Any) -> tuple[int | None, ...]:
+    unknown = sorted(set(config.layer_types) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
+    if "sliding_attention" in config.layer_types and config.sliding_window is None:
+        raise ValueError("layer_types holds sliding_attention, but sliding_window is none or use_sliding_window is off")
+    window = _window(config.sliding_window, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
+
+
+def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
+    window = _window(config.window_size, "window_size")
+    return tuple(window if kind == "local" else None for kind in config.attention_layers)
+
+
+def _own_fields(config: Config) -> Config:
+    """Without the fields of grouped heads, which GPT-2's modules have none of and do not read."""
+    return {key: value for key, value in config.items() if key not in {"num_key_value_heads", "head_dim"}}
+
+
+@dataclass(frozen=True, slots=True)
+class CausalFamily:
+    """One architecture. `prefix` is what public checkpoints put before the names of the base model, or leave out.
+
+    `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
+    that positions are learned, so that there are none beyond the table. `windows` says how many positions back each layer
+    sees, its own included, None for all. Where the module that runs the weights is not the
+    family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out;
+    `adapt` puts parts of ours into the empty module.
+    `translate` gives config.json the fields of `config_class`, where the family has names of its own.
+    """
+
+    name: str
+    config_class: str
+    model_class: str
+    prefix: str
+    buffers: tuple[str, ...]
+    position_table: bool = False
+    module_class: str = ""
+    runs_as: Callable[[Any], Any] = lambda config: config
+    convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda weights: weights
+    adapt: Callable[[Any], Any] = lambda module: module
+    windows: Callable[[Any], tuple[int | None, ...]] = _no_windows
+    translate: Callable[[Config], Config] = lambda config: config
+
+
+def _gpt_neo_as_gpt2(config: Any) -> Any:
+    from decoders.backbones.lean_import import from_transformers
+
+    return from_transformers("GPT2Config")(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position_embeddings,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_heads,
+        n_inner=config.intermediate_size,
+        activation_function=config.activation_function,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        scale_attn_weights=False,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )
+
+
+def _gpt_neo_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Give GPT-Neo's weights the names and the layout of GPT-2's modules: matrices [in, out]; queries, keys, values in one."""
+    import torch
+
+    ready: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        stem, _, projection = name.partition("attention.")
+        if projection == "q_proj.weight":
+            joined = torch.cat([weights[f"{stem}attention.{which}_proj.weight"] for which in ("q", "k", "v")])
+            ready[stem + "c_attn.weight"] = joined.T.contiguous()
+            ready[stem + "c_attn.bias"] = joined.new_zeros(joined.shape[0])
+        elif projection not in {"k_proj.weight", "v_proj.weight"}:
+            is_matrix = tensor.ndim == 2 and (".mlp." in name or ".out_proj." in name)
+            ready[name.replace("attention.out_proj", "c_proj")] = tensor.T.contiguous() if is_matrix else tensor
+    return ready
+
+
+def _rotary(name: str, classes: str, windows: Callable[[Any], tuple[int | None, ...]]) -> CausalFamily:
+    buffers = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
+    return CausalFamily(name, f"{classes}Config", f"{classes}ForCausalLM", "model.", buffers, windows=windows)
+
+
+CAUSAL_FAMILIES: Final = (
+    _rotary("llama", "Llama", _no_windows),
+    _rotary("mistral", "Mistral", _one_window),
+    _rotary("qwen2", "Qwen2", _windows_by_type),
+    _rotary("qwen3", "Qwen3", _windows_by_type),
+    CausalFamily(
+        name="gpt2",
+        config_class="GPT2Config",
+        model_class="GPT2LMHeadModel",
+        prefix="transformer.",
+        buffers=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
+        position_table=True,
+        translate=_own_fields,
+    ),
+    # The same network as GPT-2, but for scores without a scale and layers that see a window; no need for a second module.
+    CausalFamily(
+        name="gpt_neo",
+        config_class="GPTNeoConfig",
+        model_class="GPTNeoForCausalLM",
+        prefix="transformer.",
+        buffers=("transformer.h.{}.attn.attention.bias", "transformer.h.{}.attn.attention.masked_bias"),
+        position_table=True,
+        module_class="GPT2LMHeadModel",
+        runs_as=_gpt_neo_as_gpt2,
+        convert=_gpt_neo_weights,
+        windows=_gpt_neo_windows,
+        translate=_own_fields,
+    ),
+)
+
+
+# ---- what config.json says ---------------------------------------------------------------------------------------
+
+
+def read_config(family: CausalFamily, config: Config) -> Any:
+    """Return the fields of config.json as `parse_config` would; ValueError where it is unusable, or is not to be batched."""
+    try:
+        parsed = read_fields(family.config_class, _fields(family, config))
+        _check(family, config, parsed)
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+        raise _unfit(family, error) from error
+    return parsed
+
+
+def parse_config(family: CausalFamily, config: Config) -> Any:
+    """Return config.json as transformers' config object; ValueError where it is unusable, or is not to be batched."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    from decoders.backbones.lean_import import from_transformers
+
+    read_config(family, config)
+    try:
+        parsed = from_transformers(family.config_class).from_dict(_fields(family, config))
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
+        raise _unfit(family, error) from error
+    return parsed
+
+
+def _fields(family: CausalFamily, config: Config) -> dict[str, Any]:
+    return {key: value for key, value in family.translate(config).items() if key not in _HOW_TO_RUN}
+
+
+def _unfit(family: CausalFamily, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"model.path: config.json does not fit family {family.name!r}: {reason}")
+
+
+def _check(family: CausalFamily, config: Config, parsed: Any) -> None:
+    if config.get("quantization_config"):
+        raise ValueError("it has a quantization_config; quantized checkpoints are not read")
+    if getattr(parsed, "add_cross_attention", False):
+        raise ValueError("add_cross_attention = True; supported: False")
+    heads, key_heads = parsed.num_attention_heads, key_value_heads(parsed)
+    if min(heads, key_heads, parsed.num_hidden_layers, parsed.hidden_size, parsed.vocab_size) < 1:
+        raise ValueError("it has a layer, head, width or vocabulary count below 1")
+    if heads % key_heads or (getattr(parsed, "head_dim", None) is None and parsed.hidden_size % heads):
+        raise ValueError(f"width {parsed.hidden_size}, {heads} heads and {key_heads} key heads do not divide evenly")
+    _check_rope(getattr(parsed, "rope_parameters", None) or {})
+    family.windows(parsed)
+
+
+def _check_rope(rope_parameters: Config) -> None:
+    rope, turned = rope_parameters.get("rope_type", "default"), rope_parameters.get("partial_rotary_factor")
+    if rope not in _ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope!r}; supported: {', '.join(_ROPE_TYPES)} (one whose frequencies follow the longest sequence "
+            "of a batch would make samples depend on each other)"
+        )
+    # The default type turns whole heads whatever this says; the others would give too few angles for them.
+    if rope != "default" and turned not in {None, 1.0}:
+        raise ValueError(f"partial_rotary_factor = {turned!r} with rope type {rope!r}; these models turn whole heads")
+
+
+def key_value_heads(parsed: Any) -> int:
+    """How many key heads a layer has."""
+    return int(getattr(parsed, "num_key_value_heads", None) or parsed.num_attention_heads)
+
+
+def head_width(parsed: Any) -> int:
+    """The width of one head."""
+    return int(getattr(parsed, "head_dim", None) or parsed.hidden_size // parsed.num_attention_heads)
+
+
+def max_positions(family: CausalFamily, config: Config) -> int | None:
+    """The longest text that the model was made for."""
+    return getattr(read_config(family, config), "max_position_embeddings", None)
+
+
+def vocab_size(family: CausalFamily, config: Config) -> int:
+    """How many token ids there are, with and without a token."""
+    return int(read_config(family, config).vocab_size)
+
+
+# ---- its tensors -------------------------------------------------------------------------------------------------
+
+
+def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
+    """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
+    from decoders.backbones.lean_import import empty_modules, from_transformers
+
+    made = from_transformers(model_class)
+    try:
+        with empty_modules():
+            return adapt(made(parsed))
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
+        raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
+
+
+def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every tensor that a checkpoint must have, with its shape; a tied output layer is not one of them."""
+    parsed = read_config(family, config)
+    shapes = shapes_of(family.model_class, parsed)
+    if parsed.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    return shapes
+
+
+def optional_names(family: CausalFamily, config: Config) -> set[str]:
+    """Name the tensors that a checkpoint may have besides."""
+    parsed = read_config(family, config)
+    names = {buffer.format(layer) for buffer in family.buffers for layer in range(parsed.num_hidden_layers)}
+    return names | ({"lm_head.weight"} if parsed.tie_word_embeddings else set())
+
+
+def full_names(family: CausalFamily, names: Iterable[str]) -> dict[str, str]:
+    """Map a checkpoint's names to full ones: those of a bare base model, such as GPT-2's public ones, lack the prefix."""
+    names = list(names)
+    if any(name.startswith(family.prefix) for name in names):
+        return {name: name for name in names}
+    return {name: name if name.startswith("lm_head.") else family.prefix + name for name in names}

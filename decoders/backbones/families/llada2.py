@@ -1,0 +1,197 @@
+"""What config.json tells of a LLaDA2 network, and which tensors its checkpoints hold.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. Source: the model file and the configs of the
+checkpoints of LLaDA2.0 (Bie et al., 2025) and 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from decoders.backbones.families.causal import Config
+from decoders.backbones.families.fields import demand, numbers
+
+
+@dataclass(frozen=True, slots=True)
+class LLaDA2Shape:
+    """All that config.json tells of a LLaDA2 network, under its names.
+
+    The first `rotary_dim` numbers of a head are turned. Of the `n_group` groups of experts a row keeps `topk_group`, and
+    chooses `num_experts_per_tok` experts in them. `num_shared_experts` may be 0.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rotary_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    moe_intermediate_size: int
+    max_position_embeddings: int
+    num_shared_experts: int
+    first_k_dense_replace: int
+    rms_norm_eps: float
+    rope_theta: float
+    routed_scaling_factor: float
+
+
+_COUNTS: Final = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+)
+_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "hidden_act": ("silu",),
+    "use_qk_norm": (True,),
+    "use_qkv_bias": (False,),
+    "use_bias": (False,),
+    "use_rmsnorm": (True,),
+    "using_split_qkv_in_self_attention": (False,),
+    "norm_head": (False,),
+    "norm_softmax": (False,),
+    "norm_topk_prob": (True,),
+    "score_function": ("sigmoid",),
+    "moe_router_enable_expert_bias": (True,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False, None),
+    "tie_word_embeddings": (False,),
+    "quantization_config": (None,),
+}
+_TURNED: Final = 0.5
+
+
+def llada2_shape(config: Config) -> LLaDA2Shape:
+    """Read a LLaDA2 config; ValueError names the first field that is missing, wrong, or asks for what is not built."""
+    counts = numbers(config, {key: key for key in _COUNTS}, "llada2")
+    heads, width = counts["num_attention_heads"], counts["hidden_size"]
+    own = config.get("head_dim") is not None
+    head_dim = numbers(config, {"head_dim": "head_dim"}, "llada2")["head_dim"] if own else width // heads
+    try:
+        demand(config, _BUILT)
+        config = _with_rope_parameters(config)
+        shape = LLaDA2Shape(
+            **counts,
+            head_dim=head_dim,
+            rotary_dim=_rotary_dim(config, head_dim),
+            num_shared_experts=_from_zero(config, "num_shared_experts"),
+            first_k_dense_replace=_from_zero(config, "first_k_dense_replace"),
+            rms_norm_eps=_positive(config, "rms_norm_eps"),
+            rope_theta=_positive(config, "rope_theta"),
+            routed_scaling_factor=_positive(config, "routed_scaling_factor"),
+        )
+        _check_heads(shape)
+        _check_groups(shape)
+    except ValueError as error:
+        raise ValueError(f"model.path: config.json does not fit family 'llada2': {error}") from None
+    return shape
+
+
+def _with_rope_parameters(config: Config) -> Config:
+    """Take `rope_theta` and `partial_rotary_factor` from where newer configs keep them; ValueError where two places differ."""
+    rope = config.get("rope_parameters") or {}
+    demand({"rope_parameters.rope_type": rope.get("rope_type", "default")}, {"rope_parameters.rope_type": ("default",)})
+    inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
+    for key, value in inner.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"it has {key} = {config[key]!r}, but {value!r} in rope_parameters")
+    return {**config, **inner}
+
+
+def _rotary_dim(config: Config, head_dim: int) -> int:
+    """The part of a head that is turned; two fields may say it, the public code reads the factor alone."""
+    turned = int(head_dim * _positive({"partial_rotary_factor": _TURNED} | dict(config), "partial_rotary_factor"))
+    if config.get("rotary_dim") not in {None, turned}:
+        raise ValueError(f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {turned}")
+    if turned % 2 or not 0 < turned <= head_dim:
+        raise ValueError(
+            f"{turned} of a head's {head_dim} numbers would be turned; allowed: even numbers up to all of them"
+        )
+    return turned
+
+
+def _from_zero(config: Config, key: str) -> int:
+    value = config.get(key) or 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"it has {key} = {value!r}; allowed: whole numbers >= 0")
+    return value
+
+
+def _positive(config: Config, key: str) -> float:
+    value = config.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"it has {key} = {value!r}; allowed: numbers > 0")
+    return float(value)
+
+
+def _check_heads(shape: LLaDA2Shape) -> None:
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise ValueError(
+            f"{shape.num_attention_heads} heads and {shape.num_key_value_heads} key heads do not divide evenly"
+        )
+
+
+def _check_groups(shape: LLaDA2Shape) -> None:
+    each = shape.num_experts // shape.n_group
+    if shape.num_experts % shape.n_group or each < 2 or shape.topk_group > shape.n_group:
+        raise ValueError(
+            f"{shape.num_experts} experts in n_group = {shape.n_group}, of which topk_group = {shape.topk_group} are kept; "
+            "allowed: equal groups of at least 2, no more kept than there are"
+        )
+    if shape.num_experts_per_tok > shape.topk_group * each:
+        raise ValueError(
+            f"num_experts_per_tok = {shape.num_experts_per_tok}; {shape.topk_group} groups of {each} have fewer experts"
+        )
+
+
+def llada2_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every tensor of a LLaDA2 checkpoint, with its shape."""
+    shape = llada2_shape(config)
+    width, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    joined = heads + 2 * shape.num_key_value_heads * shape.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.word_embeddings.weight": (shape.vocab_size, width),
+        "model.norm.weight": (width,),
+        "lm_head.weight": (shape.vocab_size, width),
+    }
+    for layer in range(shape.num_hidden_layers):
+        block = f"model.layers.{layer}."
+        shapes |= {f"{block}{norm}_layernorm.weight": (width,) for norm in ("input", "post_attention")}
+        shapes |= {f"{block}attention.{norm}_layernorm.weight": (shape.head_dim,) for norm in ("query", "key")}
+        shapes[block + "attention.query_key_value.weight"] = (joined, width)
+        shapes[block + "attention.dense.weight"] = (width, heads)
+        if layer < shape.first_k_dense_replace:
+            shapes |= _gated(block + "mlp.", width, shape.intermediate_size)
+        else:
+            shapes |= _mixture(block + "mlp.", shape)
+    return shapes
+
+
+def _gated(prefix: str, width: int, inner: int) -> dict[str, tuple[int, ...]]:
+    into: dict[str, tuple[int, ...]] = {f"{prefix}{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+    return into | {f"{prefix}down_proj.weight": (width, inner)}
+
+
+def _mixture(prefix: str, shape: LLaDA2Shape) -> dict[str, tuple[int, ...]]:
+    width, inner, count = shape.hidden_size, shape.moe_intermediate_size, shape.num_experts
+    shapes: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (count, width)}
+    shapes[prefix + "gate.expert_bias"] = (count,)
+    for expert in range(count):
+        shapes |= _gated(f"{prefix}experts.{expert}.", width, inner)
+    shared = shape.num_shared_experts * inner
+    return shapes | (_gated(f"{prefix}shared_experts.", width, shared) if shared else {})

@@ -1,0 +1,273 @@
+"""The masked-diffusion families: LLaDA and Dream, which run on transformers' Llama and Qwen2, and MDLM and SEDD on ddit.py.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. What differs from the public code's own
+loading: its remote code is never run, and no tensor is ever left out or filled in silently.
+
+Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), Dream (Ye et al., 2025), MDLM (Sahoo et
+al., 2024) and SEDD (Lou et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from decoders.backbones.families import causal as causal_families
+from decoders.backbones.families.causal import CausalFamily, Config
+from decoders.backbones.families.fields import demand, numbers, token_id
+
+DECODERS: Final = ("stepwise", "threshold", "factor", "ssd")
+"""The decoders that run on LLaDA and Dream."""
+DDIT_DECODERS: Final = ("ancestral",)
+"""The decoders that run on MDLM and SEDD."""
+
+# What the public checkpoints use where config.json doesn't say.
+_LLADA_MASK: Final = 126336
+_DREAM_MASK: Final = 151666
+# Dream was trained on texts of this length; the config still has its parent's number.
+_DREAM_LENGTH: Final = 2048
+
+
+# ---- LLaDA: a Llama that sees everything, under the names of OLMo ------------------------------------------------------
+
+_LLADA_PREFIX: Final = "model.transformer."
+_LLADA_TOP: Final = {
+    "wte.weight": "model.embed_tokens.weight",
+    "ln_f.weight": "model.norm.weight",
+    "ff_out.weight": "lm_head.weight",
+}
+_LLADA_BLOCK: Final = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+_LLADA_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "block_type": ("llama",),
+    "block_group_size": (1,),
+    "activation_type": ("silu",),
+    "layer_norm_type": ("rms",),
+    "layer_norm_with_affine": (True,),
+    "rope": (True,),
+    "alibi": (False,),
+    "include_bias": (False,),
+    "include_qkv_bias": (False,),
+    "bias_for_layer_norm": (False, None),
+    "attention_layer_norm": (False,),
+    "multi_query_attention": (None, False),
+    "input_emb_norm": (False,),
+    "scale_logits": (False,),
+    "clip_qkv": (None,),
+    "rope_scaling": (None,),
+}
+
+
+def _llada_as_llama(config: Config) -> Config:
+    demand(config, _LLADA_BUILT)
+    heads = config["n_heads"]
+    return {
+        "vocab_size": config.get("embedding_size") or config["vocab_size"],
+        "hidden_size": config["d_model"],
+        "intermediate_size": config.get("mlp_hidden_size") or config["mlp_ratio"] * config["d_model"],
+        "num_hidden_layers": config["n_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("n_kv_heads") or heads,
+        "max_position_embeddings": config["max_sequence_length"],
+        "rms_norm_eps": config["rms_norm_eps"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]},
+        "tie_word_embeddings": config.get("weight_tying", False),
+    }
+
+
+def _llama_name(name: str) -> str:
+    bare = name.removeprefix(_LLADA_PREFIX)
+    if bare in _LLADA_TOP:
+        return _LLADA_TOP[bare]
+    _, layer, part, kind = bare.split(".")
+    return f"model.layers.{layer}.{_LLADA_BLOCK[part]}.{kind}"
+
+
+LLADA: Final = CausalFamily(
+    name="llada",
+    config_class="LlamaConfig",
+    model_class="LlamaForCausalLM",
+    prefix=_LLADA_PREFIX,
+    buffers=(),
+    convert=lambda weights: {_llama_name(name): tensor for name, tensor in weights.items()},
+    translate=_llada_as_llama,
+)
+
+
+def llada_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every tensor of a LLaDA checkpoint as it names them, with its shape."""
+    llama = causal_families.weight_shapes(LLADA, config)
+    names = [
+        *_LLADA_TOP,
+        *(f"blocks.{layer}.{part}.weight" for layer in range(config["n_layers"]) for part in _LLADA_BLOCK),
+    ]
+    full = [_LLADA_PREFIX + name for name in names]
+    return {name: llama[_llama_name(name)] for name in full if _llama_name(name) in llama}
+
+
+def llada_optional(config: Config) -> set[str]:
+    """A tied checkpoint may hold its output layer all the same."""
+    return {_LLADA_PREFIX + "ff_out.weight"} if config.get("weight_tying") else set()
+
+
+def llada_mask(config: Config) -> int:
+    """The id of the mask token."""
+    return token_id(config, "mask_token_id", _LLADA_MASK)
+
+
+# ---- Dream: a Qwen2 that sees everything and still predicts the next token -----------------------------------------------
+
+
+def _dream_as_qwen2(config: Config) -> Config:
+    demand(config, {"use_sliding_window": (False,), "use_mrope": (False,)})
+    return {key: value for key, value in config.items() if key not in {"model_type", "architectures", "auto_map"}}
+
+
+DREAM: Final = CausalFamily(
+    name="dream",
+    config_class="Qwen2Config",
+    model_class="Qwen2ForCausalLM",
+    prefix="model.",
+    buffers=("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq"),
+    translate=_dream_as_qwen2,
+)
+
+
+def dream_mask(config: Config) -> int:
+    """The id of the mask token."""
+    return token_id(config, "mask_token_id", _DREAM_MASK)
+
+
+def dream_length(config: Config) -> int:
+    """The longest text that the model was trained on."""
+    return min(_DREAM_LENGTH, causal_families.max_positions(DREAM, config) or _DREAM_LENGTH)
+
+
+# ---- MDLM and SEDD: the diffusion transformer of ddit.py -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DDiTShape:
+    """All that config.json tells of a diffusion transformer; the mask is the last of `vocab_size` ids.
+
+    `takes_sigma` says that the noise is an input; a network without it is the same one at sigma = 0.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    cond_dim: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_length: int
+    takes_sigma: bool
+
+
+_FLAT: Final = {
+    "hidden_size": "hidden_dim",
+    "cond_dim": "cond_dim",
+    "num_hidden_layers": "n_blocks",
+    "num_attention_heads": "n_heads",
+    "max_length": "model_length",
+}
+_NESTED: Final = _FLAT | {"hidden_size": "hidden_size", "max_length": "length"}
+_GPT2_AND_MASK: Final = 50258
+_MDLM_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "parameterization": ("subs",),
+    "backbone": ("dit",),
+    "diffusion": ("absorbing_state",),
+    "time_conditioning": (False, True, None),
+    "noise.type": ("loglinear",),
+}
+
+
+def mdlm_shape(config: Config) -> DDiTShape:
+    """Read an MDLM config: the hub's, or that of a training run, whose `model` holds the sizes and which says no vocabulary."""
+    nested = config.get("model")
+    sizes, names = (nested, _NESTED) if isinstance(nested, Mapping) else (config, _FLAT)
+    vocabulary = config if "vocab_size" in config or nested is None else {"vocab_size": _GPT2_AND_MASK}
+    takes_sigma, noise = bool(config.get("time_conditioning", False)), config.get("noise")
+    # What sigma stands for matters only to a network that is told it.
+    kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
+    _demand_ddit({**config, "noise.type": kind}, _MDLM_BUILT, "mdlm")
+    return _divided(
+        DDiTShape(
+            **numbers(sizes, names, "mdlm"),
+            **numbers(vocabulary, {"vocab_size": "vocab_size"}, "mdlm"),
+            takes_sigma=takes_sigma,
+        )
+    )
+
+
+def sedd_shape(config: Config) -> DDiTShape:
+    """Read a SEDD config; only the absorbing graph is built, whose mask is no token of its own vocabulary."""
+    parts = {name: config.get(name) for name in ("model", "graph", "noise")}
+    missing = [name for name, part in parts.items() if not isinstance(part, Mapping)]
+    if missing:
+        raise ValueError(f"model.path: config.json of family 'sedd' has no sections {', '.join(missing)}")
+    model, graph, noise = (dict(part or {}) for part in parts.values())
+    kinds = {"graph.type": graph.get("type"), "noise.type": noise.get("type")}
+    _demand_ddit(kinds, {"graph.type": ("absorb",), "noise.type": ("loglinear",)}, "sedd")
+    _demand_ddit(model, {"type": ("ddit",), "scale_by_sigma": (True,)}, "sedd")
+    tokens = numbers(config, {"tokens": "tokens"}, "sedd")["tokens"]
+    return _divided(DDiTShape(**numbers(model, _NESTED, "sedd"), vocab_size=tokens + 1, takes_sigma=True))
+
+
+def _demand_ddit(config: Config, wanted: Mapping[str, tuple[Any, ...]], family: str) -> None:
+    try:
+        demand(config, wanted)
+    except ValueError as error:
+        raise ValueError(f"model.path: config.json does not fit family {family!r}: {error}") from None
+
+
+def _divided(shape: DDiTShape) -> DDiTShape:
+    if shape.hidden_size % (2 * shape.num_attention_heads):
+        raise ValueError(
+            f"model.path: config.json: {shape.num_attention_heads} heads of a width of {shape.hidden_size} have no even width"
+        )
+    return shape
+
+
+_SIGMA_WIDTH: Final = 256
+
+
+def ddit_shapes(shape: DDiTShape, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Name every tensor of a diffusion transformer, with its shape."""
+    width, condition, vocabulary = shape.hidden_size, shape.cond_dim, shape.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "vocab_embed.embedding": (vocabulary, width),
+        "sigma_map.mlp.0.weight": (condition, _SIGMA_WIDTH),
+        "sigma_map.mlp.0.bias": (condition,),
+        "sigma_map.mlp.2.weight": (condition, condition),
+        "sigma_map.mlp.2.bias": (condition,),
+        "output_layer.norm_final.weight": (width,),
+        "output_layer.adaLN_modulation.weight": (2 * width, condition),
+        "output_layer.adaLN_modulation.bias": (2 * width,),
+        "output_layer.linear.weight": (vocabulary, width),
+        "output_layer.linear.bias": (vocabulary,),
+    }
+    for layer in range(shape.num_hidden_layers):
+        block = f"blocks.{layer}."
+        shapes |= {block + "norm1.weight": (width,), block + "norm2.weight": (width,)}
+        shapes |= {block + "attn_qkv.weight": (3 * width, width), block + "attn_out.weight": (width, width)}
+        shapes |= {block + "mlp.0.weight": (4 * width, width), block + "mlp.0.bias": (4 * width,)}
+        shapes |= {block + "mlp.2.weight": (width, 4 * width), block + "mlp.2.bias": (width,)}
+        modulation = block + "adaLN_modulation."
+        shapes |= {modulation + "weight": (6 * width, condition), modulation + "bias": (6 * width,)}
+    return {prefix + name: size for name, size in shapes.items()}
+
+
+def ddit_names(prefix: str, names: Iterable[str]) -> dict[str, str]:
+    """Map a checkpoint's names to those with `prefix`, which a bare network's lack."""
+    names = list(names)
+    bare = not any(name.startswith(prefix) for name in names)
+    return {name: prefix + name if bare else name for name in names}

@@ -1,0 +1,261 @@
+"""What each public model family needs to be loaded: its config, its weights' names, its mask id, its decoders.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. Facts were read from the checkpoints'
+own code and configs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from decoders.backbones.families import blocks as block_families
+from decoders.backbones.families import causal as causal_families
+from decoders.backbones.families import masked as masked_families
+from decoders.backbones.families.blocks import BlockFacts
+from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
+from decoders.backbones.families.fields import numbers
+from decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
+from decoders.backbones.families.masked import DDiTShape
+from decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
+from decoders.base import ModelInfo
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
+
+    `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
+    there is one, `fixed_mask` that it can be no other, and `mask_token` is what a tokenizer calls it, which counts where
+    config.json doesn't say; `max_length` is what config.json tells of the longest text. `shift` and `block_size`, and `ends`,
+    the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
+    and llada2.py.
+    """
+
+    name: str
+    decoders: tuple[str, ...]
+    mask_id: Callable[[Config], int | None]
+    vocab_size: Callable[[Config], int]
+    weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
+    optional: Callable[[Config], set[str]]
+    check: Callable[[Config], object]
+    full_names: Callable[[Iterable[str]], dict[str, str]] = lambda names: {name: name for name in names}
+    has_mask: bool = True
+    fixed_mask: bool = False
+    mask_token: str = ""
+    max_length: Callable[[Config], int | None] = lambda config: None
+    shift: int = 0
+    block_size: Callable[[Config], int | None] = lambda config: None
+    ends: tuple[str, ...] = ()
+    causal: CausalFamily | None = None
+    ddit: Callable[[Config], DDiTShape] | None = None
+    llada2: Callable[[Config], LLaDA2Shape] | None = None
+
+    @property
+    def rows_are_tokens(self) -> bool:
+        """Whether every row carries a token; two-stream models have rows that don't."""
+        return any((self.causal, self.ddit, self.llada2))
+
+
+def _causal(family: CausalFamily) -> Family:
+    return Family(
+        name=family.name,
+        decoders=causal_families.DECODERS,
+        mask_id=lambda config: None,
+        vocab_size=partial(causal_families.vocab_size, family),
+        weight_shapes=partial(causal_families.weight_shapes, family),
+        optional=partial(causal_families.optional_names, family),
+        check=partial(causal_families.read_config, family),
+        full_names=partial(causal_families.full_names, family),
+        has_mask=False,
+        max_length=partial(causal_families.max_positions, family),
+        shift=1,
+        causal=family,
+    )
+
+
+def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Family:
+    return Family(
+        name=name,
+        decoders=masked_families.DDIT_DECODERS,
+        mask_id=lambda config: shape(config).vocab_size - 1,
+        fixed_mask=True,
+        vocab_size=lambda config: shape(config).vocab_size,
+        weight_shapes=lambda config: masked_families.ddit_shapes(shape(config), prefix),
+        optional=lambda config: {prefix + "rotary_emb.inv_freq"},
+        check=shape,
+        full_names=partial(masked_families.ddit_names, prefix),
+        max_length=lambda config: shape(config).max_length,
+        ddit=shape,
+    )
+
+
+def _block(family: CausalFamily, facts: BlockFacts) -> Family:
+    return _with_facts(_causal(family), facts)
+
+
+def _with_facts(family: Family, facts: BlockFacts) -> Family:
+    return dataclasses.replace(
+        family,
+        decoders=block_families.DECODERS,
+        mask_id=facts.find_mask,
+        has_mask=True,
+        mask_token=facts.mask_token,
+        shift=facts.shift,
+        block_size=facts.find_block,
+        ends=facts.ends,
+    )
+
+
+_LLADA2 = Family(
+    name="llada2",
+    decoders=block_families.DECODERS,
+    mask_id=block_families.LLADA2.find_mask,
+    vocab_size=lambda config: llada2_shape(config).vocab_size,
+    weight_shapes=llada2_shapes,
+    optional=lambda config: set(),
+    check=llada2_shape,
+    max_length=lambda config: llada2_shape(config).max_position_embeddings,
+    llada2=llada2_shape,
+)
+
+FAMILIES: dict[str, Family] = {
+    "xlnet": Family(
+        name="xlnet",
+        decoders=("any_subset", "assd", "parallel"),
+        mask_id=lambda config: 6,
+        vocab_size=lambda config: xlnet_shape(config).vocab_size,
+        weight_shapes=xlnet_shapes,
+        optional=xlnet_optional,
+        check=xlnet_shape,
+    ),
+    **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
+    "llada": Family(
+        name="llada",
+        decoders=masked_families.DECODERS,
+        mask_id=masked_families.llada_mask,
+        vocab_size=partial(causal_families.vocab_size, masked_families.LLADA),
+        weight_shapes=masked_families.llada_shapes,
+        optional=masked_families.llada_optional,
+        check=partial(causal_families.read_config, masked_families.LLADA),
+        full_names=partial(causal_families.full_names, masked_families.LLADA),
+        max_length=partial(causal_families.max_positions, masked_families.LLADA),
+        ends=("<|eot_id|>",),
+        causal=masked_families.LLADA,
+    ),
+    "dream": dataclasses.replace(
+        _causal(masked_families.DREAM),
+        decoders=masked_families.DECODERS,
+        mask_id=masked_families.dream_mask,
+        has_mask=True,
+        max_length=masked_families.dream_length,
+        ends=("<|im_end|>",),
+    ),
+    **{family.name: _block(family, facts) for family, facts in block_families.QWEN_FAMILIES},
+    "llada2": _with_facts(_LLADA2, block_families.LLADA2),
+    "mdlm": _ddit("mdlm", masked_families.mdlm_shape, "backbone."),
+    "sedd": _ddit("sedd", masked_families.sedd_shape, ""),
+}
+
+
+# How config.json writes the families whose `model_type` is not their name here.
+_MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2"}
+
+
+def masked_diffusion_families() -> tuple[str, ...]:
+    """The families that fill the masks of whole texts, each row of which carries a token; the two-stream ones do it otherwise."""
+    return tuple(
+        sorted(
+            name
+            for name, one in FAMILIES.items()
+            if one.has_mask and one.rows_are_tokens and one.decoders != block_families.DECODERS
+        )
+    )
+
+
+def find_family(config: Config, requested: str) -> Family:
+    """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
+
+    Raises ValueError with the field path, the value and what is known.
+    """
+    name = _recognise(config) if requested == "auto" else requested
+    if name not in FAMILIES:
+        source = "config.json has model_type" if requested == "auto" else "given as"
+        raise ValueError(f"model.family: {source} {name!r}; known families: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[name]
+
+
+def _recognise(config: Config) -> str:
+    """Return the family that `model_type` stands for; SEDD's checkpoints and the training runs of MDLM have none."""
+    name = str(config.get("model_type"))
+    if "model_type" not in config and "graph" in config:
+        return "sedd"
+    if "model_type" not in config and "parameterization" in config:
+        return "mdlm"
+    return _MODEL_TYPES.get(name, name)
+
+
+def turn_ends(config: Config) -> tuple[str, ...]:
+    """Return the special tokens that end a turn of a chat in the family of config.json, as far as the family says."""
+    family = FAMILIES.get(_recognise(config))
+    return () if family is None else family.ends
+
+
+def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
+    """Return what is known of a checkpoint from its config alone; raises ValueError where config.json does not fit."""
+    family.check(config)
+    vocab_size = family.vocab_size(config)
+    mask = _mask_id(family, config, mask_id, vocab_size)
+    shapes = family.weight_shapes(config)
+    return ModelInfo(
+        family=family.name,
+        vocab_size=vocab_size,
+        mask_id=mask,
+        max_length=_max_length(family, config, max_length),
+        decoders=family.decoders,
+        num_parameters=sum(_product(shape) for shape in shapes.values()),
+        suppressed=() if mask is None else (mask,),
+        shift=family.shift,
+        block_size=family.block_size(config),
+    )
+
+
+def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: int) -> int | None:
+    if mask_id is not None and not family.has_mask:
+        raise ValueError(f"model.mask_id: {mask_id} given, but models of family {family.name!r} have no mask token")
+    own = family.mask_id(config)
+    if family.fixed_mask and mask_id not in {None, own}:
+        raise ValueError(
+            f"model.mask_id: {mask_id} given, but in models of family {family.name!r} it is the last id, {own}"
+        )
+    mask = own if mask_id is None else mask_id
+    if mask is not None and not 0 <= mask < vocab_size:
+        raise ValueError(f"model.mask_id: {mask} is outside the vocabulary; allowed: 0 .. {vocab_size - 1}")
+    return mask
+
+
+def _max_length(family: Family, config: Config, asked: int | None) -> int | None:
+    """What was asked for, else what config.json says for draftmill, else what it says for everybody."""
+    ours, public = config.get("draftmill") or {}, family.max_length(config)
+    if not isinstance(ours, Mapping):
+        raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")
+    held = ours.get("max_length") is not None
+    own = numbers(ours, {"max_length": "max_length"}, family.name)["max_length"] if held else None
+    length = next((value for value in (asked, own, public) if value is not None), None)
+    has_table = family.causal is not None and family.causal.position_table
+    if has_table and length is not None and public is not None and length > public:
+        raise ValueError(f"model.max_length: {length}, but the model's position table has {public} entries")
+    return length
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

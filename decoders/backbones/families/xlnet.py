@@ -1,0 +1,105 @@
+"""What config.json tells of an XLNet, and which tensors its checkpoints hold.
+
+Pure tables and checks over a config dict; reads no weights and imports no torch. Source: transformers' XLNetLMHeadModel, whose
+defaults stand for what config.json leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from decoders.backbones.families.fields import demand, numbers
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class XLNetShape:
+    """All that config.json tells of an XLNet, under its names; no distance counts as more than `clamp_len`, if that is > 0."""
+
+    vocab_size: int
+    d_model: int
+    n_layer: int
+    n_head: int
+    d_inner: int
+    clamp_len: int
+    layer_norm_eps: float
+    ff_activation: str
+    tie_word_embeddings: bool
+
+    @property
+    def d_head(self) -> int:
+        """The width of a head."""
+        return self.d_model // self.n_head
+
+
+_SIZES: Final = ("vocab_size", "d_model", "n_layer", "n_head", "d_inner")
+_BUILT: Final[dict[str, tuple[Any, ...]]] = {
+    "attn_type": ("bi",),
+    "bi_data": (False,),
+    "ff_activation": ("gelu", "relu", "gelu_new", "silu"),
+    "tie_word_embeddings": (True, False),
+    "quantization_config": (None,),
+}
+
+
+def xlnet_shape(config: Config) -> XLNetShape:
+    """Read an XLNet config; ValueError names the first field that is missing, wrong, or asks for what is not built."""
+    sizes = numbers(config, {key: key for key in _SIZES}, "xlnet")
+    try:
+        demand(config, _BUILT)
+        shape = XLNetShape(
+            **sizes,
+            clamp_len=_number(config, "clamp_len", -1, int),
+            layer_norm_eps=_number(config, "layer_norm_eps", 1e-12, float),
+            ff_activation=config.get("ff_activation", "gelu"),
+            tie_word_embeddings=config.get("tie_word_embeddings", True),
+        )
+        if shape.d_model % shape.n_head or shape.d_model % 2 or config.get("d_head") not in {None, shape.d_head}:
+            raise ValueError(
+                f"it has d_model = {shape.d_model}, n_head = {shape.n_head}, d_head = {config.get('d_head')!r}; allowed: "
+                "an even d_model, n_head heads of which have a width of d_head"
+            )
+    except ValueError as error:
+        raise ValueError(f"model.path: config.json does not fit family 'xlnet': {error}") from None
+    return shape
+
+
+def _number(config: Config, key: str, default: Any, kind: type) -> Any:
+    value = config.get(key, default)
+    if not isinstance(value, int | kind) or isinstance(value, bool):
+        raise ValueError(f"it has {key} = {value!r}; allowed: {'whole ' if kind is int else ''}numbers")
+    return value
+
+
+def xlnet_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Name every tensor of an XLNet checkpoint, with its shape; a tied output layer is not one of them."""
+    shape = xlnet_shape(config)
+    width, inner, vocab = shape.d_model, shape.d_inner, shape.vocab_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.mask_emb": (1, 1, width),
+        "transformer.word_embedding.weight": (vocab, width),
+        "lm_loss.bias": (vocab,),
+    }
+    if not shape.tie_word_embeddings:
+        shapes["lm_loss.weight"] = (vocab, width)
+    for layer in range(shape.n_layer):
+        attention, feed = f"transformer.layer.{layer}.rel_attn.", f"transformer.layer.{layer}.ff."
+        shapes |= {attention + name: (width, shape.n_head, shape.d_head) for name in ("q", "k", "v", "o", "r")}
+        shapes |= {attention + name: (shape.n_head, shape.d_head) for name in ("r_w_bias", "r_r_bias")}
+        for norm in (attention, feed):
+            shapes |= {f"{norm}layer_norm.weight": (width,), f"{norm}layer_norm.bias": (width,)}
+        shapes |= {feed + "layer_1.weight": (inner, width), feed + "layer_1.bias": (inner,)}
+        shapes |= {feed + "layer_2.weight": (width, inner), feed + "layer_2.bias": (width,)}
+    return shapes
+
+
+def xlnet_optional(config: Config) -> set[str]:
+    """Name the tensors that a checkpoint may have besides."""
+    # Segments are not used by any-subset decoding; a tied output layer is usually not stored.
+    names = {"lm_loss.weight"}
+    for layer in range(xlnet_shape(config).n_layer):
+        names |= {f"transformer.layer.{layer}.rel_attn.{name}" for name in ("seg_embed", "r_s_bias")}
+    return names

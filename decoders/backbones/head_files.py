@@ -1,0 +1,85 @@
+"""The files of a draft head, without its network: their sizes, the decoder they serve, and the tensors they must hold.
+
+Imports no torch; decoders/backbones/heads.py loads the network. `draft_head.json` holds the sizes and the kind,
+`draft_head.safetensors` the weights. Legend: D = model width, H = hidden width of the head.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from safetensors import SafetensorError, safe_open
+
+CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
+MAX_DISTANCE: Final = 16
+MAX_UNSEEN: Final = 8
+
+HeadKind = Literal["assd", "specdiff"]
+"""The decoder that a head was trained for; heads of one kind would be worthless to the other."""
+
+
+def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
+    """The sizes of the heads in a folder, None where it has none.
+
+    Raises ValueError where only one of the two files is there, or they are of another kind.
+    """
+    path, weights = folder / CONFIG, folder / WEIGHTS
+    if not path.exists() and not weights.exists():
+        return None
+    if not (path.exists() and weights.exists()):
+        raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
+    sizes: dict[str, Any] = json.loads(path.read_text())
+    # The first heads were all of one kind, and their files don't name it.
+    found = sizes.pop("kind", "assd")
+    if found != kind:
+        raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
+    missing = {"width", "markov_hidden"} - sizes.keys()
+    unknown = sizes.keys() - {"width", "markov_hidden", "chain_hidden"}
+    if missing or unknown:
+        raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def check_files(folder: Path, kind: HeadKind) -> bool:
+    """Whether a folder has heads; ValueError, as `read_sizes`, and where the weights do not fit the sizes."""
+    sizes = read_sizes(folder, kind)
+    if sizes is None:
+        return False
+    path = folder / WEIGHTS
+    try:
+        with safe_open(path, framework="np") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"decoder.head: {path} is damaged or no safetensors file: {error}") from error
+    if found != head_shapes(sizes):
+        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}")
+    return True
+
+
+def head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
+    """The tensors of heads of these sizes."""
+    width, hidden = sizes["width"], sizes["markov_hidden"]
+    distances = (2 * MAX_DISTANCE + 1, width)
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov.distance_prev.weight": distances,
+        "markov.distance_before.weight": distances,
+        "markov.age.weight": (MAX_UNSEEN + 1, width),
+        **_network("markov", 3, width, hidden),
+    }
+    if "chain_hidden" in sizes:
+        shapes |= {"chain.distance.weight": distances, "chain.no_left": (width,), "chain.no_right": (width,)}
+        shapes |= _network("chain", 4, width, sizes["chain_hidden"])
+    return shapes
+
+
+def _network(name: str, inputs: int, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.norm.weight": (inputs * width,),
+        f"{name}.norm.bias": (inputs * width,),
+        f"{name}.up.weight": (hidden, inputs * width),
+        f"{name}.up.bias": (hidden,),
+        f"{name}.down.weight": (width, hidden),
+        f"{name}.down.bias": (width,),
+    }

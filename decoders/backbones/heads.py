@@ -1,0 +1,152 @@
+"""Draft heads: small networks that repair a proposal made without seeing the latest tokens.
+
+A query row of an any-subset model that was computed before some tokens were decided is *stale*; so is a masked-diffusion
+model's row of a mask once other masks before it have become tokens. A draft head moves its hidden state towards what a fresh
+row would have given, from the embeddings of the tokens it has not seen. Heads only shape the draft law q; the target law p
+never depends on them, so they cannot change any output law.
+
+Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
+`markov.*`, `chain.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
+
+Legend: R any leading shape, D = model width, H = hidden width of the head.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from decoders.backbones.head_files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
+
+__all__ = [
+    "MAX_DISTANCE",
+    "MAX_UNSEEN",
+    "ChainHead",
+    "DraftHeads",
+    "HeadKind",
+    "MarkovHead",
+    "distance_index",
+    "load_heads",
+]
+
+
+def distance_index(position: Tensor, other: Tensor) -> Tensor:
+    """Index of the clipped signed distance `position - other`, in [0, 2 * MAX_DISTANCE]."""
+    return (position - other).clamp(-MAX_DISTANCE, MAX_DISTANCE) + MAX_DISTANCE
+
+
+class MarkovHead(nn.Module):
+    """Corrects a stale row with the one or two tokens just before it in decoding order that it has not seen.
+
+    h' = h + MLP([h, e(prev) + distance, (e(before) + distance) where unseen, age]); the logits are the model's own tied
+    output layer applied to h'.
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.distance_prev = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.distance_before = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.age = nn.Embedding(MAX_UNSEEN + 1, width)
+        self.norm = nn.LayerNorm(3 * width)
+        self.up = nn.Linear(3 * width, hidden)
+        self.down = nn.Linear(hidden, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+        for table in (self.distance_prev, self.distance_before, self.age):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(
+        self,
+        hidden_RD: Tensor,
+        *,
+        prev_RD: Tensor,
+        prev_distance_R: Tensor,
+        before_RD: Tensor,
+        before_distance_R: Tensor,
+        num_unseen_R: Tensor,
+    ) -> Tensor:
+        """Return the corrected hidden states.
+
+        `prev_RD` embeds the token at the preceding rank, `before_RD` the one before that; `num_unseen_R` counts the
+        tokens decided or drafted between the row's context and the row. None are where a row only speaks for another model
+        than the target. The second token enters only where two or more are unseen. Distances are indices from
+        `distance_index(row position, token position)`.
+        """
+        prev = prev_RD + self.distance_prev(prev_distance_R)
+        before = before_RD + self.distance_before(before_distance_R)
+        before = torch.where((num_unseen_R >= 2).unsqueeze(-1), before, torch.zeros_like(before))
+        prev = prev + self.age(num_unseen_R.clamp(max=MAX_UNSEEN))
+        features = self.norm(torch.cat([hidden_RD, prev, before], dim=-1))
+        return hidden_RD + self.down(nn.functional.gelu(self.up(features)))
+
+
+class ChainHead(nn.Module):
+    """Rolls a recurrent state forward from the row that decided the last token, one draft at a time.
+
+    z' = z + MLP([z, e(prev) + distance, e(left neighbour) where known, e(right neighbour) where known]).
+    """
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.distance = nn.Embedding(2 * MAX_DISTANCE + 1, width)
+        self.no_left = nn.Parameter(torch.zeros(width))
+        self.no_right = nn.Parameter(torch.zeros(width))
+        self.norm = nn.LayerNorm(4 * width)
+        self.up = nn.Linear(4 * width, hidden)
+        self.down = nn.Linear(hidden, width)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+        nn.init.normal_(self.distance.weight, std=0.02)
+
+    def forward(
+        self,
+        state_RD: Tensor,
+        *,
+        prev_RD: Tensor,
+        distance_R: Tensor,
+        left_RD: Tensor,
+        has_left_R: Tensor,
+        right_RD: Tensor,
+        has_right_R: Tensor,
+    ) -> Tensor:
+        """Return the next state; `left`/`right` embed the tokens at position - 1 and position + 1 where decided or drafted."""
+        left = torch.where(has_left_R.unsqueeze(-1), left_RD, self.no_left)
+        right = torch.where(has_right_R.unsqueeze(-1), right_RD, self.no_right)
+        features = self.norm(torch.cat([state_RD, prev_RD + self.distance(distance_R), left, right], dim=-1))
+        return state_RD + self.down(nn.functional.gelu(self.up(features)))
+
+
+class DraftHeads(nn.Module):
+    """The heads that ship with one model: `markov` for stale and parallel rows, `chain` (or None) for `fused: chain`."""
+
+    def __init__(self, *, width: int, markov_hidden: int, chain_hidden: int | None = None) -> None:
+        super().__init__()
+        self.markov = MarkovHead(width, markov_hidden)
+        self.chain: ChainHead | None = None if chain_hidden is None else ChainHead(width, chain_hidden)
+
+    def sizes(self) -> dict[str, int]:
+        """What `draft_head.json` says of them: the arguments they are made with."""
+        width, markov_hidden = self.markov.down.out_features, self.markov.down.in_features
+        chain = {} if self.chain is None else {"chain_hidden": self.chain.down.in_features}
+        return {"width": width, "markov_hidden": markov_hidden, **chain}
+
+
+def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
+    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None where the folder has neither.
+
+    Which heads there are is the file's say. Raises ValueError where only one of the two files exists, the weights do not fit
+    the sizes, or the heads were trained for another decoder than `kind`.
+    """
+    sizes = read_sizes(folder, kind)
+    if sizes is None:
+        return None
+    heads, path = DraftHeads(**sizes), folder / WEIGHTS
+    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
+    try:
+        heads.load_state_dict(weights, strict=True)
+    except RuntimeError as error:
+        raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}: {error}") from error
+    return heads.eval()

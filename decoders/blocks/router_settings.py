@@ -1,0 +1,128 @@
+"""Settings of S2D2's routing: whether a drafted span is verified, and what its acceptance is expected to be.
+
+    decoder:
+      kind: s2d2
+      router: {kind: hysteresis, on: 1.0, off: -5.0}
+      estimator: {kind: entropy, beta: 1.0}
+      cost: {kind: dynamic, c: 1.0}
+
+Pure pydantic, without torch. Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2,
+2026); the thresholds compare as in its public code (decoders/blocks/routers.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.common_settings import Settings
+
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+_Bins = Annotated[int, Field(ge=1, le=64)]
+
+
+# ---- routers ---------------------------------------------------------------------------------------------------------
+
+
+class MinSpan(Settings):
+    """Verify a span of at least `span` tokens; 1 is always."""
+
+    kind: Literal["min_span"]
+    span: int = Field(default=1, ge=1, le=2**20)
+
+
+class Score(Settings):
+    """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
+
+    kind: Literal["score"]
+    tau: _Number = 0.0
+
+
+class Hysteresis(Settings):
+    """Begin to verify above the score `on`, go on until one is below `off`; a sample begins without."""
+
+    kind: Literal["hysteresis"]
+    on: _Number = 0.0
+    off: _Number = -1.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Hysteresis:
+        if self.off >= self.on:
+            raise ValueError(f"decoder.router.off: {self.off:g} is not below on = {self.on:g}; allowed: below on")
+        return self
+
+
+class Bandit(Settings):
+    """Learn within each sample what pays (UCB), apart for spans, progress and entropies of so many bins each.
+
+    `beta` weighs the bonus of what was tried less often. `entropy_of` says whose mean entropy is looked at: the span's, or that
+    of all masks of the block.
+    """
+
+    kind: Literal["bandit"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    span_bins: _Bins = 2
+    progress_bins: _Bins = 2
+    entropy_bins: _Bins = 2
+    entropy_of: Literal["span", "masks"] = "span"
+
+
+Router = Annotated[MinSpan | Score | Hysteresis | Bandit, Field(discriminator="kind")]
+
+
+# ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
+
+
+class Entropy(Settings):
+    """exp(-beta H / log V), with the entropy H of the draft's law."""
+
+    kind: Literal["entropy"]
+    beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Margin(Settings):
+    """1 where the best token leads the second by more than `tau`, else 0."""
+
+    kind: Literal["margin"]
+    tau: float = Field(default=0.05, ge=0.0, le=1.0, allow_inf_nan=False)
+
+
+class LinearMargin(Settings):
+    """The best token's lead over the second times `coefficient`, at most 1."""
+
+    kind: Literal["linear_margin"]
+    coefficient: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Confidence(Settings):
+    """The drafted token's probability to the `power`."""
+
+    kind: Literal["confidence"]
+    power: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+
+
+class Renyi(Settings):
+    """The sum of the squared probabilities: that two draws agree."""
+
+    kind: Literal["renyi"]
+
+
+class HardEntropy(Settings):
+    """1 where H / log V is below `tau`, else 0."""
+
+    kind: Literal["hard_entropy"]
+    tau: float = Field(default=0.5, ge=0.0, allow_inf_nan=False)
+
+
+Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | HardEntropy, Field(discriminator="kind")]
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+class Cost(Settings):
+    """What a verification has to gain: `c` tokens (static), or `c` for each that would be revealed without it (dynamic)."""
+
+    kind: Literal["static", "dynamic"] = "static"
+    c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)

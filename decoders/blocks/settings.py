@@ -1,0 +1,97 @@
+"""Settings of the decoders of block-diffusion models: how a block is denoised, and how S2D2 verifies what it drafts.
+
+Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), S2D2, and
+Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.blocks.router_settings import Cost, Entropy, Estimator, MinSpan, Router
+from decoders.common_settings import Settings
+
+_Count = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class BlockSettings(Settings):
+    """What the decoders of block-diffusion models share.
+
+    Blocks of `block_size` positions (null: what the model was trained with) are finished one after the other. Each has `steps`
+    denoising steps (null: one a position) that reveal equally many masks, the first ones one more where that does not come out
+    even. `schedule` says which: the surest (`static`); all that are surer than `tau` where those are at least as many
+    (`dynamic`); the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most
+    `tau` nats (`entropy`, which knows no steps). With `sub_block` each block is denoised in parts of so many positions, from left
+    to right. With `tau_edit` a revealed token is replaced where another is surer than that, in up to `post_steps` more steps
+    once no mask is left. With `causal_cache` what is finished sees only what is left of it, as in a causal model. With `fused` no
+    forward is spent on the prompt or on a finished block alone: they go with the draft of the block behind them.
+    """
+
+    block_size: _Count | None = None
+    schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
+    steps: _Count | None = None
+    tau: float = Field(default=0.9, ge=0.0, allow_inf_nan=False)
+    sub_block: _Count | None = None
+    tau_edit: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    post_steps: int = Field(default=16, ge=0, le=2**20)
+    causal_cache: bool = False
+    fused: bool = False
+
+    @property
+    def drafts_in_verifications(self) -> bool:
+        """Whether verifications also draft, so that no block is drafted apart."""
+        return False
+
+    @model_validator(mode="after")
+    def _whole_sub_blocks(self) -> BlockSettings:
+        if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
+            raise ValueError(
+                f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
+            )
+        return self
+
+
+class BlockDiffusion(BlockSettings):
+    """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); one token a step, or lossy."""
+
+    kind: Literal["block_diffusion"]
+
+
+class S2d2(BlockSettings):
+    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so.
+
+    `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
+    decided front of the block causally (equation 4). `paper_compat` does what the public code does at temperature 0: it accepts
+    by the ratio of the untempered laws, and draws what it recovers. `fused` also drafts in the verifications, where every span is
+    verified over a causal cache, without sub-blocks, editing and paper_compat.
+    """
+
+    kind: Literal["s2d2"]
+    router: Router = MinSpan(kind="min_span")
+    estimator: Estimator = Entropy(kind="entropy")
+    cost: Cost = Cost()
+    temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    causal_draft: bool = False
+    paper_compat: bool = False
+
+    @property
+    def verifies_always(self) -> bool:
+        """Whether every token comes out of a verification."""
+        return isinstance(self.router, MinSpan) and self.router.span == 1
+
+    @property
+    def drafts_in_verifications(self) -> bool:
+        """Whether a verification can draft too: where no schedule reveals anything, and what it leaves in the cache is right."""
+        parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
+        return self.fused and self.causal_cache and self.verifies_always and not parts
+
+    def check_temper(self, acceptance: str, temperature: float) -> None:
+        """Raise ValueError where `temper` is set but no ratio of laws is looked at."""
+        by_ratio = self.paper_compat if temperature == 0.0 else acceptance == "rejection"
+        if self.temper != 1.0 and not by_ratio:
+            raise ValueError(
+                f"decoder.temper: {self.temper:g} is the power of a ratio, which sampling.acceptance 'rejection' looks at "
+                "above temperature 0, and paper_compat at it; allowed without: 1"
+            )

@@ -1,0 +1,94 @@
+"""How a verification judges drafted tokens: by the target's own tokens, or by the ratio of laws.
+
+p is the law of the verification, q that of the draft. Coupled, and at temperature 0: a draft passes where it is the token that
+p says by the position's own noise, which is what is committed. By ratio: a draft passes with probability min(1, (p/q)^temper),
+and what replaces a refused one is drawn from the positive part of p - q, or from p where that has no mass. Whether a draft
+counts, all to its left having passed, is the caller's business. Knows nothing of phases and of models.
+
+Source: S2D2 (2026), Algorithm 3; Leviathan et al., 2023. Legend: R drafts, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decoders.blocks.draws import Draws, plain_log_p
+from decoders.draws import noise
+from decoders.draws.sampling import residual
+
+ToLogits = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspects:
+    """Drafts under judgement: where they stand, how sure the draft was of each, the verification's row that speaks for it."""
+
+    slots_R: Tensor
+    positions_R: Tensor
+    tokens_R: Tensor
+    sure_R: Tensor
+    hidden_RD: Tensor
+
+    def part(self, keep: slice | Tensor) -> Suspects:
+        """Some of them."""
+        return Suspects(*(getattr(self, name)[keep] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which drafts pass; what is committed if all to the left passed, and its log-probability under the model itself, [R] each.
+
+    Judged by ratio, the token of a draft that fails is still to be drawn.
+    """
+
+    passed_R: Tensor
+    tokens_R: Tensor
+    log_p_R: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """One rule for all drafts of a decoder; `logits` gives suppressed logits, `chunks` cuts rows into parts that fit memory."""
+
+    draws: Draws
+    logits: ToLogits
+    chunks: Callable[[int], Iterator[slice]]
+    by_ratio: bool
+    temper: float
+
+    def judge(self, drafts: Suspects) -> Verdict:
+        """Judge every draft as if all to its left had passed."""
+        rule = self._by_ratio if self.by_ratio else self._by_token
+        parts = [rule(drafts.part(part)) for part in self.chunks(len(drafts.tokens_R))]
+        passed, tokens, log_p = (
+            torch.cat([getattr(part, name) for part in parts]) for name in ("passed_R", "tokens_R", "log_p_R")
+        )
+        return Verdict(passed, tokens, log_p)
+
+    def _by_token(self, drafts: Suspects) -> Verdict:
+        logits_RV = self.logits(drafts.hidden_RD)
+        law_RV = self.draws.law(logits_RV)
+        tokens_R = self.draws.draw(law_RV, drafts.slots_R, drafts.positions_R, noise.BONUS)
+        return Verdict(tokens_R == drafts.tokens_R, tokens_R, plain_log_p(logits_RV, tokens_R))
+
+    def _by_ratio(self, drafts: Suspects) -> Verdict:
+        logits_RV = self.logits(drafts.hidden_RD)
+        p_RV = self._law(logits_RV)
+        log_p_R = p_RV.gather(-1, drafts.tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        ratio_R = (self.temper * (log_p_R - drafts.sure_R.log())).exp()
+        passed_R = self.draws.accepting(drafts.slots_R, drafts.positions_R) < ratio_R
+        return Verdict(passed_R, drafts.tokens_R, plain_log_p(logits_RV, drafts.tokens_R))
+
+    def recover(self, refused: Suspects, q_hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw what replaces refused drafts, drafted in the rows `q_hidden_RD`; returns tokens and log-probabilities."""
+        logits_RV = self.logits(refused.hidden_RD)
+        mass_RV = residual(self._law(logits_RV), self.draws.law(self.logits(q_hidden_RD)))
+        tokens_R = self.draws.recover(mass_RV, refused.slots_R, refused.positions_R)
+        return tokens_R, plain_log_p(logits_RV, tokens_R)
+
+    def _law(self, logits_RV: Tensor) -> Tensor:
+        return self.draws.warm_law(logits_RV, self.draws.law(logits_RV))

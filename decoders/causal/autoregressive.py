@@ -1,0 +1,13 @@
+"""`autoregressive`: one token a forward, the baseline that every lossless decoder of causal models must equal."""
+
+from __future__ import annotations
+
+from decoders.causal.decoder import CausalDecoder
+from decoders.engine.state import Group
+
+
+class Autoregressive(CausalDecoder):
+    """The first forward runs the prompt and gives the first token; NFE equals the number of generated tokens."""
+
+    def _advance(self, group: Group) -> None:
+        self._advance_by_one(group)

@@ -1,0 +1,77 @@
+"""Log-probabilities of given tokens under a causal model: one forward a sample, nothing is generated.
+
+    column      0 .. from-2 | from-1 .. length-2 | length-1
+    its row     not asked   | scores column + 1  | not run
+    holds       given       | given              | the last scored token
+
+The law is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
+Legend: B slots, T rows of a slot, R scored rows, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decoders.backbones.base import TokenBackbone
+from decoders.base import ModelInfo, Outcome, Request
+from decoders.causal.decoder import rows_between
+from decoders.engine.slots import SlotDecoder
+from decoders.engine.state import Group, Resident
+from decoders.settings import Sampling
+
+
+class Scorer(SlotDecoder):
+    """Scores canvases without holes from their `score_from` on; see decoders.base.Decoder."""
+
+    backbone: TokenBackbone
+
+    def __init__(self, backbone: TokenBackbone, info: ModelInfo, *, max_rows: int, max_tokens: int) -> None:
+        super().__init__(backbone, info, Sampling(), max_rows=max_rows, max_tokens=max_tokens)
+        self._scores: dict[int, NDArray[np.float32]] = {}
+
+    def _needs_slot(self, request: Request) -> bool:
+        """Every request takes one forward, though nothing is to be filled."""
+        return True
+
+    def _start(self, slot: int, request: Request) -> None:
+        first = request.score_from
+        if first is None or not 1 <= first < len(request.canvas) or bool((request.canvas < 0).any()):
+            raise ValueError("a text to score has no holes, and a token in front of the first one that is scored")
+        super()._start(slot, request)
+        self.state.prompt_S[slot] = self.state.decided_S[slot] = first
+
+    def _advance(self, group: Group) -> None:
+        state, slots_B = self.state, group.index_B
+        first_B, length_B = state.decided_S[slots_B], state.length_S[slots_B]
+        rows = rows_between(state, slots_B, torch.zeros_like(length_B), length_B - 1)
+        hidden_BTD = self.counting.forward(rows, group.slots)
+        asked_BT = rows.valid_BT & (rows.columns_BT + 1 >= first_B.unsqueeze(1))
+        next_BT = state.tokens_SW[slots_B].gather(1, rows.columns_BT + 1)
+        scores = self._scores_of(hidden_BTD[asked_BT], next_BT[asked_BT]).split((length_B - first_B).tolist())
+        for slot, scores_R in zip(group.slots, scores, strict=True):
+            self._scores[slot] = scores_R.to("cpu", torch.float32).numpy()
+            state.logprob_S[slot] = scores_R.sum()
+        state.decided_S[slots_B] = length_B
+        self.stats.committed += len(next_BT[asked_BT])
+
+    def _scores_of(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
+        """Each token's log-probability, float64 [R], in parts whose logits fit into memory."""
+        return torch.cat([self._part(hidden_RD[part], tokens_R[part]) for part in self._parts(len(hidden_RD))])
+
+    def _part(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
+        law_RV = self._logits(hidden_RD).to(self.law_dtype).log_softmax(-1)
+        return law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+
+    def _outcome(self, slot: int, resident: Resident) -> Outcome:
+        outcome = super()._outcome(slot, resident)
+        scores = self._scores.pop(slot)
+        outcome.token_logprobs = scores if outcome.error_kind is None else None
+        return outcome
+
+    def clear(self) -> list[int]:
+        """Free every slot; returns the indices of the requests that were inside."""
+        self._scores.clear()
+        return super().clear()

@@ -1,0 +1,64 @@
+"""`specdiff`: speculative decoding with a masked-diffusion model as the drafter.
+
+The loop is that of `speculative`, the drafts are those of diffusion_drafter.py: many in few forwards, since a diffusion model
+fills all masks at once. So drafts are long, and what they cost depends on the steps rather than on their number. With a draft
+head they are drawn one after the other, each from a law that knows those before it.
+
+Source: Christopher et al., "Speculative Diffusion Decoding" (2025).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.heads import DraftHeads
+from decoders.base import ModelInfo
+from decoders.causal.diffusion_drafter import DiffusionDrafter, Revealing
+from decoders.causal.speculative import DraftAndVerify
+from decoders.engine.budget import DraftBudget
+from decoders.engine.cost import CostTable
+from decoders.fit import check_window
+from decoders.settings import SpecDiff as SpecDiffSettings
+
+MOST_AUTO: Final = 48
+"""The most drafts that `auto` gives to a slot; the paper's best are 30 to 45."""
+
+
+class SpecDiff(DraftAndVerify):
+    """`drafter` is the diffusion model, `drafter_info` what is known of it, `heads` (or None) its draft head.
+
+    ValueError where its window can't be full.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: SpecDiffSettings,
+        drafter: TokenBackbone | None = None,
+        drafter_info: ModelInfo | None = None,
+        heads: DraftHeads | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, asked=settings.gamma, most_auto=MOST_AUTO, **kwargs)
+        assert drafter is not None and drafter_info is not None, "decoder.drafter names a model, but none was loaded"
+        check_window(settings, drafter_info)
+        open_ended = settings.gamma == "auto"
+        revealing = Revealing(settings.steps, None if open_ended else self.k, settings.order)
+        costs, drawing = (CostTable(), CostTable()) if open_ended else (None, None)
+        self.drafter = DiffusionDrafter(
+            drafter,
+            drafter_info,
+            self.state,
+            self._draw_draft,
+            revealing=revealing,
+            full=settings.window == "full",
+            vocab_size=self.info.vocab_size,
+            keep_laws=not self.acceptance.coupled,
+            head=None if heads is None else heads.markov,
+            costs=costs,
+            drawing=drawing,
+        )
+        if open_ended:
+            forwards = revealing.forwards(self.k)
+            self.budget = DraftBudget(self.state, self.k, drafter=costs, draft_forwards=forwards, drawing=drawing)

@@ -1,0 +1,68 @@
+"""A sample's key, and the noise that a planner draws with it: decoders/draws/noise.py on the host, without torch.
+
+The numbers are the same ones (tests/decoders/draws/test_noise.py): Philox4x32-10 in wrapping uint64 arithmetic of numpy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Purposes keep the streams of one sample apart; their numbers are part of every result and never change.
+TARGET: Final = 0
+DRAFT: Final = 1
+ACCEPT: Final = 2
+RESIDUAL: Final = 3
+BONUS: Final = 4
+ORDER: Final = 5
+JACOBI: Final = 6
+MASK: Final = 7
+
+MASK32: Final = 0xFFFFFFFF
+MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
+WEYL: Final = (0x9E3779B9, 0xBB67AE85)
+ROUNDS: Final = 10
+
+
+def sample_key(job_seed: int, sample_id: str) -> int:
+    """Return the 64-bit key of a sample: blake2b of the seed (8 bytes, little endian) followed by the id in UTF-8.
+
+    Raises ValueError where the seed does not fit a signed 64-bit integer.
+    """
+    if not -(2**63) <= job_seed < 2**63:
+        raise ValueError(f"seed: {job_seed} does not fit 64 bits; allowed: -2**63 .. 2**63 - 1")
+    payload = job_seed.to_bytes(8, "little", signed=True) + sample_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+
+
+def hole_key(key: int, hole: int) -> int:
+    """Return the key of one hole of a sample whose holes are decoded one after the other: the first has the sample's own.
+
+    For the others it is blake2b of the key and the hole's number (8 bytes each, little endian).
+    """
+    if hole == 0:
+        return key
+    payload = key.to_bytes(8, "little") + hole.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
+
+
+def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
+    """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
+    where = np.ascontiguousarray(positions, dtype=np.int64).astype(np.uint64)
+    word_0, word_1, word_2, word_3 = (
+        np.zeros_like(where), where & np.uint64(MASK32), np.full_like(where, purpose), np.full_like(where, draw)
+    )  # fmt: skip
+    low, high = key & MASK32, key >> 32
+    for _ in range(ROUNDS):
+        product_0, product_1 = word_0 * np.uint64(MULTIPLIERS[0]), word_2 * np.uint64(MULTIPLIERS[1])
+        word_0, word_2 = _high(product_1) ^ word_1 ^ np.uint64(low), _high(product_0) ^ word_3 ^ np.uint64(high)
+        word_1, word_3 = product_1 & np.uint64(MASK32), product_0 & np.uint64(MASK32)
+        low, high = (low + WEYL[0]) & MASK32, (high + WEYL[1]) & MASK32
+    return (word_0.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def _high(product: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return product >> np.uint64(32)

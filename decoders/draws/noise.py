@@ -1,0 +1,108 @@
+"""The noise field: every random number of a sample is a pure function of its key and of what the number is for.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in wrapping int64 tensor arithmetic, so
+that the same integers come out on every device. The counter is (token // 4, position, purpose, draw); one block of four
+32-bit words serves four neighbouring token ids. Knows nothing of models or slots.
+
+Legend: R rows, V vocabulary, Q = V / 4 blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from decoders.draws.keys import (
+    ACCEPT,
+    BONUS,
+    DRAFT,
+    JACOBI,
+    MASK,
+    MASK32,
+    MULTIPLIERS,
+    ORDER,
+    RESIDUAL,
+    ROUNDS,
+    TARGET,
+    WEYL,
+    sample_key,
+    uniforms,
+)
+
+__all__ = [
+    "ACCEPT", "BONUS", "DRAFT", "JACOBI", "MASK", "ORDER", "RESIDUAL", "TARGET",
+    "gumbel_rows", "key_words", "philox", "sample_key", "uniform_rows", "uniforms",
+]  # fmt: skip
+
+_BLOCK: Final = 4
+# Rows x blocks worked on at once: on a CPU small enough that the ten rounds stay in the second-level cache, on a GPU few
+# enough that their words, 64 bits each and several times over, take half a GiB.
+_CHUNK_BLOCKS: Final = 1 << 16
+_GPU_CHUNK_BLOCKS: Final = 1 << 22
+
+
+def key_words(keys: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """Split 64-bit keys into int64 [R, 2] of (low, high) 32-bit words."""
+    return torch.tensor([[key & MASK32, key >> 32] for key in keys], dtype=torch.int64, device=device).reshape(-1, 2)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Return the four 32-bit output words (as int64) of Philox4x32-10; counters broadcast, and keys to them.
+
+    Only the words that are multiplied next must be clean: of an int64 product, which wraps but has the 64 bits of the unsigned
+    one, the high half is masked after the round's exclusive ors, and the low half not before the last round is over.
+    """
+    word_0, word_1, word_2, word_3 = counter
+    key_0, key_1 = key
+    for _ in range(ROUNDS):
+        product_0, product_1 = word_0 * MULTIPLIERS[0], word_2 * MULTIPLIERS[1]
+        word_0 = _mixed(product_1 >> 32, word_1, key_0)
+        word_2 = _mixed(product_0 >> 32, word_3, key_1)
+        word_1, word_3 = product_1, product_0
+        key_0, key_1 = (key_0 + WEYL[0]) & MASK32, (key_1 + WEYL[1]) & MASK32
+    return word_0, word_1 & MASK32, word_2, word_3 & MASK32
+
+
+def _mixed(high: Tensor, word: Tensor, key: Tensor) -> Tensor:
+    """(high ^ word ^ key), masked; keys must broadcast to counters, since the last two steps work in place."""
+    return (high ^ word).bitwise_xor_(key).bitwise_and_(MASK32)
+
+
+def _words(keys_R2: Tensor, positions_R: Tensor, blocks_RQ: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+    position, draw = positions_R.to(torch.int64).unsqueeze(1), draws_R.to(torch.int64).unsqueeze(1)
+    counter = (blocks_RQ, position, torch.full_like(position, purpose), draw)
+    words = philox(counter, (keys_R2[:, :1], keys_R2[:, 1:]))
+    return torch.stack(torch.broadcast_tensors(*words), dim=-1)
+
+
+def _to_uniform(words: Tensor) -> Tensor:
+    # Half a step away from both ends: in float64 this is never 0 or 1.
+    return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Tensor) -> Tensor:
+    """Return one uniform in (0, 1) a row (token 0 of the field), float64 [R]."""
+    blocks = torch.zeros(keys_R2.shape[0], 1, dtype=torch.int64, device=keys_R2.device)
+    return _to_uniform(_words(keys_R2, positions_R, blocks, purpose, draws_R)[:, 0, 0])
+
+
+def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpose: int = TARGET) -> Tensor:
+    """Return the Gumbel noise of every token at each row's position, float32 [R, V]."""
+    num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
+    noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=keys_R2.device)
+    blocks = torch.arange(num_blocks, dtype=torch.int64, device=keys_R2.device).unsqueeze(0)
+    chunk = _CHUNK_BLOCKS if keys_R2.device.type == "cpu" else _GPU_CHUNK_BLOCKS
+    rows_at_once = max(1, chunk // num_blocks)
+    for start in range(0, num_rows, rows_at_once):
+        part = slice(start, start + rows_at_once)
+        draws = torch.zeros_like(positions_R[part])
+        words = _words(keys_R2[part], positions_R[part], blocks, purpose, draws).flatten(1)[:, :vocab_size]
+        noise[part] = _gumbel(_to_uniform(words))
+    return noise
+
+
+def _gumbel(uniforms: Tensor) -> Tensor:
+    # Close to one the inner logarithm needs float64; its result is at least 1e-10 and needs no more than float32.
+    return uniforms.log_().neg_().to(torch.float32).log_().neg_()

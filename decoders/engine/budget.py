@@ -1,0 +1,264 @@
+"""How many tokens to draft: as many as the tokens they may win are worth, given what a forward costs. `k: auto`.
+
+Each slot may take e = 0 .. most drafts in its next iteration. An iteration wins 1 + S_1 + .. + S_e tokens, where S_j is the
+probability that the first j drafts all come true, and takes `forwards[e]` forwards of the target with `rows[e]` rows in all.
+All slots share each forward, so the choice is made for all of them at once. At a price of so many tokens a row, every slot takes
+the e that wins most beyond its rows' price; of the allocations that a ladder of prices gives, the one with most tokens per
+second by the cost table is taken. A drafting model costs one forward more for each draft position that any slot wants.
+
+With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so that is refused
+(settings.check_acceptance). The costs are those of the run (cost.py), the probabilities those of its acceptances: nothing is
+known beforehand, so some of the first steps try a little, no choice is more than twice as large as what was met before, and
+drafting that does not pay is tried again now and then, by few slots and more and more rarely. Whatever the estimates say, nothing
+is tried while more has been lost on trying than a small share of the time (ledger.py).
+
+Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
+Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths, L prices, C allocations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decoders.engine.cost import Cost, CostTable
+from decoders.engine.ledger import Ledger
+from decoders.engine.offers import Offers, lines_a_slot
+from decoders.engine.state import SlotState
+from decoders.engine.survival import Survival
+
+Numbers = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+MOST_AUTO: Final = 16
+"""The most drafts that `auto` gives to a slot."""
+# The first steps: drafts for a slot, and one in how many slots gets them; without any in between, for comparison.
+_TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
+# While drafting: every so many steps one without, so that its cost stays known.
+_PAUSE_EVERY: Final = 128
+# While not drafting: after so many steps some slots try, and after twice as many each time that it does not pay.
+_PROBE_AFTER, _PROBE_AT_MOST = 16, 1024
+_PROBE_DRAFTS: Final = 2
+# How many slots try, and how many tries make an answer.
+_EVIDENCE: Final = 8
+# What drafting must win over not drafting, to be worth trusting estimates.
+_MARGIN: Final = 1.1
+# What is tried in full when it is time to try again.
+_NEARLY: Final = 0.9
+# Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
+_TRY_EVERY: Final = 8
+# Prices of a row, in tokens: from nearly nothing to what no draft is worth.
+_PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
+# Where allocations are cut: each depth costs a forward of the drafter.
+_DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
+
+
+class DraftBudget:
+    """Chooses how many drafts each slot gets; see the module's docstring.
+
+    `rows` and `forwards` say what an iteration with e = 0 .. K drafts takes of the target; by default 1 + e rows in one forward.
+    `drafter` times the forwards of a drafting model; None where drafts come for nothing. Its `draft_forwards` for
+    e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
+    `drawing` times what the drafts take besides forwards, where they are drawn one after the other outside of the timed part of
+    a step (`drafted` is for those within): by their number in the longest draft, and by all of them in place of keys.
+
+    Each step: `plan` before drafting, then `timed` with what the step took, and `learn` for the iterations that ended.
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        most: int = MOST_AUTO,
+        *,
+        rows: Sequence[int] | None = None,
+        forwards: Sequence[int] | None = None,
+        drafter: CostTable | None = None,
+        draft_forwards: Sequence[int] | None = None,
+        drawing: CostTable | None = None,
+    ) -> None:
+        self.most, self.target, self.drafter = most, CostTable(), drafter
+        self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
+        self._drawing = drawing or CostTable()
+        self.survival = Survival(state, most)
+        # Where a slot's rows are its drafts and one more, a forward's attention is as wide as they are ragged.
+        self._ragged, self._lines = rows is None, 1.0
+        self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
+        self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
+        assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
+        self._priced_rows, self._num_planned = 1.0, 0
+        self._rate, self._drafted_s = 0.0, 0.0
+        self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
+        self._num_probes, self._num_tries = 0, 0
+        self._ledger, self._plain_s, self._num_slots = Ledger(), 0.0, 1
+        self._fresh, self._joined, self._drafting = False, False, False
+
+    def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
+        """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
+        self._num_tries += int((tried_B > 0).sum())
+        # The first token of a prompt's own forward is not its drafts' doing: that forward is never timed.
+        self._ledger.win(int(gained_B.sum()) + (0 if self._fresh else len(slots_B)))
+        self.survival.learn(slots_B, tried_B, gained_B)
+
+    def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
+        """A step with one forward of the target took so long; what was `drafted` in it is taken off."""
+        self._ledger.spend(seconds)
+        self.target.observe(tokens, round(kv_tokens * self._lines), max(seconds - self._drafted_s, 0.0))
+        self._drafted_s = 0.0
+
+    def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
+        """Within a step that will be `timed`, to draw so many drafts one after the other for so many slots took so long."""
+        self._drawing.observe(num_drafts, num_drafts * num_slots, seconds)
+        self._drafted_s += seconds
+
+    def spent(self, seconds: float) -> None:
+        """Drafting took so long, outside of what is `timed`."""
+        self._ledger.spend(seconds)
+
+    def open(self, *, fresh: bool) -> bool:
+        """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
+        return not self._resting or (not fresh and self._num_planned >= self._next_probe and self._may_try())
+
+    def pass_by(self) -> None:
+        """A step went by in which nobody looked for drafts."""
+        self._begin_step(fresh=False, joined=False)
+        self._num_planned += self._resting
+
+    def _begin_step(self, *, fresh: bool, joined: bool) -> None:
+        """Settle the step before, which is over."""
+        if self._joined:
+            self._ledger.drop()
+        else:
+            self._ledger.close(drafting=self._drafting, plain_step_s=self._plain_s, num_slots=self._num_slots)
+        self._fresh, self._joined, self._drafting, self._lines = fresh, joined, False, 1.0
+
+    def _may_try(self) -> bool:
+        return self._ledger.allows(self._plain_s)
+
+    def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Tensor:
+        """Return how many drafts each slot gets, at most `most_B`, int64 [B].
+
+        `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
+        judged by the rate of the other steps, since the prompts have to be read anyway. `joined` says that some slots' prompts
+        are in it, so that what it takes says nothing about its drafts.
+        """
+        self._begin_step(fresh=fresh, joined=joined)
+        most = most_B.clamp(max=self.most).cpu().numpy()
+        cost = self.target.cost()
+        if not fresh and cost is not None and most.any():
+            num_rows = self._slot_rows(len(most))[:, 0].sum(keepdims=True) / self._forwards_E[0]
+            self._plain_s, self._num_slots = float(cost.seconds(num_rows, kv_tokens)[0]), len(most)
+        counts = (self._plan_fresh if fresh else self._plan_regular)(slots_B, most, kv_tokens)
+        self._drafting = bool(counts.any())
+        if self._ragged and self._drafting:
+            self._lines = float(lines_a_slot(1 + counts[None])[0])
+        return torch.from_numpy(counts).to(most_B.device)
+
+    def _plan_fresh(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
+        offers = self._offers(slots_B, most, kv_tokens) if self._rate and not self._resting else None
+        return np.zeros_like(most) if offers is None else offers.worth(self._rate)
+
+    def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
+        if not most.any():
+            # Nothing to decide, and nothing to learn for those who wait.
+            self._num_planned += self._resting
+            return np.zeros_like(most)
+        number = self._num_planned
+        self._num_planned += 1
+        if self._resting and number < self._next_probe:
+            return np.zeros_like(most)
+        if not self._may_try():
+            return self._rest(most)
+        if number < len(_TRIALS):
+            return self._some(most, *_TRIALS[number])
+        offers = self._offers(slots_B, most, kv_tokens)
+        if offers is None:
+            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+        if self._resting:
+            return self._probe(most, offers)
+        if number % _PAUSE_EVERY == 0 and number - self._next_probe >= _PAUSE_EVERY:
+            self._wait = _PROBE_AFTER
+            return np.zeros_like(most)
+        counts, self._rate = offers.fastest(_MARGIN)
+        if not counts.any() or number % _TRY_EVERY == 0:
+            counts = offers.hopeful(self._rate, counts)
+        return counts if counts.any() else self._give_up(most)
+
+    def _give_up(self, most: Counts) -> Counts:
+        """Draft no more for a while, unless too little was tried to know."""
+        if self._num_tries < _EVIDENCE:
+            return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+        return self._rest(most)
+
+    def _rest(self, most: Counts) -> Counts:
+        self._resting, self._next_probe = True, self._num_planned + self._wait
+        return np.zeros_like(most)
+
+    def _probe(self, most: Counts, offers: Offers) -> Counts:
+        """After a rest: what nearly pays, in full; else let some slots draft a little."""
+        self._wait = min(2 * self._wait, _PROBE_AT_MOST)
+        self._resting, self._num_tries = False, 0
+        counts, _ = offers.fastest(_NEARLY)
+        return counts if counts.any() else self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
+
+    def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
+        """So many drafts for one in so many of the slots that can have any, others each time."""
+        self._num_probes += 1
+        turn = (np.cumsum(most > 0) + self._num_probes) % max(min(one_in, int((most > 0).sum())), 1)
+        return np.where(turn == 0, np.minimum(most, drafts), 0)
+
+    # ---- the allocation ------------------------------------------------------------------------------------------
+
+    def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Offers | None:
+        """The allocations to choose from; None while a cost is not known at all."""
+        cost = self.target.cost()
+        drafting = None if self.drafter is None else self.drafter.cost()
+        if cost is None or (self.drafter is not None and drafting is None):
+            return None
+        gain_BE = np.concatenate([np.ones((len(most), 1)), self.survival.probabilities(slots_B)], 1).cumsum(1)
+        gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf)
+        rows_BE, each_B = self._slot_rows(len(most)), np.arange(len(most))
+        choices_CB = self._ladder(gain_BE, rows_BE / self._priced_rows)
+        forwards_CB = self._forwards_E[choices_CB]
+        return Offers(
+            counts_CB=choices_CB,
+            gain_C=(gain_BE[each_B, choices_CB] / forwards_CB).sum(1),
+            rows_C=(rows_BE[each_B, choices_CB] / forwards_CB).sum(1),
+            drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens) + self._drawing_seconds(choices_CB),
+            cost=cost,
+            kv_C=kv_tokens * (lines_a_slot(1 + choices_CB) if self._ragged else np.ones(len(choices_CB))),
+        )
+
+    def _drafting_seconds(self, counts_CB: Counts, drafting: Cost | None, kv_tokens: int) -> Numbers:
+        """Seconds of drafting for each allocation, [C]: one draft position after the other, or all in each forward."""
+        if drafting is None:
+            return np.zeros(len(counts_CB))
+        fixed = drafting.base + drafting.per_kv_token * kv_tokens
+        if self._draft_forwards_E is not None:
+            whole_C: Numbers = fixed + drafting.per_token * counts_CB.sum(1)
+            return self._draft_forwards_E[counts_CB].max(1) * whole_C
+        seconds_C: Numbers = fixed * counts_CB.max(1) + drafting.per_token * counts_CB.sum(1)
+        return seconds_C
+
+    def _drawing_seconds(self, counts_CB: Counts) -> Numbers:
+        """Seconds of drawing for each allocation, [C], shared among the forwards of an iteration."""
+        drawing, depth_C = self._drawing.cost(), counts_CB.max(1)
+        if drawing is None:
+            return np.zeros(len(counts_CB))
+        seconds_C = drawing.seconds(depth_C.astype(np.float64), counts_CB.sum(1))
+        return np.where(depth_C > 0, seconds_C / self._forwards_E[counts_CB].max(1), 0.0)
+
+    def _slot_rows(self, num_slots: int) -> Numbers:
+        """The rows that e = 0 .. K drafts take of each slot, [B, E]."""
+        return np.broadcast_to(self._rows_E, (num_slots, len(self._rows_E)))
+
+    def _ladder(self, gain_BE: Numbers, rows_BE: Numbers) -> Counts:
+        """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""
+        value_LBE = (gain_BE - _PRICES[:, None, None] * rows_BE) / self._forwards_E
+        depths_D = _DEPTHS[self.most >= _DEPTHS]
+        choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
+        return choices_LDB.reshape(-1, len(gain_BE))

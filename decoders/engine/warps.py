@@ -1,0 +1,82 @@
+"""The sampling of every slot: the job's, or what a request has in its place (RowSettings). Knows no model and no acceptance.
+
+While all slots draw by the job's settings, laws and draws are computed with plain numbers. As soon as one has its own, they are
+computed with a column for each slot, in one piece for all rows; a row comes out the same to the bit either way.
+
+Legend: S slots, R flat rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from decoders.base import RowSettings
+from decoders.draws.sampling import log_law, log_laws, nucleus_draw
+from decoders.engine.state import SlotState
+from decoders.settings import Sampling
+
+
+class Warps:
+    """From logits to laws, and from laws to tokens, for all slots of a decoder.
+
+    A coupled draw needs the nucleus in few rows only: there it is found when a token is drawn, not with the law.
+    """
+
+    def __init__(self, state: SlotState, sampling: Sampling) -> None:
+        self._coupled = sampling.acceptance == "coupled"
+        self._job, self._top_p = sampling, sampling.top_p if self._coupled else None
+        self._warp = sampling.model_copy(update={"top_p": None}) if self._top_p else sampling
+        self._temperature_S, self._top_p_S = (state.column(dtype=torch.float64) for _ in range(2))
+        # The slots whose requests have settings of their own.
+        self._own: set[int] = set()
+
+    def start(self, slot: int, settings: RowSettings) -> None:
+        """A new sample begins in `slot`."""
+        job = self._job
+        temperature = job.temperature if settings.temperature is None else settings.temperature
+        top_p = (job.top_p or 1.0) if settings.top_p is None else settings.top_p
+        self._temperature_S[slot] = temperature
+        self._top_p_S[slot] = top_p if top_p < 1.0 else torch.inf
+        self._own.discard(slot)
+        if temperature != job.temperature or top_p != (job.top_p or 1.0):
+            self._own.add(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """A sample goes from one slot to another; the columns of the SlotState move by themselves."""
+        self._own.discard(target)
+        if source in self._own:
+            self._own.symmetric_difference_update((source, target))
+
+    def release(self, slot: int) -> None:
+        """A slot has become free."""
+        self._own.discard(slot)
+
+    def clear(self) -> None:
+        """All slots have become free."""
+        self._own.clear()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no slot needs any noise."""
+        return not self._own and self._job.temperature == 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether every law is the model's own, not changed by temperature or cuts."""
+        warp = self._warp
+        return not self._own and warp.temperature == 1.0 and warp.top_k is None and warp.top_p is None
+
+    def law(self, logits_RV: Tensor, slots_R: Tensor) -> Tensor:
+        """The log laws of suppressed logits, [R, V]; under coupled acceptance not yet cut to their nuclei."""
+        if not self._own:
+            return log_law(logits_RV, self._warp)
+        temperature_R1 = self._temperature_S[slots_R].unsqueeze(1)
+        top_p_R1 = None if self._coupled else self._top_p_S[slots_R].unsqueeze(1)
+        return log_laws(logits_RV, temperature_R1, top_k=self._job.top_k, top_p_R1=top_p_R1)
+
+    def draw(self, law_RV: Tensor, gumbel_RV: Tensor | None, slots_R: Tensor) -> Tensor:
+        """The token of each row by its noise, [R]; in slots of temperature 0, whose laws are one-hot, noise changes nothing."""
+        if not self._own:
+            return nucleus_draw(law_RV, gumbel_RV, self._top_p)
+        return nucleus_draw(law_RV, gumbel_RV, self._top_p_S[slots_R].unsqueeze(1) if self._coupled else None)

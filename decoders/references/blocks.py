@@ -1,0 +1,240 @@
+"""A plain reference of block diffusion and S2D2: one sample, no cache, every random choice made by a chooser (choosers.py).
+
+Written to be read beside the papers and to be enumerated: the batched decoders must give the same tokens and counts from the
+same noise, and the law of this very code is summed up exactly. Every forward runs the text from its beginning, and who sees
+whom is said row by row. Knows no routers but the minimum span, no editing and no stops.
+
+Sources: SDAR (Cheng et al., 2025); S2D2 (2026), Algorithm 3. Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.base import HOLE, ModelInfo
+from decoders.blocks.router_settings import MinSpan
+from decoders.blocks.settings import BlockSettings, S2d2
+from decoders.blocks.state import KINDS
+from decoders.draws.sampling import log_law
+from decoders.fit import block_size_of
+from decoders.references.choosers import Rule
+from decoders.settings import Sampling
+
+Row = tuple[int, int, int, frozenset[int]]
+"""(token, position, column, the other columns that it sees)."""
+
+
+class PlainBlocks:
+    """A block-diffusion model asked from scratch; what was asked before is remembered."""
+
+    def __init__(self, backbone: TokenBackbone, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
+        self.backbone, self.info, self.sampling, self.settings = backbone, info, sampling, settings
+        self.size = block_size_of(settings, info)
+        self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64)
+        self._known: dict[tuple[tuple[Row, ...], int], Tensor] = {}
+
+    def law(self, rows: Sequence[Row], column: int) -> Tensor:
+        """The log law that the row at `column` gives, warped; at temperature 0 the model's own, [V]."""
+        known = self._known.get((tuple(rows), column))
+        if known is None:
+            known = self._known[tuple(rows), column] = self._computed(rows, column)
+        return known
+
+    def _computed(self, rows: Sequence[Row], column: int) -> Tensor:
+        width = 1 + max(max(seen | {own}) for _, _, own, seen in rows)
+        self.backbone.allocate(1, width)
+        visible = torch.zeros(1, len(rows), width, dtype=torch.bool)
+        for index, (_, _, own, seen) in enumerate(rows):
+            visible[0, index, [own, *seen]] = True
+        tokens, positions, columns = (torch.tensor([[row[part] for row in rows]]) for part in range(3))
+        hidden = self.backbone.forward(
+            TokenRows(torch.tensor([0]), tokens, positions, columns, torch.ones_like(tokens, dtype=torch.bool), visible)
+        )
+        index = [row[2] for row in rows].index(column)
+        logits = self.backbone.logits(hidden[0, index : index + 1]).index_fill_(-1, self._suppressed, -torch.inf)
+        if self.sampling.temperature == 0.0:
+            return torch.log_softmax(logits.to(torch.float64), dim=-1)[0]
+        return log_law(logits, self.sampling)[0]
+
+    # ---- rows ----------------------------------------------------------------------------------------------------
+
+    def finished(self, tokens: Sequence[int], end: int) -> list[Row]:
+        """The rows of the blocks before `end`, as a cache holds them."""
+        size = 1 if self.settings.causal_cache else self.size
+        return [
+            (tokens[place], place, place, frozenset(range(min((place // size + 1) * size, end))))
+            for place in range(end)
+        ]
+
+    def drafting(self, canvas: Sequence[int], start: int, end: int) -> list[Row]:
+        """The rows of a draft of the block [start, end) behind those before it; HOLE is a mask."""
+        masks = [place for place in range(start, end) if canvas[place] == HOLE]
+        causal = isinstance(self.settings, S2d2) and self.settings.causal_draft
+        front = min(masks) if causal and masks else start
+        mask = self.info.mask_id
+        assert mask is not None
+        block = [
+            (
+                mask if canvas[place] == HOLE else canvas[place],
+                place,
+                place,
+                frozenset(range(place + 1 if place < front else end)),
+            )
+            for place in range(start, end)
+        ]
+        return [*self.finished(canvas, start), *block]
+
+    def verifying(self, canvas: Sequence[int], start: int, place: int) -> tuple[list[Row], int]:
+        """The rows that ask for the token at `place`, given all that is left of it, and the column of the one that says it."""
+        mask = self.info.mask_id
+        assert mask is not None
+        left = [(canvas[at], at, at, frozenset(range(at + 1))) for at in range(start, place)]
+        rows = [*self.finished(canvas, start), *left]
+        if self.info.shift and place > 0:
+            return rows, place - 1
+        return [*rows, (mask, place, place, frozenset(range(place + 1)))], place
+
+
+@dataclass(slots=True)
+class BlockTrail:
+    """What a reference decoder did: the whole canvas, forwards by kind, drafts judged and accepted."""
+
+    canvas: list[int]
+    nfe: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    proposed: int = 0
+    accepted: int = 0
+    drafts: int = 0
+
+
+def decode_blocks(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> BlockTrail:
+    """Denoise the canvas, a prompt and then holes, block after block; returns it whole, the cut-off tail included."""
+    info, size, length = model.info, model.size, len(canvas)
+    prompt, full = sum(token != HOLE for token in canvas), -(-length // size) * size
+    if info.max_length is not None:
+        full = max(min(full, info.max_length), length)
+    trail = BlockTrail([*canvas, *[HOLE] * (full - length)])
+    trail.nfe["prefill"] = int(prompt >= size)
+    start = prompt // size * size
+    while HOLE in trail.canvas[:length]:
+        if info.shift and start > 0 and trail.canvas[start] == HOLE:
+            law = model.law(model.finished(trail.canvas, start), start - 1)
+            trail.canvas[start] = rule.direct(law, start, trail.drafts)
+        _denoise(_Block(model, trail, rule, start, min(start + size, full)), length)
+        start += size
+        trail.nfe["commit"] += int(HOLE in trail.canvas[:length])
+    return trail
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block of a canvas under way."""
+
+    model: PlainBlocks
+    trail: BlockTrail
+    rule: Rule
+    start: int
+    end: int
+    laws: dict[int, Tensor] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+
+
+def _denoise(block: _Block, length: int) -> None:
+    """Step after step, part after part, until the block is done or all that was asked for is."""
+    canvas, start = block.trail.canvas, block.start
+    step, part, width = 0, -1, block.model.settings.sub_block or block.model.size
+    while HOLE in canvas[start : block.end] and HOLE in canvas[:length]:
+        number = (canvas.index(HOLE) - start) // width
+        step, part = (step + 1 if number == part else 0), number
+        places = range(start + number * width, min(start + (number + 1) * width, block.end))
+        _step(block, [place for place in places if canvas[place] == HOLE], step)
+
+
+def _step(block: _Block, masks: list[int], step: int) -> None:
+    """One draft of the block, and what comes of it; `masks` are those in question."""
+    model, trail = block.model, block.trail
+    trail.nfe["draft"] += 1
+    trail.drafts += 1
+    rows = model.drafting(trail.canvas, block.start, block.end)
+    block.laws = {place: model.law(rows, max(place - model.info.shift, 0)) for place in masks}
+    block.tokens = {place: block.rule.draft(block.laws[place], place, trail.drafts) for place in masks}
+    share = min(_share(model.settings, model.size, step), len(masks))
+    span = [place for place in masks if place - masks[0] == masks.index(place)]
+    decoded = _judge(block, span) if _verified(model.settings, len(span)) else 0
+    left = [place for place in masks if trail.canvas[place] == HOLE]
+    for place in _chosen(model.settings, left, block.laws, block.tokens, share - decoded):
+        trail.canvas[place] = block.tokens[place]
+
+
+def _verified(settings: BlockSettings, span: int) -> bool:
+    return isinstance(settings, S2d2) and isinstance(settings.router, MinSpan) and span >= settings.router.span
+
+
+def _share(settings: BlockSettings, size: int, step: int) -> int:
+    size = settings.sub_block or size
+    steps = min(settings.steps or size, size)
+    return size // steps + int(step < size % steps)
+
+
+def _judge(block: _Block, span: list[int]) -> int:
+    """Verify the span; returns how many tokens came of it."""
+    model, trail = block.model, block.trail
+    trail.nfe["verify"] += 1
+    trail.proposed += len(span)
+    for count, place in enumerate(span, 1):
+        p_law = model.law(*model.verifying(trail.canvas, block.start, place))
+        passed, token = block.rule.settle(p_law, block.laws[place], block.tokens[place], place, trail.drafts)
+        trail.canvas[place] = token
+        trail.accepted += passed
+        if not passed:
+            return count
+    return len(span)
+
+
+def _chosen(
+    settings: BlockSettings, masks: list[int], laws: dict[int, Tensor], tokens: dict[int, int], share: int
+) -> list[int]:
+    """The masks that the schedule reveals, at least `share` of them; none where that is less than one."""
+    if share < 1 or not masks:
+        return []
+    sure = {place: float(laws[place][tokens[place]].to(torch.float64).exp()) for place in masks}
+    surest = sorted(masks, key=lambda place: (-sure[place], place))
+    match settings.schedule:
+        case "sequential":
+            return masks[:share]
+        case "static":
+            return surest[:share]
+        case "dynamic":
+            above = [place for place in surest if sure[place] > settings.tau]
+            return above if len(above) >= share else surest[:share]
+    entropies = {place: _entropy(laws[place]) for place in masks}
+    calmest, spent = sorted(masks, key=lambda place: (entropies[place], place)), 0.0
+    chosen = list[int]()
+    for place in calmest:
+        if chosen and spent > settings.tau:
+            break
+        chosen.append(place)
+        spent += entropies[place]
+    return chosen
+
+
+def _entropy(law_V: Tensor) -> float:
+    return -sum(math.exp(value) * value for value in law_V.tolist() if value > -math.inf)
+
+
+def law_at_size_one(model: PlainBlocks, prompt: Sequence[int], length: int) -> Callable[[Sequence[int]], float]:
+    """The probability of each completion under the model at block size 1, with a causal cache."""
+
+    def probability(completion: Sequence[int]) -> float:
+        canvas, total = [*prompt, *completion], 0.0
+        for place in range(len(prompt), length):
+            rows, column = model.verifying(canvas, 0, place)
+            total += float(model.law(rows, column)[canvas[place]])
+        return math.exp(total)
+
+    return probability

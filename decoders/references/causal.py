@@ -1,0 +1,236 @@
+"""Plain references of the causal decoders: one sample, no cache, every random choice made by a chooser (choosers.py).
+
+Written to be read beside the papers and to be enumerated, as reference.py is for any-subset models: the batched decoders must
+give the same tokens and counts from the same noise, and the law of this very code is summed up exactly.
+
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: L positions, R rows, D width,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.heads import MarkovHead, distance_index
+from decoders.draws.sampling import log_law
+from decoders.references.any_subset import Trail
+from decoders.references.choosers import Rule
+from decoders.settings import Sampling
+
+Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
+"""(all tokens, rule, most drafts) -> (laws q, drafts)."""
+Stop = Callable[[list[int]], bool]
+"""Whether these generated tokens end the sample."""
+
+
+class PlainCausal:
+    """A causal model asked from scratch: every call recomputes all rows. One text at a time."""
+
+    def __init__(
+        self, backbone: TokenBackbone, *, length: int, sampling: Sampling, suppressed: Sequence[int] = ()
+    ) -> None:
+        self.backbone, self.length, self.sampling = backbone, length, sampling
+        self._suppressed = torch.tensor(list(suppressed), dtype=torch.int64)
+        backbone.allocate(1, length)
+
+    def law(self, tokens: Sequence[int]) -> Tensor:
+        """Return the warped log law of the token after `tokens`, [V]."""
+        columns = torch.arange(len(tokens)).unsqueeze(0)
+        rows = TokenRows(
+            slots_B=torch.tensor([0]),
+            tokens_BT=torch.tensor([list(tokens)]),
+            positions_BT=columns,
+            columns_BT=columns,
+            valid_BT=torch.ones_like(columns, dtype=torch.bool),
+            visible_BTW=torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().unsqueeze(0),
+        )
+        logits_1V = self.backbone.logits(self.backbone.forward(rows)[0, -1:])
+        return log_law(logits_1V.index_fill(-1, self._suppressed, -torch.inf), self.sampling)[0]
+
+
+def autoregressive(model: PlainCausal, prompt: Sequence[int], rule: Rule) -> Trail:
+    """One token a forward."""
+    trail = Trail(list(prompt))
+    while (n := len(trail.tokens)) < model.length:
+        trail.tokens.append(rule.direct(model.law(trail.tokens), n, n))
+        trail.nfe += 1
+        trail.close(drafts=0, accepted=0, committed=1)
+    return trail
+
+
+def speculative(
+    model: PlainCausal,
+    prompt: Sequence[int],
+    rule: Rule,
+    *,
+    k: int,
+    draft: Drafting,
+    stop: Stop = lambda generated: False,
+    calls: Callable[[int], int] = lambda drafts: drafts,
+) -> Trail:
+    """Draft, judge in one forward, commit what was accepted and the token after it; `calls` counts what drafting took."""
+    trail = Trail(list(prompt))
+    while (n := len(trail.tokens)) < model.length:
+        room = min(k, model.length - n - 1)
+        laws, drafts = draft(trail.tokens, rule, room) if room else ([], [])
+        trail.lookups += calls(len(drafts)) if room else 0
+        trail.nfe += 1
+        new, accepted = _judged(model, trail.tokens, rule, laws, drafts)
+        ends = next((cut for cut in range(1, len(new) + 1) if stop(trail.tokens[len(prompt) :] + new[:cut])), None)
+        new = new[:ends]
+        trail.tokens += new
+        proposed = len(drafts) if ends is None else min(len(drafts), ends)
+        trail.close(drafts=proposed, accepted=min(accepted, len(new)), committed=len(new))
+        if ends is not None:
+            break
+    return trail
+
+
+def _judged(
+    model: PlainCausal, tokens: list[int], rule: Rule, laws: list[Tensor], drafts: list[int]
+) -> tuple[list[int], int]:
+    """What a forward commits: accepted drafts, and the recovered token or the bonus."""
+    n, new = len(tokens), list[int]()
+    for q_V, draft in zip(laws, drafts, strict=True):
+        ok, token = rule.settle(model.law(tokens + new), q_V, draft, n + len(new), n)
+        new.append(token)
+        if not ok:
+            return new, len(new) - 1
+    new.append(rule.direct(model.law(tokens + new), n + len(new), n))
+    return new, len(drafts)
+
+
+def by_model(drafter: PlainCausal) -> Drafting:
+    """A smaller model drafts, one token after the other."""
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        laws, drafts = list[Tensor](), list[int]()
+        for _ in range(count):
+            laws.append(drafter.law(tokens + drafts))
+            drafts.append(rule.draft(laws[-1], len(tokens) + len(drafts), len(tokens)))
+        return laws, drafts
+
+    return draft
+
+
+class PlainMasked:
+    """A masked-diffusion model asked from scratch: all rows of a canvas see all of it. One canvas at a time."""
+
+    def __init__(
+        self,
+        backbone: TokenBackbone,
+        *,
+        mask_id: int,
+        sampling: Sampling,
+        suppressed: Sequence[int] = (),
+        shift: int = 0,
+        tail: int | None = None,
+    ) -> None:
+        self.backbone, self.mask_id, self.sampling, self._shift, self._tail = backbone, mask_id, sampling, shift, tail
+        self._suppressed = torch.tensor([*suppressed, mask_id], dtype=torch.int64)
+
+    def laws(self, canvas: Sequence[int]) -> Tensor:
+        """The warped log law of every position's token, [L, V]; with a `tail`, the canvas has masks up to that length."""
+        return self.laws_of(self.hidden(canvas))
+
+    def laws_of(self, hidden_RD: Tensor) -> Tensor:
+        """The warped log laws of the tokens that hidden states speak of, [R, V]."""
+        logits_RV = self.backbone.logits(hidden_RD)
+        return log_law(logits_RV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
+
+    def logits(self, canvas: Sequence[int]) -> Tensor:
+        """The raw logits of every position's token, [L, V], the mask's included."""
+        return self.backbone.logits(self.hidden(canvas))
+
+    def hidden(self, canvas: Sequence[int]) -> Tensor:
+        """The hidden state that speaks of every position's token, [L, D]."""
+        tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
+        columns = torch.arange(len(tokens)).unsqueeze(0)
+        self.backbone.allocate(1, len(tokens))
+        rows = TokenRows(
+            slots_B=torch.tensor([0]),
+            tokens_BT=torch.tensor([tokens]),
+            positions_BT=columns,
+            columns_BT=columns,
+            valid_BT=torch.ones_like(columns, dtype=torch.bool),
+            visible_BTW=torch.ones(1, len(tokens), len(tokens), dtype=torch.bool),
+        )
+        return self.backbone.forward(rows)[0].roll(self._shift, 0)
+
+    @torch.no_grad()
+    def corrected(self, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:
+        """The hidden state [1, D] of the position after `text`, of whose last tokens it has not seen so many."""
+        rank = len(text)
+        embedded_2D = self.backbone.embed(torch.tensor([text[max(rank - back, 0)] for back in (1, 2)]))
+        away_2 = distance_index(torch.tensor(rank), torch.tensor([rank - 1, max(rank - 2, 0)]))
+        corrected_1D: Tensor = head(
+            hidden_1D,
+            prev_RD=embedded_2D[:1],
+            prev_distance_R=away_2[:1],
+            before_RD=embedded_2D[1:],
+            before_distance_R=away_2[1:],
+            num_unseen_R=torch.tensor([num_unseen]),
+        )
+        return corrected_1D
+
+
+def by_diffusion(
+    drafter: PlainMasked,
+    *,
+    gamma: int,
+    steps: int,
+    arrange: Callable[[int, int], Sequence[int]] | None = None,
+    head: MarkovHead | None = None,
+) -> Drafting:
+    """A masked-diffusion model drafts in chunks of ceil(gamma / steps), left to right or as `arrange` (decided, count) says.
+
+    Left to right, a `head` may correct each row for the tokens before it, of which those of its own chunk are unseen.
+    """
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        order = range(count) if arrange is None else arrange(len(tokens), count)
+        chunk, n = -(-gamma // steps), len(tokens)
+        drafts, laws = [drafter.mask_id] * count, dict[int, Tensor]()
+        for first in range(0, count, chunk):
+            hidden_LD = drafter.hidden([*tokens, *drafts])
+            for place in order[first : first + chunk]:
+                row_1D = hidden_LD[n + place : n + place + 1]
+                if head is not None:
+                    row_1D = drafter.corrected(head, row_1D, [*tokens, *drafts[:place]], place - first)
+                laws[place] = drafter.laws_of(row_1D)[0, : drafter.mask_id]
+                drafts[place] = rule.draft(laws[place], n + place, n)
+        return [laws[place] for place in range(count)], drafts
+
+    return draft
+
+
+def by_lookup(vocab_size: int, *, max_n: int, min_n: int) -> Drafting:
+    """The text so far drafts; each draft is a point mass."""
+
+    def draft(tokens: list[int], rule: Rule, count: int) -> tuple[list[Tensor], list[int]]:
+        after = _last_match(tokens, max_n, min_n)
+        if after is None:
+            return [], []
+        text = list(tokens)
+        for _ in range(count):
+            text.append(text[after])
+            after += 1
+        drafts = text[len(tokens) :]
+        laws = [
+            torch.zeros(vocab_size, dtype=torch.float64).index_fill(0, torch.tensor([d]), 1.0).log() for d in drafts
+        ]
+        return laws, drafts
+
+    return draft
+
+
+def _last_match(tokens: list[int], max_n: int, min_n: int) -> int | None:
+    for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
+        for after in range(len(tokens) - 1, n - 1, -1):
+            if tokens[after - n : after] == tokens[len(tokens) - n :]:
+                return after
+    return None

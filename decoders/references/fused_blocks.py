@@ -1,0 +1,74 @@
+"""A plain reference of S2D2's fused rounds (s2d2_fused.py), beside block_reference.py: one sample, no cache, no stops.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from decoders.base import HOLE
+from decoders.references.blocks import BlockTrail, PlainBlocks
+from decoders.references.choosers import Rule
+
+Drafts = list[tuple[int, Tensor]]
+"""Tokens, and the laws that they were drawn from."""
+
+
+def decode_fused(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> BlockTrail:
+    """Complete the canvas, a prompt and then holes: every round judges the last one's drafts and makes the next ones."""
+    length, tokens = len(canvas), [token for token in canvas if token != HOLE]
+    trail, drafts = BlockTrail(list(canvas)), Drafts()
+    kind, guess = "prefill" if len(tokens) >= model.size else "draft", 0
+    while len(tokens) < length:
+        trail.nfe[kind] += 1
+        trail.drafts += 1
+        kind, fed = "verify", [*tokens, *(token for token, _ in drafts)]
+        new, accepted = _judged(model, tokens, drafts, rule, trail.drafts, length)
+        trail.proposed += len(drafts)
+        trail.accepted += accepted
+        guess, decided, tokens = min(guess, len(drafts)), len(tokens), [*tokens, *new]
+        last = min(len(tokens) + model.size, decided + guess + model.size + 1, length)
+        places = range(len(tokens), last)
+        known = fed[: decided + guess]
+        laws = [
+            _law(model, fed, place) if accepted < guess and place <= len(fed) else _ahead(model, known, place, length)
+            for place in places
+        ]
+        guess = accepted
+        drafts = [(rule.draft(law, at, trail.drafts), law) for at, law in zip(places, laws, strict=True)]
+    trail.canvas[:] = tokens
+    return trail
+
+
+def _judged(
+    model: PlainBlocks, tokens: list[int], drafts: Drafts, rule: Rule, when: int, length: int
+) -> tuple[list[int], int]:
+    """What a round commits, and how many drafts stand."""
+    new = list[int]()
+    for token, q_law in drafts:
+        place = len(tokens) + len(new)
+        passed, said = rule.settle(_law(model, [*tokens, *new], place), q_law, token, place, when)
+        new.append(said)
+        if not passed:
+            return new, len(new) - 1
+    place = len(tokens) + len(new)
+    if place < length:
+        new.append(rule.direct(_law(model, [*tokens, *new], place), place, when))
+    return new, len(drafts)
+
+
+def _law(model: PlainBlocks, fed: list[int], place: int) -> Tensor:
+    """What the model at block size 1 says of a place given these tokens left of it."""
+    return model.law(*model.verifying(fed, 0, place))
+
+
+def _ahead(model: PlainBlocks, fed: list[int], place: int, length: int) -> Tensor:
+    """What the masks behind these tokens say, which see them and each other."""
+    mask, end = model.info.mask_id, min(len(fed) + model.size + 1, length)
+    assert mask is not None
+    left = [(token, at, at, frozenset(range(at + 1))) for at, token in enumerate(fed)]
+    ahead = [(mask, at, at, frozenset(range(end))) for at in range(len(fed), end)]
+    return model.law([*left, *ahead], place - model.info.shift)

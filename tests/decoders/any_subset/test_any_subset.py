@@ -1,0 +1,290 @@
+"""Batched any-subset decoders against the plain references and the sequential baseline, on the toy model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.backbones.visibility import decoding_order
+from decoders.base import Request
+from decoders.engine.budget import DraftBudget
+from decoders.references import any_subset as reference
+from decoders.references.any_subset import PlainModel
+from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from decoders.references.table import TableBackbone
+from decoders.registry import build_decoder
+from decoders.settings import AnySubset, Assd, Parallel, Sampling
+from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
+
+VOCAB, LENGTH = 4, 6
+INFO = table_info(VOCAB)
+SEQUENTIAL = AnySubset(kind="any_subset")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "self": {},
+    "ngram": {"drafter": "ngram"},
+    "rows": {"fused": "rows"},
+    "ends": {"fused": "rows", "rows": "ends"},
+    "chain": {"fused": "chain"},
+}
+
+
+def table():
+    return TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
+
+
+def by_reference(request, settings, sampling, heads):
+    order, num_prompt = decoding_order(request.canvas)
+    model = PlainModel(table(), order=order.tolist(), num_prompt=num_prompt, sampling=sampling)
+    prompt = request.canvas[order[:num_prompt]].tolist()
+    coupled = sampling.acceptance == "coupled"
+    rule = CoupledRule(request.key, sampling) if coupled else RejectionRule(NoiseChooser(request.key))
+    if settings.fused == "none":
+        return reference.assd(
+            model, prompt, rule, k=settings.k, ngram=settings.drafter == "ngram", heads=heads
+        ), num_prompt
+    chain = settings.fused == "chain"
+    return reference.one_pass(
+        model, prompt, rule, k=settings.k, rows=settings.rows, chain=chain, heads=heads
+    ), num_prompt
+
+
+def histogram(committed):
+    return np.bincount(committed).tolist() if committed else []
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_the_batched_decoder_gives_the_reference_tokens_and_counts(variant, acceptance, k):
+    settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+    sampling = Sampling(acceptance=acceptance)
+    heads = toy_heads(VOCAB) if variant != "ngram" else None
+    requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH)
+    outcomes = decode(table(), INFO, settings, sampling, requests, rows=7, heads=heads)
+    for request in requests:
+        trail, num_prompt = by_reference(request, settings, sampling, heads)
+        outcome = outcomes[request.index]
+        assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
+        assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
+        assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
+        assert outcome.iterations == len(trail.committed)
+        assert outcome.accept_hist == histogram(trail.committed)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_coupled_output_is_the_sequential_output(variant, warp, rows):
+    sampling = Sampling(**warp)
+    requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=2)
+    expected = decode(table(), INFO, SEQUENTIAL, sampling, requests, rows=5)
+    heads = toy_heads(VOCAB) if variant != "ngram" else None
+    lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
+    for seed, k in enumerate(lengths):
+        settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+        shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
+        found = decode(table(), INFO, settings, sampling, shuffled, rows=rows, heads=heads)
+        assert texts(found) == texts(expected)
+        for index, outcome in found.items():
+            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
+    expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
+    heads = toy_heads(VOCAB) if variant != "ngram" else None
+    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    found = decode(table(), INFO, settings, Sampling(), requests, rows=5, heads=heads)
+    assert texts(found) == texts(expected)
+    assert sum(outcome.accepted for outcome in found.values()) > 5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
+    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
+        build_decoder(
+            table(), INFO, settings, Sampling(acceptance="rejection"), max_rows=1, max_tokens=9, heads=toy_heads(VOCAB)
+        )
+
+
+def test_the_sequential_decoder_equals_its_reference():
+    requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    outcomes = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
+    for request in requests:
+        order, num_prompt = decoding_order(request.canvas)
+        model = PlainModel(table(), order=order.tolist(), num_prompt=num_prompt, sampling=Sampling())
+        prompt = request.canvas[order[:num_prompt]].tolist()
+        trail = reference.sequential(model, prompt, CoupledRule(request.key, Sampling()))
+        assert outcomes[request.index].tokens.tolist() == trail.tokens[num_prompt:]
+        assert outcomes[request.index].nfe == trail.nfe == len(trail.tokens) - num_prompt
+
+
+@pytest.mark.parametrize("variant", ["self", "rows", "ends", "chain"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("k", [2, 3, 5, 8])
+def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
+    requests = toy_requests(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
+    settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+    outcomes = decode(table(), INFO, settings, Sampling(acceptance=acceptance), requests, heads=toy_heads(VOCAB))
+    assert all(outcome.nfe <= len(outcome.tokens) for outcome in outcomes.values())
+    total, holes = (sum(o.nfe for o in outcomes.values()), sum(len(o.tokens) for o in outcomes.values()))
+    # Two drafts by two forwards are always worth exactly their two tokens.
+    assert total == holes if (variant, k) == ("self", 2) else total < holes
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "parallel", "sequential"])
+def test_edge_canvases_come_back_whole(variant):
+    canvases = [[-1], [2], [], [-1] * LENGTH, [0, -1, 1], [-1, 1, 1], [1, 1, -1], [3] * LENGTH]
+    requests = [Request(i, 100 + i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
+    kinds = {"parallel": Parallel(kind="parallel"), "sequential": SEQUENTIAL}
+    settings = kinds.get(variant) or Assd(kind="assd", k=3, **VARIANTS[variant])
+    outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB))
+    for request in requests:
+        outcome = outcomes[request.index]
+        assert len(outcome.tokens) == int((request.canvas < 0).sum())
+        assert ((outcome.tokens >= 0) & (outcome.tokens < VOCAB)).all()
+        assert outcome.finish == "filled" and outcome.error_kind is None
+        assert (outcome.nfe == 0) == (len(outcome.tokens) == 0)
+
+
+def test_parallel_takes_one_forward_and_knows_no_log_probability():
+    requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH, seed=6)
+    outcomes = decode(table(), INFO, Parallel(kind="parallel"), Sampling(), requests)
+    for outcome in outcomes.values():
+        if len(outcome.tokens):
+            assert (outcome.nfe, outcome.iterations, outcome.logprob) == (1, 1, None)
+            assert outcome.accept_hist == [0] * len(outcome.tokens) + [1]
+
+
+def test_parallel_draws_each_hole_from_the_law_given_the_prompt():
+    # One hole: parallel and sequential read the same noise and the same law.
+    canvas = np.array([1, -1, 2, 0], dtype=np.int32)
+    requests = [Request(i, 17 * i, canvas) for i in range(50)]
+    parallel = decode(table(), INFO, Parallel(kind="parallel"), Sampling(), requests)
+    assert texts(parallel) == texts(decode(table(), INFO, SEQUENTIAL, Sampling(), requests))
+
+
+def test_a_drafter_that_equals_the_target_accepts_everything():
+    class Independent(TableBackbone):
+        """Conditionals that ignore all context: drafts are then always right."""
+
+        def _context(self, rows):
+            return torch.zeros_like(rows.query_columns_BQ)
+
+    canvas = np.array([1, *[-1] * 5], dtype=np.int32)
+    requests = [Request(i, i, canvas) for i in range(6)]
+    make = lambda: Independent(vocab_size=VOCAB, num_positions=LENGTH)  # noqa: E731
+    for acceptance in ("coupled", "rejection"):
+        sampling = Sampling(acceptance=acceptance)
+        plain = decode(make(), INFO, Assd(kind="assd", k=2), sampling, requests)
+        fused = decode(make(), INFO, Assd(kind="assd", k=2, fused="rows"), sampling, requests)
+        for outcome in plain.values():
+            # Five holes, windows of 2, 2 and 1: draft + verify, draft + verify, draft alone.
+            assert (outcome.nfe, outcome.iterations, outcome.proposed, outcome.accepted) == (5, 3, 5, 5)
+            assert outcome.accept_hist == [0, 1, 2]
+        for outcome in fused.values():
+            # First pass: the bonus alone. Then two drafts and a bonus; then the last draft with no row left for a bonus.
+            assert (outcome.nfe, outcome.iterations, outcome.proposed, outcome.accepted) == (3, 3, 3, 3)
+            assert outcome.accept_hist == [0, 2, 0, 1]
+
+
+def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
+    class Poisoned(TableBackbone):
+        """Fills every cell that no row may see with other junk before each forward."""
+
+        def forward(self, rows):
+            seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
+            for row, slot in enumerate(rows.slots_B.tolist()):
+                reach = int(rows.query_limits_BQ[row].max())
+                seen[slot, :reach] = True
+            others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
+            others[rows.slots_B] = False
+            seen[others] = True
+            self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
+            return super().forward(rows)
+
+    requests = toy_requests(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
+    for variant in VARIANTS.values():
+        settings = Assd(kind="assd", k=3, **variant)
+        clean = decode(table(), INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))
+        poisoned = Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
+        assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(
+            clean
+        )
+
+
+def test_logits_that_are_not_finite_fail_their_sample_alone():
+    class Broken(TableBackbone):
+        def forward(self, rows):
+            hidden = super().forward(rows)
+            # Canvases of five tokens meet NaN.
+            bad = self.order_SW[rows.slots_B, 4] == 4
+            return torch.where(bad.view(-1, 1, 1), torch.nan, hidden)
+
+    canvases = [[1, -1, -1], [0, -1, -1, -1, -1], [2, -1]]
+    requests = [Request(i, i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
+    for variant in VARIANTS.values():
+        for acceptance in ("coupled", "rejection"):
+            broken = Broken(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
+            outcomes = decode(
+                broken,
+                INFO,
+                Assd(kind="assd", k=2, **variant),
+                Sampling(acceptance=acceptance),
+                requests,
+                heads=toy_heads(VOCAB),
+            )
+            assert [outcomes[i].error_kind for i in range(3)] == [None, "nan_logits", None]
+            assert outcomes[1].logprob is None and len(outcomes[1].tokens) == 0
+
+
+def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
+    decoder = build_decoder(table(), INFO, SEQUENTIAL, Sampling(), max_rows=4, max_tokens=13)
+    assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
+    decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
+    assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
+
+
+def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
+    decoder = build_decoder(table(), INFO, Assd(kind="assd", k=3), Sampling(), max_rows=4, max_tokens=1000)
+    requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
+    decoder.admit(requests)
+    decoder.step()
+    assert sorted(decoder.clear()) == [0, 1, 2, 3]
+    assert decoder.active == 0
+    fresh = decode(table(), INFO, Assd(kind="assd", k=3), Sampling(), requests)
+    assert texts(run_all(decoder, requests)) == texts(fresh)
+
+
+def test_the_trace_tells_each_iteration_as_it_was():
+    requests = toy_requests(20, vocab_size=VOCAB, longest=LENGTH, seed=10)
+    for variant in VARIANTS.values():
+        settings = Assd(kind="assd", k=3, **variant)
+        outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB), trace=True)
+        for request in requests:
+            outcome = outcomes[request.index]
+            assert outcome.trace is not None and len(outcome.trace) == outcome.iterations
+            placed = {p: t for step in outcome.trace for p, t in zip(step.positions, step.committed, strict=True)}
+            holes = np.flatnonzero(request.canvas < 0)
+            assert [placed[p] for p in holes.tolist()] == outcome.tokens.tolist()
+            assert sum(len(step.proposed) for step in outcome.trace) == outcome.proposed
+
+
+def test_times_and_row_counts_add_up():
+    requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
+    decoder = build_decoder(table(), INFO, Assd(kind="assd", k=2), Sampling(), max_rows=4, max_tokens=1000)
+    outcomes = run_all(decoder, requests)
+    stats = decoder.stats
+    assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
+    assert sum(o.nfe for o in outcomes.values()) == stats.active_slot_steps
+    assert stats.committed == sum(len(o.tokens) for o in outcomes.values())
+    assert 0 < stats.useful_rows <= stats.computed_rows
+    for outcome in outcomes.values():
+        assert 1.0 <= outcome.batch_rows <= 4.0
+        assert 0.0 <= outcome.pad_fraction < 1.0
+        assert outcome.total_s == pytest.approx(outcome.wait_s + outcome.prefill_s + outcome.decode_s)
+        assert outcome.wait_s >= 0 and outcome.prefill_s > 0 and outcome.decode_s >= 0

@@ -1,0 +1,259 @@
+"""Checkpoints of the block-diffusion families: names, configs, ids; what does not fit is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decoders.backbones.families.table import describe, find_family, masked_diffusion_families
+from decoders.backbones.load import bos_id, inspect_model, stop_ids
+from decoders.fit import check_family
+from decoders.settings import Stepwise
+from tests.decoders.backbones.masked_models import copy_changed, load, without
+
+SDAR_4B = {
+    "model_type": "sdar",
+    "architectures": ["SDARForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151643,
+}
+SDAR_30B = SDAR_4B | {
+    "model_type": "sdar_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+FAST_DLLM_7B = {
+    "model_type": "Fast_dLLM_Qwen",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "bd_size": 32,
+}
+LLADA2_MINI = {
+    "model_type": "llada2_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rotary_dim": 64,
+    "rope_theta": 600000,
+    "rms_norm_eps": 1e-6,
+    "first_k_dense_replace": 1,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "vocab_size": 157184,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+FAMILIES = ("sdar", "fast_dllm_v2", "llada2")
+# The golden checkpoints' vocabularies have 96 ids, the mask is 95; Fast-dLLM v2's and LLaDA2's configs don't name it.
+GIVEN = {"sdar": None, "fast_dllm_v2": 95, "llada2": 95}
+SOME = {
+    "sdar": "model.layers.1.self_attn.q_norm.weight",
+    "fast_dllm_v2": "model.layers.1.self_attn.k_proj.bias",
+    "llada2": "model.layers.1.mlp.experts.7.up_proj.weight",
+}
+
+
+def inspect(folder, family):
+    return inspect_model(folder, mask_id=GIVEN[family])
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "millions", "mask", "block", "shift"),
+    [
+        (SDAR_4B, "sdar", 4411.424, 151669, 4, 0),
+        (SDAR_30B, "sdar_moe", 30532.123, 151669, 4, 0),
+        (FAST_DLLM_7B, "fast_dllm_v2", 7615.617, 151665, 32, 1),
+        (LLADA2_MINI, "llada2", 16255.643, 156895, 32, 0),
+    ],
+)
+def test_public_configs_are_recognised_and_give_the_published_sizes(config, family, millions, mask, block, shift):
+    found = find_family(config, "auto")
+    info = describe(found, config, mask_id=None, max_length=None)
+    assert (found.name, info.mask_id, info.block_size, info.shift) == (family, mask, block, shift)
+    assert info.num_parameters / 1e6 == pytest.approx(millions, abs=1e-3)
+    assert info.max_length == 32768
+    assert info.suppressed == (mask,)
+    assert info.decoders == ("block_diffusion", "s2d2")
+    # config.json and the user come before the family's table.
+    config = config | {"num_hidden_layers": 2}
+    key = "bd_size" if family == "fast_dllm_v2" else "block_size"
+    info = describe(found, config | {key: 16, "mask_token_id": 7}, mask_id=None, max_length=64)
+    assert (info.mask_id, info.block_size, info.max_length) == (7, 16, 64)
+    assert describe(found, config | {"mask_id": 7}, mask_id=9, max_length=None).mask_id == 9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_golden_checkpoint_is_described_and_all_its_tensors_are_used(golden, family):
+    info = inspect(golden / family, family)
+    assert (info.vocab_size, info.mask_id, info.suppressed, info.max_length) == (96, 95, (95,), 2048)
+    assert info.block_size == {"sdar": 4, "fast_dllm_v2": 8, "llada2": 32}[family]
+    held = sum(tensor.numel() for tensor in load_file(golden / family / "model.safetensors").values())
+    plain = load(golden / family, "float64")  # in float32 products are packed, which is no parameter
+    assert info.num_parameters == sum(parameter.numel() for parameter in plain.model.parameters()) == held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_that_does_not_fit_is_called_what_the_checkpoint_calls_it(golden, tmp_path, family):
+    name = SOME[family]
+    stray = name.replace(".1.", ".9.", 1)
+    lost = copy_changed(golden / family, tmp_path / "lost", weights=without(name))
+    more = copy_changed(golden / family, tmp_path / "more", weights=lambda tensors: tensors | {stray: torch.zeros(2)})
+    bent = copy_changed(golden / family, tmp_path / "bent", weights=lambda tensors: tensors | {name: torch.zeros(2)})
+    for read in (lambda folder: inspect(folder, family), load):
+        with pytest.raises(ValueError, match=f"family '{family}'.* lacks the tensors {name}$"):
+            read(lost)
+        with pytest.raises(ValueError, match=f"unknown to the family: {stray}$"):
+            read(more)
+        with pytest.raises(ValueError, match=rf"{name} has shape \(2,\), but config.json says"):
+            read(bent)
+
+
+@pytest.mark.parametrize("family", ["sdar", "fast_dllm_v2"])
+def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path, family):
+    folder = copy_changed(
+        golden / family, tmp_path, config={"tie_word_embeddings": True}, weights=without("lm_head.weight")
+    )
+    backbone, embeddings = load(folder), load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    rows = torch.eye(embeddings.shape[1])
+    torch.testing.assert_close(backbone.logits(rows), rows @ embeddings.T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("sdar", {"use_sliding_window": True}, "family 'sdar': it has use_sliding_window = True; supported: False"),
+        ("sdar", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("sdar", {"block_size": 0}, "block_size = 0; allowed: whole numbers >= 1"),
+        ("sdar", {"mask_token_id": 96}, r"model.mask_id: 96 is outside the vocabulary; allowed: 0 .. 95"),
+        ("sdar", {"mask_token_id": "<|MASK|>"}, "mask_token_id = '<|MASK|>'; allowed: token ids"),
+        ("sdar", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
+        ("sdar", {"quantization_config": {"bits": 4}}, "quantized checkpoints are not read"),
+        ("fast_dllm_v2", {"bd_size": "8"}, "bd_size = '8'; allowed"),
+        ("fast_dllm_v2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window = True"),
+        ("llada2", {"hidden_size": None}, "family 'llada2' has hidden_size = None; allowed: whole numbers >= 1"),
+        ("llada2", {"score_function": "softmax"}, "score_function = 'softmax'; supported: 'sigmoid'"),
+        ("llada2", {"use_qk_norm": False}, "use_qk_norm = False; supported: True"),
+        ("llada2", {"use_qkv_bias": True}, "use_qkv_bias = True"),
+        ("llada2", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("llada2", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type': 'linear'"),
+        ("llada2", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
+        ("llada2", {"n_group": 8}, "8 experts in n_group = 8, .* equal groups of at least 2"),
+        ("llada2", {"n_group": 3}, "8 experts in n_group = 3"),
+        ("llada2", {"topk_group": 5}, "topk_group = 5 are kept"),
+        ("llada2", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5; 2 groups of 2 have fewer experts"),
+        ("llada2", {"rotary_dim": 16}, "rotary_dim = 16, but partial_rotary_factor makes it 8"),
+        ("llada2", {"partial_rotary_factor": 0.2, "rotary_dim": None}, "3 of a head's 16 numbers would be turned"),
+        ("llada2", {"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half'; allowed: numbers > 0"),
+        ("llada2", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide evenly"),
+        ("llada2", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1; allowed: whole numbers >= 0"),
+        ("llada2", {"rms_norm_eps": None}, "rms_norm_eps = None; allowed: numbers > 0"),
+    ],
+)
+def test_a_config_that_is_not_built_is_refused(golden, tmp_path, family, change, message):
+    folder = copy_changed(golden / family, tmp_path, config=change)
+    with pytest.raises(ValueError, match=message):
+        inspect(folder, family)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129 of 128 experts"),
+        ({"hidden_act": "gelu"}, "family 'sdar_moe': it has hidden_act = 'gelu'; supported: 'silu'"),
+    ],
+)
+def test_a_mixture_that_is_not_built_is_refused(change, message):
+    config = SDAR_30B | change
+    with pytest.raises(ValueError, match=message):
+        describe(find_family(config, "auto"), config, mask_id=None, max_length=None)
+
+
+def test_a_mask_outside_of_the_vocabulary_is_to_be_named(golden):
+    """The public id, where a checkpoint is too small for it: nothing else tells what its mask is."""
+    with pytest.raises(ValueError, match=r"model.mask_id: 151665 is outside the vocabulary; allowed: 0 .. 95"):
+        inspect_model(golden / "fast_dllm_v2")
+
+
+# ---- ids ---------------------------------------------------------------------------------------------------------------
+
+MASKS = {"sdar": "<|MASK|>", "fast_dllm_v2": "|<MASK>|", "llada2": "<|mask|>"}
+ENDS = {"sdar": "<|im_end|>", "fast_dllm_v2": "<|im_end|>", "llada2": "<|role_end|>"}
+
+
+def write_tokenizer(folder, family):
+    """88 tokens, then the end of a turn, the mask, and some ids without a token; what Qwen3 keeps at Qwen2's id is no mask."""
+    added = {ENDS[family]: 89, MASKS[family]: 90, "<tool_response>": 92}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": {f"t{index}": index for index in range(88)}},
+        "added_tokens": [{"id": index, "content": token} for token, index in added.items()],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokenizer_names_the_mask_unless_config_json_or_the_user_does(golden, tmp_path, family):
+    silent = copy_changed(golden / family, tmp_path / "silent", config={"mask_token_id": None})
+    says = copy_changed(golden / family, tmp_path / "says", config={"mask_token_id": None, "mask_id": 93})
+    for folder in (silent, says):
+        write_tokenizer(folder, family)
+    assert inspect_model(silent).mask_id == 90
+    assert inspect_model(silent, mask_id=91).mask_id == 91
+    assert inspect_model(says).mask_id == 93
+    assert inspect_model(silent).suppressed == (88, 90, 91, 93, 94, 95)
+
+
+@pytest.mark.parametrize(("family", "eos"), [("sdar", 93), ("fast_dllm_v2", 93), ("llada2", 92)])
+def test_a_text_ends_where_generation_config_or_a_turn_of_a_chat_ends(golden, tmp_path, family, eos):
+    folder = copy_changed(golden / family, tmp_path)
+    assert stop_ids(folder) == (eos,)
+    write_tokenizer(folder, family)
+    assert stop_ids(folder) == (eos, 89)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [91, 89]}))
+    assert stop_ids(folder) == (91, 89)
+    assert bos_id(folder) == {"sdar": 93, "fast_dllm_v2": 92, "llada2": None}[family]
+
+
+def test_block_diffusion_runs_no_decoder_of_whole_texts_and_drafts_for_none(golden):
+    info = inspect_model(golden / "sdar")
+    with pytest.raises(
+        ValueError, match="'stepwise' does not run on models of family 'sdar'; allowed: block_diffusion, s2d2"
+    ):
+        check_family(Stepwise(kind="stepwise"), info)
+    assert not {"sdar", "sdar_moe", "fast_dllm_v2", "llada2"} & set(masked_diffusion_families())

@@ -1,0 +1,173 @@
+"""config.json is read without transformers, and is what transformers reads: fields, defaults, shapes, and what is refused."""
+
+import dataclasses
+import subprocess
+import sys
+import types
+import typing
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.activations import ACT2FN
+
+from decoders.backbones.families import causal as causal_families
+from decoders.backbones.families import causal_config
+from decoders.backbones.families.blocks import QWEN_FAMILIES
+from decoders.backbones.families.causal import CAUSAL_FAMILIES, empty_model, parse_config, read_config
+from decoders.backbones.families.masked import DREAM
+from tests.decoders.backbones.causal_models import GPT2, GPT_NEO, LLAMA3_ROPE, ROTARY, SLIDING
+
+FAMILIES = {family.name: family for family in (*CAUSAL_FAMILIES, DREAM, *(one for one, _ in QWEN_FAMILIES))}
+ONE_LAYER = ROTARY | {"num_hidden_layers": 1}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+SMALL = dict.fromkeys(FAMILIES, ONE_LAYER) | {
+    "gpt2": GPT2 | {"n_layer": 1},
+    "gpt_neo": GPT_NEO | {"num_layers": 1, "attention_types": [[["local"], 1]]},
+    "sdar_moe": ONE_LAYER | MOE,
+}
+VARIATIONS = [
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    ("llama", {"tie_word_embeddings": True, "num_key_value_heads": None, "rope_parameters": LLAMA3_ROPE}),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300}),
+    ("mistral", {"head_dim": 20, "sliding_window": None, "num_key_value_heads": 4}),
+    ("qwen2", SLIDING | {"max_window_layers": 0, "tie_word_embeddings": True}),
+    ("qwen2", {"layer_types": ["attention"], "head_dim": 16}),
+    ("qwen3", {"attention_bias": True, "head_dim": 24, "num_key_value_heads": 1}),
+    ("gpt2", {"n_inner": 40, "tie_word_embeddings": False, "n_positions": 7}),
+    ("gpt2", {"hidden_size": 12, "num_attention_heads": 2, "num_hidden_layers": 2}),
+    ("gpt_neo", {"intermediate_size": 40, "tie_word_embeddings": False}),
+    ("gpt_neo", {"num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]]}),
+    ("sdar_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
+    ("sdar_moe", {"num_local_experts": 3, "attention_bias": True}),
+    ("dream", {"torch_dtype": "bfloat16", "rope_theta": 1e6, "max_window_layers": 28}),
+]
+VALUES = [None, 0, -1, 3, 2.5, True, "x", "5", [], [1], {}, {"a": 1}]
+
+
+def spelled(annotation):
+    """An annotation as FIELDS writes it."""
+    if isinstance(annotation, str):
+        return annotation
+    if typing.get_origin(annotation) in {typing.Union, types.UnionType}:
+        return " | ".join(spelled(part) for part in typing.get_args(annotation))
+    if annotation is type(None):
+        return "None"
+    return str(annotation) if typing.get_args(annotation) else annotation.__name__
+
+
+def simple(annotation):
+    """Without what JSON can't tell apart, and in one order."""
+    text = spelled(annotation)
+    for theirs, ours in (
+        ("torch.dtype | ", ""),
+        ("RopeParameters | ", ""),
+        ("dict[int, str] | dict[str, str]", "dict"),
+        ("dict[str, int] | dict[str, str]", "dict"),
+        ("Literal['regression', 'single_label_classification', 'multi_label_classification']", "str"),
+    ):
+        text = text.replace(theirs, ours)
+    return set(text.split(" | "))
+
+
+@pytest.mark.parametrize("name", causal_config.FIELDS)
+def test_the_fields_are_those_of_transformers(name):
+    theirs = {field.name: field for field in dataclasses.fields(getattr(transformers, name))}
+    ours = causal_config.FIELDS[name]
+    assert ours.keys() == theirs.keys()
+    for key, (kinds, default) in ours.items():
+        assert set(kinds.split(" | ")) == simple(theirs[key].type), key
+        assert default == theirs[key].default and type(default) is type(theirs[key].default), key
+
+
+def test_second_names_and_activations_are_those_of_transformers():
+    for name in causal_config.FIELDS:
+        names = dict(getattr(transformers, name).attribute_map)
+        if name == "Qwen3MoeConfig":  # a field that is kept under its second name
+            names = {second: field for field, second in names.items()}
+        assert causal_config.ALIASES.get(name, {}) == names
+    with_weights = {name for name in ACT2FN if list(ACT2FN[name].parameters())}
+    assert set(ACT2FN) - with_weights == causal_config.ACTIVATIONS
+
+
+def module_shapes(family, config):
+    """What transformers' own module holds; ValueError where it can't be built."""
+    fields = causal_families._fields(family, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parsed = getattr(transformers, family.config_class).from_dict(fields)
+        model = empty_model(family.model_class, parsed, family.adapt)
+    tied = {"lm_head.weight"} if parsed.tie_word_embeddings else set()
+    return parsed, {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in FAMILIES), *VARIATIONS])
+def test_shapes_are_those_of_the_module(name, changes):
+    family, config = FAMILIES[name], SMALL[name] | changes
+    parsed, expected = module_shapes(family, config)
+    assert causal_families.weight_shapes(family, config) == expected
+    ours = read_config(family, config)
+    assert family.windows(ours) == family.windows(parsed)
+    assert causal_families.vocab_size(family, config) == parsed.vocab_size
+    assert causal_families.max_positions(family, config) == parsed.max_position_embeddings
+    for read in (causal_families.key_value_heads, causal_families.head_width):
+        assert read(ours) == read(parsed)
+    if hasattr(parsed, "rope_parameters"):
+        assert {key: ours.rope_parameters.get(key) for key in ("rope_type", "rope_theta")} == {
+            key: parsed.rope_parameters.get(key) for key in ("rope_type", "rope_theta")
+        }
+
+
+def refused(call):
+    try:
+        return None, call()
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise what they like
+        return error, None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neo", "sdar_moe"])
+def test_what_transformers_refuses_is_refused_and_the_rest_has_the_same_shapes(name):
+    family = FAMILIES[name]
+    accepted, wrong = 0, []
+    for key in (*causal_config.FIELDS[family.config_class], "rope_scaling", "rope_theta", "torch_dtype", "text_config"):
+        for value in VALUES:
+            config = SMALL[name] | {key: value}
+            error, ours = refused(lambda config=config: causal_families.weight_shapes(family, config))
+            assert error is None or isinstance(error, ValueError), (key, value, error)
+            if error is None:
+                theirs, found = refused(lambda config=config: module_shapes(family, config))
+                accepted += 1
+                if theirs is not None or ours != found[1]:
+                    wrong.append(f"{key} = {value!r} is accepted, but transformers says: {theirs!r}")
+    assert not wrong and accepted > 30, wrong
+
+
+def test_what_is_read_here_is_parsed_by_transformers():
+    for name, family in FAMILIES.items():
+        config = SMALL[name] | {"attn_implementation": "flash_attention_2", "return_dict": False, "quite_another": [1]}
+        assert parse_config(family, config).vocab_size == read_config(family, config).vocab_size
+
+
+def test_a_meta_module_costs_no_memory():
+    """The comparison above builds modules; nothing of the product does before the weights are there."""
+    _, shapes = module_shapes(FAMILIES["llama"], SMALL["llama"] | {"vocab_size": 10**7})
+    assert shapes["lm_head.weight"] == (10**7, 32) and torch.device("meta").type == "meta"
+
+
+def test_loading_a_model_imports_no_compilers():
+    """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
+    heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")
+    code = (
+        "import sys; from pathlib import Path; from decoders.backbones.load import load_backbone;"
+        f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
+        "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
+        "assert 'transformers.models' not in sys.modules; import transformers.models.llama as llama;"
+        "assert llama.LlamaConfig is __import__('transformers').LlamaConfig;"
+        "assert torch.arange(3, device='cpu').tolist() == [0, 1, 2] and torch.nn.Linear(2, 2).weight.abs().sum() > 0;"
+        "sys.exit(', '.join(found) or 0)"
+    )
+    builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "ar-micro"
+    result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

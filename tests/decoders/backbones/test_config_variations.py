@@ -1,0 +1,179 @@
+"""What varies between public checkpoints of one causal family: every variation decodes as transformers does, or is refused."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from decoders.backbones.load import inspect_model, stop_ids
+from decoders.base import Request
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
+from decoders.settings import Autoregressive, Jacobi, NgramDrafter, Sampling, Speculative
+from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
+from tests.decoders.backbones.config_changes import GONE, change_config
+from tests.decoders.support import decode, texts
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"factor": 3.0, "rope_theta": 100.0}
+LLAMA3 = YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def old_rope(scaling):
+    """As config.json wrote it before transformers 5."""
+    return {"rope_parameters": GONE, "rope_theta": 300.0, "rope_scaling": scaling}
+
+
+# ---- causal families: transformers' logits and transformers' greedy text ---------------------------------------------
+
+# name: (name in MODELS, changes of the config that is built, changes of the config.json that was saved)
+VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one key head, untied": ("llama", {"num_key_value_heads": 1}, {}),
+    "as many key heads as heads": ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}, {}),
+    "wide heads and a bias in the MLP": ("llama", {"head_dim": 20, "mlp_bias": True}, {}),
+    "old rotation": ("llama", {}, old_rope(None)),
+    "old rotation, linear": ("qwen2", {}, old_rope({"type": "linear", "factor": 2.0})),
+    "linear": ("qwen3", {}, {"rope_parameters": {"rope_type": "linear"} | LINEAR}),
+    "old rotation, yarn": ("mistral", {}, old_rope({"type": "yarn"} | YARN)),
+    "yarn with options": (
+        "qwen2",
+        {},
+        old_rope({"rope_type": "yarn", "beta_fast": 16, "attention_factor": 0.7} | YARN),
+    ),
+    "old rotation, llama3": ("llama", {}, old_rope({"rope_type": "llama3"} | LLAMA3)),
+    "no window": ("mistral", {"sliding_window": None}, {}),
+    "old windows": ("qwen2", SLIDING, {"layer_types": GONE}),
+    "old windows off": ("qwen3", {}, {"layer_types": GONE, "sliding_window": 4, "max_window_layers": 0}),
+    "windows by layer": ("qwen3", {}, {"layer_types": TYPES, "use_sliding_window": True, "sliding_window": 3}),
+    "another activation": ("qwen2", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-3}, {}),
+    "GPT-2 without scale": ("gpt2", {"scale_attn_weights": False, "reorder_and_upcast_attn": True}, {}),
+    "GPT-2 untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}, {}),
+    "GPT-2 with fields of others": ("gpt2", {}, {"num_key_value_heads": 1, "head_dim": 4}),
+    "GPT-Neo untied": ("gpt_neo", {"window_size": 3, "tie_word_embeddings": False}, {}),
+    "GPT-Neo local alone": ("gpt_neo", {"attention_types": [[["local"], 3]], "activation_function": "gelu"}, {}),
+    "no tuples": ("llama", {}, {"return_dict": False}),
+    "several ends": ("gpt2", {"eos_token_id": [5, 9, 13, 16, 21, 48, 55, 58]}, {}),
+}
+SETTINGS = (
+    Autoregressive(kind="autoregressive"),
+    Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=3)),
+    Jacobi(kind="jacobi", block_size=8),
+)
+
+
+def make_requests(vocab_size, max_new=9):
+    rng, requests = np.random.default_rng(0), []
+    for index, num_prompt in enumerate((1, 12, 4)):
+        canvas = rng.integers(1, vocab_size, num_prompt + max_new).astype(np.int32)
+        canvas[num_prompt:] = -1
+        requests.append(Request(index, sample_key(7, str(index)), canvas))
+    return requests
+
+
+def generate(model, request):
+    prompt = torch.from_numpy(request.canvas[request.canvas >= 0]).long().unsqueeze(0)
+    max_new = len(request.canvas) - prompt.shape[1]
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new, do_sample=False)
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_logits_and_greedy_texts_are_those_of_transformers(tmp_path, variation):
+    name, built, saved = VARIATIONS[variation]
+    save_random(tmp_path, name, **({"eos_token_id": None, "bos_token_id": None} | built))
+    change_config(tmp_path, saved)
+    check_against_transformers(tmp_path, precise="GPT-Neo" not in variation)
+
+
+def check_against_transformers(folder, *, precise=True):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model.config.return_dict = True
+    info, backbone = inspect_model(folder), load(folder, "float64")
+    text = random_tokens(26, seed=4)
+    backbone.allocate(1, len(text))
+    logits = backbone.logits(play(backbone, {0: in_a_row(text)})[0])
+    # transformers computes some parts in float32 whatever the dtype, GPT-Neo its scores.
+    tolerance = 1e-6 if precise else 1e-4
+    torch.testing.assert_close(logits, theirs(model, text)[1], atol=tolerance, rtol=tolerance)
+    requests, stops = make_requests(info.vocab_size), Stops(stop_ids(folder), None)
+    model.generation_config.pad_token_id = 0
+    expected = {
+        request.index: generate(model, request)[0, (request.canvas >= 0).sum() :].tolist() for request in requests
+    }
+    for settings in SETTINGS:
+        outcomes = decode(backbone, info, settings, Sampling(temperature=0.0), requests, rows=2, stops=stops)
+        assert texts(outcomes) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shards_of_half_precision_are_read(tmp_path, dtype):
+    model = save_random(tmp_path, "llama-3")
+    (tmp_path / "model.safetensors").unlink()
+    model.to(dtype).save_pretrained(tmp_path, max_shard_size="4KB")
+    change_config(tmp_path, {"architectures": GONE})
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check_against_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0; allowed: numbers of positions >= 1"),
+        ("qwen2-sliding", {"sliding_window": -1}, "sliding_window = -1; allowed"),
+        ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is none"),
+        ("gpt_neo", {"window_size": 0}, "window_size = 0; allowed"),
+        ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
+        ("qwen3", old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "turn whole heads"),
+        ("llama", {"num_attention_heads": 0}, "family 'llama': num_attention_heads = 0"),
+        ("qwen2", {"pad_token_id": 61}, "Padding_idx must be within"),
+        ("llama", {"text_config": {"hidden_size": 32}}, "it has text_config"),
+        ("gpt2", {"draftmill": [64]}, r"draftmill = \[64\]; allowed: an object"),
+        ("gpt2", {"draftmill": {"max_length": "64"}}, "max_length = '64'; allowed: whole numbers >= 1"),
+    ],
+)
+def test_what_no_module_can_run_is_refused(tmp_path, name, change, message):
+    save_random(tmp_path, name)
+    change_config(tmp_path, change)
+    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_how_others_run_the_weights_is_no_matter(tmp_path, key):
+    save_random(tmp_path, "llama")
+    change_config(tmp_path, {key: "flash_attention_2"})
+    load(tmp_path)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_file_is_read_whatever_an_index_beside_it_says(tmp_path):
+    save_random(tmp_path, "gpt2")
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, tmp_path / "other.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "other.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.testing.assert_close(load(tmp_path).embedding_VD.detach(), weights["transformer.wte.weight"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{}", "has no weight_map"),
+        ('{"weight_map": {"a": 3}}', "has no weight_map"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "lacks gone.safetensors"),
+    ],
+)
+def test_an_index_that_says_nothing_is_refused(tmp_path, content, message):
+    save_random(tmp_path, "gpt2")
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
+        inspect_model(tmp_path)

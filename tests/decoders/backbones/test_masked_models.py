@@ -1,0 +1,266 @@
+"""The masked-diffusion backbones against the public code's golden outputs, and against themselves in other company."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from decoders.backbones.base import TokenRows
+from decoders.draws.absorbing import (
+    law_of_scores,
+    log_scores,
+    masked_share,
+    noise_of_share,
+    noise_rate,
+    subs_log_law,
+    total_noise,
+)
+from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
+
+SIGMAS = {"mdlm": None, "llada": None, "dream": None, "sedd": {0: 6.9, 1: 0.3, 2: 1.7, 3: 0.3, 5: 0.02}}
+CANVASES = {slot: 4 + 5 * slot % 13 for slot in (0, 1, 2, 3, 5)}
+
+
+def cases_of(folder):
+    return json.loads((folder / "cases.json").read_text())
+
+
+def in_slots(arrays_BL):
+    """Rows of several [B, L] arrays as the canvases of one ragged batch."""
+    rows = [row.tolist() for array in arrays_BL for row in array]
+    return dict(enumerate(rows))
+
+
+def random_canvases(family):
+    return {slot: random_canvas(length, seed=slot, vocab_size=VOCAB[family]) for slot, length in CANVASES.items()}
+
+
+# ---- against the public code -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "field"), [("llada", "logits"), ("dream", "logits_unshifted")])
+def test_logits_are_those_of_the_public_llada_and_dream(golden, family, field):
+    backbone, arrays = load(golden / family), load_file(golden / family / "arrays.safetensors")
+    cases = [case for case in cases_of(golden / family)["logits"] if "attention_mask" not in case]
+    canvases = in_slots(arrays[case["input_ids"]["array"]] for case in cases)
+    backbone.allocate(len(canvases), 64)
+    hidden = look(backbone, canvases)
+    expected = [row for case in cases for row in arrays[case[field]["array"]]]
+    assert len(expected) >= 5
+    for slot, logits in enumerate(expected):
+        torch.testing.assert_close(backbone.logits(hidden[slot]), logits, atol=1e-4, rtol=1e-5)
+
+
+def test_padding_of_dream_is_no_row_and_its_position_is_no_position(golden):
+    """Differs on purpose: the public code puts left padding into the batch and counts positions from it, which only rotates all
+    rows alike; what it computes at the padding itself has no counterpart here."""
+    backbone, arrays = load(golden / "dream"), load_file(golden / "dream" / "arrays.safetensors")
+    mask, tokens = arrays["pad.attention_mask"].bool(), arrays["pad.input_ids"]
+    canvases = {row: tokens[row, mask[row]].tolist() for row in range(len(tokens))}
+    assert len({len(canvas) for canvas in canvases.values()}) == 2
+    backbone.allocate(2, 16)
+    hidden = look(backbone, canvases)
+    for row in canvases:
+        expected = arrays["pad.logits"][row, mask[row]]
+        torch.testing.assert_close(backbone.logits(hidden[row]), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_llada_rows_outside_of_a_forward_are_read_as_they_were_when_written(golden):
+    backbone, arrays = load(golden / "llada"), load_file(golden / "llada" / "arrays.safetensors")
+    (case,) = cases_of(golden / "llada")["cache_forward"]
+    (start, end), canvas = case["block"], case["canvas_later"]
+    backbone.allocate(2, 32)
+    look(backbone, {0: case["canvas_at_cache_init"], 1: case["canvas_at_cache_init"]})
+    key, value = backbone.cache.layers_2SKWd[0][:, 0, :, : len(canvas)]
+    torch.testing.assert_close(value, arrays["cache.v0"][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(key[:, 0], arrays["cache.k0"][0, :, 0], atol=1e-5, rtol=1e-5)  # rotated by nothing
+    # Slot 0 has the dual cache (all outside of the block is stale), slot 1 the prefix cache (only what is before it).
+    hidden = look(backbone, {0: canvas, 1: canvas}, run={0: range(start, end), 1: range(start, len(canvas))})
+    for slot, name in enumerate(("cache.dual_logits", "cache.prefix_logits")):
+        torch.testing.assert_close(backbone.logits(hidden[slot]), arrays[name][0], atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("conditioned", [False, True])
+def test_logits_are_those_of_the_public_mdlm(golden, tmp_path, conditioned):
+    folder = copy_changed(golden / "mdlm", tmp_path, config={"time_conditioning": conditioned})
+    backbone, arrays = load(folder), load_file(golden / "mdlm" / "laws.safetensors")
+    cases, mode = cases_of(golden / "mdlm")["log_probs"], "time_cond" if conditioned else "no_time_cond"
+    canvases = in_slots(arrays[case["x"]["array"]] for case in cases)
+    sigmas = dict(enumerate(sigma.item() for case in cases for sigma in arrays[case["sigma"]["array"]]))
+    assert len(set(sigmas.values())) >= 4
+    backbone.allocate(len(canvases), 32)
+    hidden = look(backbone, canvases, sigmas=sigmas)
+    expected = [row for case in cases for row in arrays[case[mode]["backbone_logits"]["array"]]]
+    for slot, logits in enumerate(expected):
+        torch.testing.assert_close(backbone.logits(hidden[slot]), logits, atol=1e-4, rtol=1e-5)
+
+
+def test_mdlm_laws_are_those_of_subs_where_the_public_code_has_numbers(golden):
+    """Differs on purpose: the public code takes 1e6 from the mask's logit and writes -1e6 where no token can be, we -inf."""
+    arrays = load_file(golden / "mdlm" / "laws.safetensors")
+    for case in cases_of(golden / "mdlm")["log_probs"]:
+        for mode in ("no_time_cond", "time_cond"):
+            logits = arrays[case[mode]["backbone_logits"]["array"]].flatten(0, 1)
+            expected = arrays[case[mode]["subs_log_probs"]["array"]].flatten(0, 1)
+            ours = subs_log_law(logits, arrays[case["x"]["array"]].flatten(), 64)
+            possible = expected > -1e5
+            torch.testing.assert_close(ours[possible], expected[possible], atol=1e-5, rtol=1e-5)
+            assert bool((ours[~possible] == -torch.inf).all())
+            torch.testing.assert_close(ours.exp().sum(1), torch.ones(len(ours)))
+
+
+def test_scores_are_those_of_the_public_sedd(golden):
+    backbone, arrays = load(golden / "sedd"), load_file(golden / "sedd" / "laws.safetensors")
+    cases = cases_of(golden / "sedd")["score"]
+    canvases = in_slots(arrays[case["x"]["array"]] for case in cases)
+    sigmas = dict(enumerate(sigma.item() for case in cases for sigma in arrays[case["sigma"]["array"]]))
+    backbone.allocate(len(canvases), 32)
+    hidden = look(backbone, canvases, sigmas=sigmas)
+    expected = [row for case in cases for row in arrays[case["log_score"]["array"]]]
+    for slot, scores in enumerate(expected):
+        sigma = torch.full((len(scores),), sigmas[slot])
+        ours = log_scores(backbone.logits(hidden[slot]), torch.tensor(canvases[slot]), sigma)
+        torch.testing.assert_close(ours, scores, atol=1e-4, rtol=1e-5)
+
+
+def test_a_revealed_token_of_sedd_has_the_law_of_its_raw_logits(golden):
+    backbone, arrays = load(golden / "sedd"), load_file(golden / "sedd" / "laws.safetensors")
+    cases = cases_of(golden / "sedd")
+    canvas_of = {case["id"]: case for case in cases["score"]}
+    num_rows = 0
+    for update in (update for update in cases["updates"] if update["kind"] == "analytic"):
+        case = canvas_of[update["canvas"]]
+        tokens, sigmas = arrays[case["x"]["array"]], arrays[case["sigma"]["array"]]
+        for row, (canvas, sigma) in enumerate(zip(tokens, sigmas, strict=True)):
+            masked = canvas == 64
+            logits = backbone.logits(look_alone(backbone, canvas.tolist(), sigma=sigma.item()))[masked]
+            raw = logits[:, :64].softmax(1)
+            scores = log_scores(logits, canvas[masked], sigma.expand(len(logits)))
+            torch.testing.assert_close(law_of_scores(scores, 64).exp()[:, :64], raw, atol=1e-6, rtol=1e-4)
+            # What the public sampler draws from, without the chance to stay masked.
+            drawn = arrays[update["probs_as_sampled"]["array"]][row][masked][:, :64]
+            torch.testing.assert_close(drawn / drawn.sum(1, keepdim=True), raw, atol=1e-5, rtol=1e-3)
+            num_rows += len(logits)
+    assert num_rows > 50
+
+
+@pytest.mark.parametrize("family", ["mdlm", "sedd"])
+def test_the_noise_of_a_time_is_that_of_the_public_schedules(golden, family):
+    noise = cases_of(golden / family)["noise"]
+    time = torch.tensor(noise["t"])
+    torch.testing.assert_close(total_noise(time), torch.tensor(noise["total_noise"]), atol=1e-7, rtol=1e-4)
+    torch.testing.assert_close(noise_rate(time), torch.tensor(noise["rate_noise"]), rtol=1e-3, atol=0.0)
+    share = torch.tensor([0.0, 0.25, 0.999], dtype=torch.float64)
+    torch.testing.assert_close(masked_share(noise_of_share(share)), share)
+    torch.testing.assert_close(masked_share(total_noise(torch.tensor(0.5))), torch.tensor(0.4995))
+    assert noise_of_share(torch.tensor(1.0)) == pytest.approx(6.9078, abs=1e-3), (
+        "a canvas of masks alone is not beyond time 1"
+    )
+
+
+# ---- company -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_canvases_have_the_same_bits_in_any_batch(golden, family):
+    backbone, canvases, sigmas = load(golden / family), random_canvases(family), SIGMAS[family]
+    assert backbone.rules.exact, "no rule makes float32 rows independent of their batch on this machine"
+    backbone.allocate(6, 48)
+    together = look(backbone, canvases, sigmas=sigmas)
+    for slot, canvas in canvases.items():
+        # Alone; elsewhere, in columns further right, beside columns of junk; among others in another order.
+        alone = look_alone(backbone, canvas, sigma=None if sigmas is None else sigmas[slot])
+        assert torch.equal(alone, together[slot])
+        assert torch.equal(backbone.logits(alone[-1:]), backbone.logits(together[slot])[-1:])
+        backbone.forget()
+        backbone.allocate(4, 64)
+        for layer in backbone.cache.layers_2SKWd:
+            layer.copy_(torch.randn(layer.shape, generator=torch.Generator().manual_seed(slot)))
+        others = {3: random_canvas(20, seed=99, vocab_size=VOCAB[family]), 1: canvas, 0: canvas[:2]}
+        noise = None if sigmas is None else {3: 0.5, 1: sigmas[slot], 0: 6.9}
+        elsewhere = look(backbone, others, sigmas=noise, first=9, width=48, seed=slot)
+        assert torch.equal(elsewhere[1], together[slot])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_forward_of_a_block_reads_what_the_cache_holds_of_the_rest(golden, family):
+    """Against one forward over both states of the canvas: the old one sees itself, the new block sees the old rest and itself."""
+    backbone, length, block = load(golden / family, "float64"), 14, range(5, 9)
+    old = random_canvas(length, seed=3, vocab_size=VOCAB[family])
+    new = [3 if position in block else token for position, token in enumerate(old)]
+    noise = None if SIGMAS[family] is None else {1: 2.0}
+    backbone.allocate(2, 64)
+    first = look(backbone, {1: old}, sigmas=noise)[1]
+    before = backbone.cache.layers_2SKWd[1][:, 1].clone()
+    later = look(backbone, {1: new}, run={1: block}, sigmas=noise and {1: 0.4})[1]
+    after = backbone.cache.layers_2SKWd[1][:, 1]
+    changed = (before != after).any(3).any(1).any(0).nonzero().flatten().tolist()
+    assert changed == list(block), "a forward writes its own columns and no others"
+
+    seen = torch.zeros(length + 4, length + 4, dtype=torch.bool)
+    seen[:length, :length] = True
+    seen[length:, :] = True
+    seen[length:, list(block)] = False
+    rows = torch.arange(length + 4)
+    positions = torch.cat([torch.arange(length), torch.tensor(list(block))])
+    tokens = torch.tensor(old + [3] * 4)
+    sigma = torch.where(rows < length, 2.0, 0.4)
+    backbone.forget()
+    backbone.allocate(1, 64)
+    one = (part.unsqueeze(0) for part in (tokens, positions, rows, rows >= 0, seen, sigma))
+    both = backbone.forward(TokenRows(torch.tensor([0]), *one))[0]
+    # transformers' norms pass through float32.
+    torch.testing.assert_close(first, both[:length], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(later, both[length:], atol=1e-6, rtol=1e-6)
+
+
+def test_sigma_is_each_rows_own_and_counts_where_the_network_was_trained_with_it(golden):
+    sedd, mdlm = load(golden / "sedd"), load(golden / "mdlm")
+    canvas = random_canvas(9, seed=1)
+    low, high = (look_alone(sedd, canvas, sigma=sigma) for sigma in (0.1, 3.0))
+    assert (low - high).abs().max() > 0.1
+    sedd.allocate(2, 16)
+    together = look(sedd, {0: canvas, 1: canvas}, sigmas={0: 3.0, 1: 0.1})
+    assert torch.equal(together[0], high)
+    assert torch.equal(together[1], low)
+    assert torch.equal(look_alone(mdlm, canvas, sigma=3.0), look_alone(mdlm, canvas))
+    assert (sedd.takes_sigma, mdlm.takes_sigma) == (True, False)
+    with pytest.raises(AssertionError, match="its rows need sigma_BT"):
+        look_alone(sedd, canvas)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_float32(golden, family, dtype):
+    exact, half = load(golden / family), load(golden / family, dtype)
+    canvas = random_canvas(17, seed=2, vocab_size=VOCAB[family])
+    sigma = None if SIGMAS[family] is None else 1.0
+    expected, ours = (look_alone(backbone, canvas, sigma=sigma) for backbone in (exact, half))
+    assert ours.dtype == half.dtype == half.embed(torch.tensor([1])).dtype
+    assert half.logits(ours).dtype == torch.float32
+    assert (ours.float() - expected).norm() < 0.1 * expected.norm()
+    if hasattr(half, "takes_sigma"):
+        assert half.base.output_layer.norm_final.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["mdlm", "llada"])
+def test_a_canvas_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(golden, family):
+    backbone = load(golden / family)
+    canvas, other = ([token % 60 for token in random_canvas(8, seed=seed)] for seed in (4, 5))
+    backbone.allocate(2, 16)
+    expected = look(backbone, {0: canvas, 1: other})
+    healthy = backbone.embedding_VD[61].clone()
+    backbone.embedding_VD[61] = torch.nan
+    sick = look(backbone, {0: [61, *other], 1: other}, width=16)
+    assert sick[0].isnan().all()
+    assert torch.equal(sick[1], expected[1])
+    backbone.embedding_VD[61] = healthy
+    assert torch.equal(look(backbone, {0: canvas, 1: other}, width=16)[0], expected[0])
+
+
+def test_rows_computed_are_counted_with_their_padding(golden):
+    backbone = load(golden / "sedd")
+    backbone.allocate(2, 64)
+    look(backbone, {0: random_canvas(20, seed=0), 1: random_canvas(3, seed=1)}, sigmas={0: 1.0, 1: 2.0})
+    assert backbone.num_rows_computed == 24

@@ -1,0 +1,208 @@
+"""What varies between public checkpoints of XLNet, and of the families of which transformers has no class.
+
+Every variation computes what the network of plain_networks.py does, or is refused by name.
+"""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from decoders.backbones.base import TokenRows
+from decoders.backbones.families.table import find_family
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.xlnet import XLNetBackbone
+from tests.decoders.backbones import plain_networks
+from tests.decoders.backbones.causal_models import random_tokens
+from tests.decoders.backbones.config_changes import GONE, change_config
+from tests.decoders.backbones.masked_models import load
+
+# ---- XLNet -----------------------------------------------------------------------------------------------------------
+
+XLNET = {"vocab_size": 61, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48}
+DEFAULTS = ("d_head", "clamp_len", "layer_norm_eps", "ff_activation", "attn_type", "bi_data", "tie_word_embeddings")
+
+
+def save_xlnet(folder, **changes):
+    torch.manual_seed(0)
+    transformers.XLNetLMHeadModel(transformers.XLNetConfig(**(XLNET | changes))).save_pretrained(folder)
+
+
+def test_fields_that_an_xlnet_leaves_out_have_the_values_of_transformers(tmp_path):
+    save_xlnet(tmp_path)
+    full = json.loads((tmp_path / "config.json").read_text())
+    change_config(tmp_path, dict.fromkeys(DEFAULTS, GONE))
+    check = find_family(full, "auto").check
+    assert check(json.loads((tmp_path / "config.json").read_text())) == check(full)
+    load_backbone(tmp_path, device="cpu")
+
+
+def test_an_untied_xlnet_needs_its_output_layer(tmp_path):
+    save_xlnet(tmp_path, tie_word_embeddings=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    head = weights.pop("lm_loss.weight")
+    backbone = load_backbone(tmp_path, device="cpu")
+    assert isinstance(backbone, XLNetBackbone)
+    torch.testing.assert_close(backbone.output_VD, head)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lacks the tensors lm_loss\.weight"):
+        inspect_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d_head": 16}, "n_head = 4, d_head = 16"),
+        ({"clamp_len": 2.5}, "clamp_len = 2.5; allowed: whole numbers"),
+        ({"layer_norm_eps": "tiny"}, "layer_norm_eps = 'tiny'; allowed: numbers"),
+        ({"n_layer": None}, "n_layer = None; allowed: whole numbers >= 1"),
+    ],
+)
+def test_an_xlnet_config_that_is_none_is_refused(tmp_path, change, message):
+    save_xlnet(tmp_path)
+    change_config(tmp_path, change)
+    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
+        inspect_model(tmp_path)
+
+
+# ---- families of which transformers knows nothing --------------------------------------------------------------------
+
+LLADA = {
+    "model_type": "llada",
+    "vocab_size": 61,
+    "d_model": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 4,
+    "mlp_hidden_size": 48,
+    "mlp_ratio": 4,
+    "max_sequence_length": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "weight_tying": False,
+    "mask_token_id": 60,
+}
+LLADA2 = {
+    "model_type": "llada2_moe",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 12,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 6e5,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 2.5,
+    "mask_token_id": 60,
+}
+MDLM = {
+    "model_type": "mdlm",
+    "vocab_size": 61,
+    "model_length": 64,
+    "hidden_dim": 32,
+    "cond_dim": 16,
+    "n_blocks": 2,
+    "n_heads": 4,
+    "time_conditioning": True,
+}
+PLAIN: dict[str, list[dict[str, Any]]] = {
+    "llada": [
+        {"n_kv_heads": 1},
+        {"n_kv_heads": None, "mlp_hidden_size": None, "mlp_ratio": 3},
+        {"n_kv_heads": 2, "weight_tying": True, "rope_theta": 100.0, "rms_norm_eps": 1e-2},
+        {"embedding_size": 72},
+    ],
+    "llada2": [
+        {"n_group": 1, "topk_group": 1, "num_shared_experts": 2, "num_key_value_heads": 4},
+        {"num_shared_experts": 0, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "num_experts_per_tok": 1},
+        {"first_k_dense_replace": 2, "partial_rotary_factor": 0.25, "routed_scaling_factor": 1.0, "topk_group": 4},
+    ],
+    "mdlm": [{"n_heads": 1}, {"cond_dim": 33, "n_heads": 8}, {"time_conditioning": False, "n_blocks": 3}],
+}
+PUBLIC: dict[str, dict[str, Any]] = {"llada": LLADA, "llada2": LLADA2, "mdlm": MDLM}
+SIGMA = 0.7
+
+
+def save_plain(folder, config):
+    """Random weights under the names that the family says; norms near one."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, shape in find_family(config, "auto").weight_shapes(config).items():
+        noise = 0.3 * torch.randn(*shape, generator=generator)
+        weights[name] = 1 + noise if "norm" in name or "ln_f" in name else noise
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+@pytest.mark.parametrize(("family", "change"), [(family, change) for family in PLAIN for change in PLAIN[family]])
+def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
+    config = PUBLIC[family] | change
+    weights = save_plain(tmp_path, config)
+    backbone, tokens = load(tmp_path, "float64"), torch.tensor(random_tokens(20, seed=5))
+    backbone.allocate(1, len(tokens))
+    places, seen = torch.arange(len(tokens)).unsqueeze(0), torch.ones(1, len(tokens), len(tokens), dtype=torch.bool)
+    rows = TokenRows(
+        slots_B=torch.tensor([0]),
+        tokens_BT=tokens.unsqueeze(0),
+        positions_BT=places,
+        columns_BT=places,
+        valid_BT=torch.ones_like(places, dtype=torch.bool),
+        visible_BTW=seen,
+        sigma_BT=torch.full(places.shape, SIGMA, dtype=torch.float64),
+    )
+    sigma = [SIGMA if config["time_conditioning"] else 0.0] if family == "mdlm" else []
+    expected = getattr(plain_networks, "ddit" if family == "mdlm" else family)(weights, config, tokens, *sigma)
+    # The norms of transformers' Llama run in float32 whatever the dtype.
+    tolerance = 1e-4 if family == "llada" else 1e-9
+    torch.testing.assert_close(backbone.logits(backbone.forward(rows)[0]), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llada", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type': 'linear'"),
+        ("llada", {"clip_qkv": 8.0}, "clip_qkv = 8.0; supported: None"),
+        ("llada", {"n_heads": 0}, "family 'llada'"),
+        ("llada", {"mask_token_id": "60"}, "mask_token_id = '60'; allowed: token ids"),
+        (
+            "llada2",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_type = 'yarn'; supported: 'default'",
+        ),
+        ("llada2", {"rope_parameters": {"rope_theta": 77.0}}, "rope_theta = 600000.0, but 77.0 in rope_parameters"),
+        ("llada2", {"using_split_qkv_in_self_attention": True}, "using_split_qkv_in_self_attention = True"),
+        ("mdlm", {"time_conditioning": "False"}, "time_conditioning = 'False'"),
+        ("mdlm", {"noise": {"type": "cosine"}}, "noise.type = 'cosine'; supported: 'loglinear'"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(tmp_path, family, change, message):
+    save_plain(tmp_path, PUBLIC[family])
+    change_config(tmp_path, change)
+    with pytest.raises(ValueError, match=f"^model.path: .*{message}"):
+        inspect_model(tmp_path)
+
+
+def test_a_mask_that_is_null_is_the_public_one():
+    for family, mask in (("llada", 126336), ("dream", 151666)):
+        assert find_family({"model_type": family}, family).mask_id({"mask_token_id": None}) == mask
+
+
+def test_a_llada2_may_keep_its_rotation_in_rope_parameters():
+    rope = {"rope_type": "default", "rope_theta": 6e5, "partial_rotary_factor": 0.5}
+    newer = {key: value for key, value in LLADA2.items() if key not in rope} | {"rope_parameters": rope}
+    check = find_family(LLADA2, "auto").check
+    assert check(newer) == check(LLADA2)

@@ -1,0 +1,444 @@
+"""transformers' causal models over our slot cache: against their own forwards, and against themselves in other company."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from decoders.backbones import attention, transformer
+from decoders.backbones.load import bos_id, inspect_model, stop_ids
+from decoders.backbones.self_test import check_masking
+from tests.decoders.backbones.causal_models import (
+    MODELS,
+    decode_with_rejections,
+    in_a_row,
+    load,
+    play,
+    random_tokens,
+    save_random,
+    theirs,
+)
+
+TEXTS = {0: random_tokens(14, seed=1), 1: random_tokens(9, seed=2), 2: random_tokens(21, seed=3)}
+PROMPTS = {0: 6, 1: 1, 2: 11}
+
+
+@pytest.fixture
+def norms_in_float64(monkeypatch):
+    """transformers' norms pass through float32, which turns a last bit into 1e-8: equality to 1e-10 needs them in float64."""
+
+    def forward(self, rows):
+        return self.weight * rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    for norm in (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm):
+        monkeypatch.setattr(norm, "forward", forward)
+
+
+# ---- against transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float64_hidden_states_and_logits_are_those_of_transformers(tmp_path, norms_in_float64, name):
+    model = save_random(tmp_path, name).double()
+    backbone = load(tmp_path, "float64")
+    # transformers' GPT-Neo computes scores in float32 whatever its dtype.
+    tolerance = 3e-6 if name == "gpt_neo" else 1e-10
+    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
+    for slot, text in TEXTS.items():
+        hidden, logits = theirs(model, text)
+        torch.testing.assert_close(ours[slot], hidden, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(backbone.logits(ours[slot]), logits, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(backbone.embed(torch.tensor([3, 7])), model.get_input_embeddings().weight[[3, 7]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_hidden_states_and_logits_are_those_of_transformers(tmp_path, name):
+    model = save_random(tmp_path, name)
+    backbone = load(tmp_path)
+    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
+    for slot, text in TEXTS.items():
+        hidden, logits = theirs(model, text)
+        torch.testing.assert_close(ours[slot], hidden, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(backbone.logits(ours[slot]), logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near_float32(tmp_path, name, dtype):
+    model = save_random(tmp_path, name)
+    backbone = load(tmp_path, dtype)
+    ours = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
+    assert backbone.logits(ours[0]).dtype == torch.float32
+    for slot, text in TEXTS.items():
+        hidden, _ = theirs(model, text)
+        assert (ours[slot].float() - hidden).norm() < 0.05 * hidden.norm()
+
+
+def test_slots_are_moved_refilled_and_grown(tmp_path, norms_in_float64):
+    model = save_random(tmp_path, "qwen2-sliding").double()
+    backbone = load(tmp_path, "float64")
+    first, second, third = (random_tokens(12, seed=seed) for seed in (4, 5, 6))
+    backbone.allocate(2, 6)
+    play(backbone, {1: in_a_row(first[:5]), 0: in_a_row(second[:3])})
+    backbone.move_slot(1, 0)
+    backbone.allocate(5, 40)
+    later = play(backbone, {0: in_a_row(first[5:], 5), 1: in_a_row(third[:2]), 4: in_a_row(second)})
+    last = play(backbone, {4: in_a_row(third[:7]), 1: in_a_row(third[2:], 2)})
+    for text, ours in ((first, later[0]), (second, later[4]), (third[:7], last[4]), (third, last[1])):
+        expected, _ = theirs(model, text)
+        torch.testing.assert_close(ours, expected[-len(ours) :], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_candidates_for_one_position_see_their_own_branch_alone(tmp_path, norms_in_float64, name):
+    model = save_random(tmp_path, name).double()
+    backbone = load(tmp_path, "float64")
+    prefix, branches = random_tokens(7, seed=7), [random_tokens(4, seed=seed) for seed in (8, 9, 10)]
+    backbone.allocate(2, 40)
+    play(backbone, {1: in_a_row(prefix)})
+    rows = []
+    for index, branch in enumerate(branches):
+        start = 9 + 5 * index  # columns that have nothing to do with positions
+        for i, token in enumerate(branch):
+            rows.append((token, 7 + i, start + i, [*range(7), *range(start, start + i + 1)]))
+    ours = play(backbone, {1: rows, 0: in_a_row(prefix)})[1]
+    tolerance = 3e-6 if name == "gpt_neo" else 1e-10
+    for index, branch in enumerate(branches):
+        expected, _ = theirs(model, prefix + branch)
+        torch.testing.assert_close(ours[4 * index : 4 * index + 4], expected[7:], atol=tolerance, rtol=tolerance)
+
+
+def test_the_golden_checkpoint_decodes_as_the_public_code_did(golden):
+    folder = golden / "jacobi"
+    backbone, arrays = load(folder), load_file(folder / "arrays.safetensors")
+    cases = json.loads((folder / "cases.json").read_text())["cases"]
+    for case in (case for case in cases if case["kind"] == "logits"):
+        backbone.allocate(1, 32)
+        ours = backbone.logits(play(backbone, {0: in_a_row(case["input_ids"])})[0])
+        torch.testing.assert_close(ours, arrays[case["arrays"][0]].float().view_as(ours), atol=1e-4, rtol=1e-4)
+    greedy = [case for case in cases if case["kind"] == "ar_greedy"]
+    backbone.allocate(len(greedy), 300)
+    texts: dict[int, list[int]] = {slot: [] for slot in range(len(greedy))}
+    hidden = play(backbone, {slot: in_a_row(case["prompt"]) for slot, case in enumerate(greedy)})
+    for step in range(len(greedy[0]["output"])):
+        last = torch.stack([hidden[slot][-1] for slot in texts])
+        for slot, token in enumerate(backbone.logits(last).argmax(1).tolist()):
+            texts[slot].append(token)
+        work = {slot: in_a_row(text[-1:], len(greedy[slot]["prompt"]) + step) for slot, text in texts.items()}
+        hidden = play(backbone, work)
+    assert len(greedy) == 6
+    for slot, case in enumerate(greedy):
+        assert texts[slot] == case["output"], case["name"]
+
+
+# ---- company ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_float32_rows_have_the_same_bits_in_any_batch(tmp_path, name):
+    save_random(tmp_path, name)
+    backbone = load(tmp_path)
+    assert backbone.rules.exact, "no rule makes float32 rows independent of their batch on this machine"
+    texts = {slot: random_tokens(5 + 3 * slot % 17, seed=slot) for slot in range(11)}
+    together = decode_with_rejections(backbone, texts, prompts={slot: 1 + slot % 5 for slot in texts})
+    for slot in (0, 3, 7, 10):
+        for prompt, width in ((1 + slot % 5, None), (3, 64)):
+            # Alone, in another slot, with other rejected drafts, another cut between prefill and decoding, more columns.
+            backbone.forget()
+            backbone.allocate(1, 64)
+            alone = decode_with_rejections(backbone, {2: texts[slot]}, prompts={2: prompt}, junk_seed=slot, width=width)
+            assert torch.equal(alone[2], together[slot])
+            assert torch.equal(backbone.logits(alone[2][-1:])[0], backbone.logits(together[slot])[-1])
+
+
+def test_attention_in_parts_is_the_same_attention(tmp_path, monkeypatch):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    whole = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
+    for scores in (1 << 9, 1 << 11):
+        monkeypatch.setattr(attention, "_CPU_SCORES", scores)
+        monkeypatch.setattr(attention, "_LEAST_ROWS", 4)
+        backbone.forget()
+        parts = decode_with_rejections(backbone, TEXTS, prompts=PROMPTS)
+        for slot in TEXTS:
+            torch.testing.assert_close(parts[slot], whole[slot], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lines", "cut"),
+    [
+        ([1] * 15 + [40], 1),  # one long prompt among single rows
+        ([3, 2, 3, 3, 1, 3, 3, 3, 2, 3, 60, 50], 3),  # two among drafts
+        ([5, 4, 5, 5], None),  # nearly even: whole
+        ([20, 40], None),  # to copy one of two slots saves too little
+    ],
+)
+def test_a_ragged_rectangle_is_cut_where_a_few_slots_have_many_rows(lines, cut):
+    valid_BT = torch.arange(max(lines)) < torch.tensor(lines).unsqueeze(1)
+    visible_BTW = valid_BT.unsqueeze(2).expand(-1, -1, 64)
+    bands = attention.cut_ragged(valid_BT, visible_BTW, 32)
+    seen_BT = torch.zeros_like(valid_BT, dtype=torch.int64)
+    for slots, where, _ in bands:
+        seen_BT[slice(None) if slots is None else slots, where] += 1
+    assert (seen_BT <= 1).all() and bool(seen_BT[valid_BT].all()), "every row stands in one band"
+    assert [where.stop for slots, where, _ in bands if slots is None] == [cut or max(lines)]
+    assert len(bands) == (1 if cut is None else 2)
+
+
+def uncut(valid_BT, visible_BTW, multiple):
+    return ((None, slice(0, valid_BT.shape[1]), slice(0, visible_BTW.shape[2])),)
+
+
+def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
+    save_random(tmp_path, "llama")
+    texts = {slot: random_tokens(48 if slot == 2 else 3, seed=slot) for slot in range(10)}
+    cuts, cut_ragged = [], attention.cut_ragged
+
+    def counted(*rectangle):
+        cuts.append(cut_ragged(*rectangle))
+        return cuts[-1]
+
+    monkeypatch.setattr(transformer, "cut_ragged", counted)
+    ragged = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
+    assert any(len(bands) == 2 for bands in cuts), "nothing was cut"
+    monkeypatch.setattr(transformer, "cut_ragged", uncut)
+    whole = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
+    assert all(torch.equal(ragged[slot], whole[slot]) for slot in texts)
+
+
+def test_a_row_that_sees_nothing_has_attention_output_zero(tmp_path):
+    save_random(tmp_path / "one")
+    save_random(tmp_path / "zero")
+    weights = load_file(tmp_path / "zero" / "model.safetensors")
+    weights |= {name: torch.zeros_like(weight) for name, weight in weights.items() if ".v_proj." in name}
+    save_file(weights, tmp_path / "zero" / "model.safetensors")
+    backbone, without = (load(tmp_path / name) for name in ("one", "zero"))
+    for each in (backbone, without):
+        each.allocate(2, 16)
+    work = {0: [*in_a_row(random_tokens(3, seed=0)), (9, 3, 3, [])], 1: in_a_row(random_tokens(2, seed=1))}
+    ours, expected = play(backbone, work, width=8), play(without, work, width=8)
+    torch.testing.assert_close(ours[0][3], expected[0][3], atol=1e-6, rtol=1e-6)
+    backbone.forget()
+    backbone.allocate(2, 16)
+    seeing = play(backbone, work | {0: work[0][:3]}, width=8)
+    torch.testing.assert_close(ours[0][:3], seeing[0], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(ours[0][:3], expected[0][:3], atol=1e-2)
+
+
+def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp_path):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    backbone.allocate(3, 16)
+    text, healthy = (random_tokens(length, seed=length, vocab_size=60) for length in (6, 9))
+    expected = play(backbone, {0: in_a_row(text), 1: in_a_row(healthy)})
+    backbone.embedding_VD[60] = torch.nan
+    sick = play(backbone, {0: in_a_row([5, 60, 7, 8, 9, 10, 11]), 1: in_a_row(healthy)})
+    assert sick[0][1:].isnan().all()
+    assert torch.equal(sick[1], expected[1])
+    assert play(backbone, {0: in_a_row([12], 7)})[0].isnan().all(), "the sick sample itself must not recover in silence"
+    backbone.move_slot(0, 2)
+    after = play(backbone, {2: in_a_row(text), 1: in_a_row(healthy)}, width=16)
+    assert torch.equal(after[2], expected[0])
+    assert torch.equal(after[1], expected[1])
+
+
+def test_rows_computed_are_counted_with_their_padding(tmp_path):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    backbone.allocate(2, 64)
+    play(backbone, {0: in_a_row(random_tokens(2, seed=0)), 1: in_a_row(random_tokens(1, seed=1))})
+    # Heads of width 8 come in blocks of four rows, many rows in blocks of eight.
+    assert backbone.num_rows_computed == max(backbone.min_rows, 4)
+    play(backbone, {0: in_a_row(random_tokens(31, seed=0)), 1: in_a_row(random_tokens(6, seed=1))})
+    assert backbone.num_rows_computed == max(backbone.min_rows, 40)
+
+
+# ---- the self-test ---------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
+    save_random(tmp_path)
+
+    def see_all(visible_BTW, rectangle_N, dtype):
+        return attention.Sight(torch.zeros(visible_BTW.shape, dtype=dtype), None)
+
+    monkeypatch.setattr(transformer, "see", see_all)
+    with pytest.raises(RuntimeError, match="masked columns or other slots change"):
+        load(tmp_path)
+
+
+def test_rows_that_read_another_slot_are_found_at_start(tmp_path, monkeypatch):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    read = backbone.cache.read
+
+    def read_neighbours(cache, layer, slots, num_columns):
+        return tuple(part.roll(1, 0) for part in read.__func__(cache, layer, slots, num_columns))
+
+    monkeypatch.setattr(type(backbone.cache), "read", read_neighbours)
+    with pytest.raises(RuntimeError, match="self-test of the model"):
+        check_masking(backbone)
+
+
+def test_weights_that_give_no_numbers_are_refused(tmp_path):
+    save_random(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.dtype: in torch\.float32 .* no finite numbers"):
+        load(tmp_path)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"),
+            "lacks the tensors model.layers.1.mlp.up_proj",
+        ),
+        (
+            lambda weights: weights.update({"model.layers.0.extra": torch.zeros(2)}),
+            "unknown to the family: model.layers.0.extra",
+        ),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\)"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(tmp_path, damage, message):
+    save_random(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    damage(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    for read in (inspect_model, load):
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "buffers"),
+    [
+        ("gpt2", "transformer.", {"h.0.attn.bias": (1, 1, 64, 64), "h.1.attn.masked_bias": ()}),
+        ("gpt_neo", "", {"transformer.h.2.attn.attention.bias": (1, 1, 64, 64)}),
+        ("llama-3", "model.", {"layers.1.self_attn.rotary_emb.inv_freq": (4,)}),
+        ("llama", "", {"model.layers.0.self_attn.rotary_emb.inv_freq": (4,)}),
+    ],
+)
+def test_names_without_their_prefix_and_old_buffers_are_read(tmp_path, name, prefix, buffers):
+    model = save_random(tmp_path, name)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {key.removeprefix(prefix): tensor for key, tensor in weights.items()}
+    weights |= {key: torch.ones(shape) for key, shape in buffers.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    assert inspect_model(tmp_path).num_parameters == sum(tensor.numel() for tensor in model.parameters())
+    backbone = load(tmp_path)
+    backbone.allocate(1, 32)
+    ours = play(backbone, {0: in_a_row(TEXTS[1])})[0]
+    torch.testing.assert_close(ours, theirs(model, TEXTS[1])[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_an_output_layer_beside_tied_embeddings_is_used_where_it_differs(tmp_path, equal):
+    save_random(tmp_path, "qwen3")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + (0.0 if equal else 1.0)
+    save_file(weights, tmp_path / "model.safetensors")
+    backbone = load(tmp_path)
+    head = backbone.model.get_output_embeddings().weight
+    assert (head.data_ptr() == backbone.embedding_VD.data_ptr()) == equal
+    torch.testing.assert_close(head.detach(), weights["lm_head.weight"])
+    rows = torch.eye(head.shape[1])
+    torch.testing.assert_close(backbone.logits(rows), rows @ weights["lm_head.weight"].T, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {"hidden_act": "swoosh"}, "swoosh"),
+        ("qwen2", {"hidden_size": "wide"}, "hidden_size"),
+        ("qwen2", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide"),
+        ("qwen2", {"vocab_size": 0}, "below 1"),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
+        ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not read"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope type 'dynamic'",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "nonsense", "rope_theta": 1e4}}, "nonsense"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("gpt2", {"draftmill": {"max_length": 65}}, "model.max_length: 65, but the model's position table has 64"),
+        ("gpt_neo", {"num_layers": 4}, "attention_types names 3 layers of 4"),
+    ],
+)
+def test_a_config_that_can_not_be_run_is_refused(tmp_path, name, change, message):
+    save_random(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        inspect_model(tmp_path)
+
+
+def test_a_model_is_described_without_its_weights(tmp_path):
+    model = save_random(tmp_path, "qwen2")
+    info = inspect_model(tmp_path)
+    assert (info.family, info.vocab_size, info.mask_id, info.max_length) == ("qwen2", 61, None, 64)
+    assert info.decoders == ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
+    assert info.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert info.suppressed == ()
+    with pytest.raises(ValueError, match=r"model\.mask_id: 5 given, but models of family 'qwen2' have no mask token"):
+        inspect_model(tmp_path, mask_id=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draftmill": {"max_length": 48}}))
+    assert inspect_model(tmp_path).max_length == 48
+    assert inspect_model(tmp_path, max_length=100).max_length == 100
+
+
+def test_ids_without_a_token_are_suppressed(tmp_path):
+    save_random(tmp_path)
+    vocab = {f"t{index}": index for index in range(57) if index != 13}
+    added = [{"id": 58, "content": "<eos>"}]
+    tokenizer = {"model": {"type": "BPE", "vocab": vocab}, "added_tokens": added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert inspect_model(tmp_path).suppressed == (13, 57, 59, 60)
+    unigram = {"model": {"type": "Unigram", "vocab": [["a", 0.0]] * 60}, "added_tokens": added}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unigram))
+    assert inspect_model(tmp_path).suppressed == (60,)
+
+
+def test_stop_and_begin_ids_come_from_the_generation_config_first(tmp_path):
+    def write(name, **content):
+        (tmp_path / name).write_text(json.dumps(content))
+
+    write("config.json", eos_token_id=4, bos_token_id=2)
+    assert (stop_ids(tmp_path), bos_id(tmp_path)) == ((4,), 2)
+    write("generation_config.json", eos_token_id=[7, 4, 7], bos_token_id=None)
+    assert (stop_ids(tmp_path), bos_id(tmp_path)) == ((7, 4), 2)
+    write("generation_config.json", bos_token_id=1)
+    assert (stop_ids(tmp_path), bos_id(tmp_path)) == ((4,), 1)
+    write("config.json")
+    assert stop_ids(tmp_path) == ()
+    write("config.json", eos_token_id="</s>")
+    with pytest.raises(ValueError, match=r"config\.json has eos_token_id = '</s>'; allowed: token ids"):
+        stop_ids(tmp_path)
+
+
+def test_transformers_is_imported_for_its_own_families_alone(tmp_path):
+    code = (
+        "import sys, torch, decoders.backbones.load, decoders.backbones.families.table as f; from pathlib import Path;"
+        "from decoders.backbones.load import inspect_model; inspect_model(Path(sys.argv[1]));"
+        "sys.exit('transformers' in sys.modules)"
+    )
+    builtin = Path(__file__).resolve().parents[3] / "decoders" / "builtin" / "asarm-tiny"
+    result = subprocess.run([sys.executable, "-c", code, str(builtin)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

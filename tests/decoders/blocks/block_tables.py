@@ -1,0 +1,77 @@
+"""Toy block-diffusion models: exact tables with a mask among their tokens, decoded by ours and by the plain reference."""
+
+from copy import copy
+from functools import cache
+
+import numpy as np
+
+from decoders.base import ModelInfo, Request
+from decoders.draws.noise import sample_key
+from decoders.references.blocks import PlainBlocks, decode_blocks
+from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from decoders.references.token_table import TokenTable
+from decoders.settings import Sampling
+from tests.decoders.support import decode
+
+KINDS = ("block_diffusion", "s2d2")
+GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.9)
+REJECTING = Sampling(temperature=0.9, acceptance="rejection")
+
+
+def table_info(vocab_size=3, *, shift=0, max_length=None):
+    """A model of `vocab_size` tokens and a mask, which is the last id."""
+    return ModelInfo(
+        "token_table", vocab_size + 1, vocab_size, max_length, KINDS, 0, (vocab_size,), shift, block_size=None
+    )
+
+
+@cache
+def _made(vocab_size, length, seed):
+    return TokenTable(vocab_size=vocab_size + 1, num_positions=length, seed=seed)
+
+
+def table(vocab_size=3, length=6, seed=1):
+    """A model with a cache of its own."""
+    return copy(_made(vocab_size, length, seed))
+
+
+def prompts(lengths, *, vocab_size=3, seed=0):
+    """A request for each (prompt length, canvas length)."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index, (num_prompt, length) in enumerate(lengths):
+        canvas = np.full(length, -1, dtype=np.int32)
+        canvas[:num_prompt] = rng.integers(0, vocab_size, num_prompt)
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+def rule_of(key, sampling):
+    """The reference's rule with the sample's own noise."""
+    if sampling.acceptance == "rejection" and sampling.temperature:
+        return RejectionRule(NoiseChooser(key))
+    return CoupledRule(key, sampling)
+
+
+def refer(requests, info, settings, sampling, *, plain=decode_blocks, **made):
+    """The trails of the plain reference, by index."""
+    model = PlainBlocks(table(info.mask_id, **made), info, settings, sampling)
+    return {
+        request.index: plain(model, request.canvas.tolist(), rule_of(request.key, sampling)) for request in requests
+    }
+
+
+def ours(requests, info, settings, sampling, *, rows=3, stops=None, trace=False, **made):
+    """Our outcomes, by index."""
+    return decode(table(info.mask_id, **made), info, settings, sampling, requests, rows=rows, stops=stops, trace=trace)
+
+
+def check(outcomes, trails, requests):
+    """Tokens and counts are those of the reference."""
+    for request in requests:
+        outcome, trail = outcomes[request.index], trails[request.index]
+        prompt, length = int((request.canvas >= 0).sum()), len(request.canvas)
+        assert outcome.tokens.tolist() == trail.canvas[prompt:length]
+        assert outcome.nfe_kinds == trail.nfe
+        assert outcome.nfe == sum(trail.nfe.values())
+        assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)

@@ -1,0 +1,204 @@
+"""Golden cases of block diffusion and S2D2 (SDAR, Fast-dLLM v2, LLaDA2): read, decoded by ours, compared.
+
+The public code doesn't suppress the mask, so neither is it suppressed here. Where a case says how often something was stored,
+prefills of Fast-dLLM v2 are among it.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import Request
+from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.blocks.verdicts import Judge
+from decoders.engine.stops import Stops
+from decoders.registry import build_decoder
+from decoders.settings import Sampling
+from tests.decoders.support import run_all
+
+MASK = 95
+SCHEDULES = {
+    "low_confidence_static": "static",
+    "low_confidence_dynamic": "dynamic",
+    "sequential": "sequential",
+}
+ESTIMATORS = {
+    "soft_entropy_negexp": lambda options: {"kind": "entropy"},
+    "hard_margin_threshold": lambda options: {"kind": "margin", "tau": options["ssd_confidence_margin_threshold"]},
+}
+ROUTERS = {
+    "mask_span_length": lambda o: {"kind": "min_span", "span": o["min_ssd_span_length"]},
+    "score_threshold": lambda o: {"kind": "score", "tau": o["do_verify_score_threshold"]},
+    "score_hysteresis": lambda o: {
+        "kind": "hysteresis",
+        "on": o["hysteresis_threshold_on"],
+        "off": o["hysteresis_threshold_off"],
+    },
+    "contextual_bandit_ucb": lambda o: {
+        "kind": "bandit",
+        "beta": o["ucb_beta"],
+        "entropy_of": o["ucb_entropy_source"],
+    },
+}
+
+
+def cases_of(folder, *kinds, file="cases.json"):
+    return [case for case in json.loads((folder / file).read_text())["cases"] if case["kind"] in kinds]
+
+
+@cache
+def loaded(folder):
+    """(what is known of the model, its backbone)."""
+    info = replace(inspect_model(folder, mask_id=MASK), suppressed=())
+    return info, load_backbone(folder, dtype="float32", device="cpu")
+
+
+def common(options):
+    """The settings that plain block diffusion and S2D2 share, from any of the three families' names."""
+    size = options.get("block_length") or options["block_size"]
+    found = {"block_size": size, "tau": options.get("confidence_threshold", options.get("threshold"))}
+    found["schedule"] = SCHEDULES[options.get("remasking_strategy", "low_confidence_dynamic")]
+    if "small_block_size" in options:
+        found["sub_block"] = options["small_block_size"]
+    if "editing_threshold" in options:
+        found |= {"tau_edit": options["editing_threshold"], "post_steps": options.get("max_post_steps", 16)}
+    steps = options.get("denoising_steps", options.get("steps"))
+    return found | {"steps": steps or -(-size // options.get("num_to_transfer", 1))}
+
+
+def plain_settings(options):
+    return BlockDiffusion(kind="block_diffusion", **common(options))
+
+
+def s2d2_settings(case):
+    options = case["settings"]
+    more: dict[str, Any] = {"router": ROUTERS[options["do_verify_policy"]](options)}
+    if "token_acceptance_estimator" in options:
+        more["estimator"] = ESTIMATORS[options["token_acceptance_estimator"]](options)
+    if "score_penalty_coef" in options:
+        kind = options.get("do_verify_score_type", "difference_dynamic").removeprefix("difference_")
+        more["cost"] = {"kind": kind, "c": options["score_penalty_coef"]}
+    if case["verifier_randomness"] == "stochastic":
+        more |= {"paper_compat": True, "temper": options.get("ssd_ratio_tempering_factor", 1.0)}
+    return S2d2(
+        kind="s2d2",
+        causal_cache=options.get("cache_ver", False),
+        causal_draft=options.get("draft_ver", False),
+        **common(options),
+        **more,
+    )
+
+
+def canvas_of(case):
+    """The prompt and as many holes as the public code fills; Fast-dLLM v2 adds the first token of one block more."""
+    options, prompt = case["settings"], case["prompt"]
+    if "max_new_tokens" in options:
+        size = options["block_size"]
+        length = (len(prompt) // size + options["max_new_tokens"] // size) * size + 1
+    else:
+        length = -(-(len(prompt) + options["gen_length"]) // options["block_length"]) * options["block_length"]
+    return np.array(prompt + [-1] * (length - len(prompt)), dtype=np.int32)
+
+
+def stops_of(options):
+    early = options.get("eos_early_stop", "editing_threshold" not in options) and "eos_id" in options
+    ids = [
+        options.get("stop_token"),
+        options["eos_id"] if early else None,
+        *(options.get("stopping_criteria_idx") or ()),
+    ]
+    return Stops(tuple(token for token in ids if token is not None))
+
+
+class Recorded:
+    """Stands in for a decoder's draws: the numbers and the recovered tokens of a recorded run, in their order."""
+
+    def __init__(self, draws, steps):
+        self._draws, self._steps, self._at = draws, [step for step in steps if step.get("u")], -1
+
+    def __getattr__(self, name):
+        return getattr(self._draws, name)
+
+    def accepting(self, slots, positions):
+        self._at += 1
+        return torch.tensor(self._steps[self._at]["u"], dtype=torch.float64)
+
+    def recover(self, mass, slots, positions):
+        token = self._steps[self._at]["resampled"]
+        assert mass[0, token] > 0, "drawn from where the residual has no mass"
+        return torch.tensor([token])
+
+
+class Watching(Judge):
+    """Notes the laws' probabilities of every draft that it judges: (draft's, verification's)."""
+
+    def judge(self, drafts):
+        law = self._law(self.logits(drafts.hidden_RD))
+        own = law.gather(-1, drafts.tokens_R.unsqueeze(-1)).squeeze(-1).exp()
+        seen.append((drafts.sure_R.tolist(), own.tolist()))
+        return super().judge(drafts)
+
+
+seen: list[tuple[list[float], list[float]]] = []
+
+
+def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
+    """(outcome, what the verifications saw) of a recorded run, decoded by ours; `kind` replaces the decoder's class."""
+    info, backbone = loaded(folder)
+    info = replace(info, suppressed=suppressed)
+    options = case["settings"]
+    if settings is None:
+        settings = s2d2_settings(case) if case["kind"] == "s2d2" else plain_settings(options)
+    sampling = Sampling(temperature=0.0, top_p=options.get("top_p") if case["kind"] == "s2d2" else None)
+    if options.get("top_k"):
+        sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])
+    sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
+    decoder: Any = (
+        build_decoder(backbone, info, settings, sampling, **sizes)
+        if kind is None
+        else kind(backbone, info, sampling, settings=settings, **sizes)
+    )
+    seen.clear()
+    if case["kind"] == "s2d2":
+        draws = decoder.judge.draws
+        if case["verifier_randomness"] == "stochastic":
+            draws = Recorded(draws, case["steps"])
+        decoder.judge = Watching(
+            draws, decoder.judge.logits, decoder.judge.chunks, decoder.judge.by_ratio, decoder.judge.temper
+        )
+    (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case))]).values()
+    return outcome, list(seen)
+
+
+def text_of(outcome, case):
+    """What ours wrote, as the case writes its output."""
+    excludes = case.get("output_excludes_prompt", False)
+    return ([] if excludes else case["prompt"]) + outcome.tokens.tolist()
+
+
+def kinds_of(case):
+    """(prefills and stores, drafts, verifications) of the public code."""
+    nfe = case.get("cached_nfe", case["nfe"])
+    return nfe.get("prefill", 0) + nfe["store"], nfe["draft"], nfe["verify"]
+
+
+def our_kinds(outcome):
+    kinds = outcome.nfe_kinds
+    return kinds["prefill"] + kinds["commit"], kinds["draft"], kinds["verify"]
+
+
+def same(outcome, case):
+    """Whether tokens are those of the case."""
+    found = text_of(outcome, case)
+    return found[: len(case["output"])] == case["output"]
+
+
+def orders(outcome, case):
+    """(our order of reveals, the case's), step by step; within a step in no order."""
+    theirs = [sorted(int(abs(place)) for place in step) for step in case["reveal_order"]]
+    return [sorted(step.positions) for step in outcome.trace], theirs

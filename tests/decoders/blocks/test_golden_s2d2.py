@@ -1,0 +1,145 @@
+"""S2D2 held to the public code's tokens, spans, verdicts and forwards, on SDAR, Fast-dLLM v2 and LLaDA2.1.
+
+`stochastic` cases are the public code at temperature 0 (`paper_compat`), with its uniforms and recovered tokens as recorded;
+`onehot` ones are our temperature 0. The draft's and the verification's probabilities of every draft are compared in the former.
+
+Not offered, and left out: options that no paper describes (allow_resample: false, ratio thresholds, legacy spans, extra reveals
+of confident tokens), and Fast-dLLM v2's stale cache of sub-blocks. Differs on purpose, as in test_golden_blocks.py: no store
+pass after the last block.
+"""
+
+import pytest
+
+from decoders.blocks.s2d2 import S2d2Decoder
+from tests.decoders.blocks.golden_blocks import cases_of, kinds_of, orders, our_kinds, replayed, same, text_of
+
+UNPUBLISHED = {"allow_resample", "ssd_ratio_threshold", "always_check_high_confidence", "legacy_ssd_span_strategy"}
+
+
+def judged(case):
+    return [step for step in case["steps"] if step.get("do_verify", step.get("verified"))]
+
+
+def check_verdicts(outcome, saw, case):
+    steps = judged(case)
+    assert [step.proposed for step in outcome.trace if step.proposed] == [step["draft_tokens"] for step in steps]
+    # With tempering the record counts by ratios that were not tempered.
+    if "ssd_ratio_tempering_factor" not in case["settings"]:
+        assert outcome.accepted == sum(case["accepted_counts"])
+    for (ours_q, ours_p), step in zip(saw, steps, strict=True):
+        if case["verifier_randomness"] == "stochastic":
+            assert ours_q == pytest.approx(step["p_draft"], rel=1e-3, abs=1e-5)
+            assert ours_p == pytest.approx(step["q_draft"], rel=1e-3, abs=1e-5)
+
+
+def sdar_cases(folder):
+    cases = [c for c in cases_of(folder, "s2d2") if not UNPUBLISHED.intersection(c["settings"])]
+    halves = [c for c in cases if c["settings"]["draft_ver"] and not c["settings"]["cache_ver"]]
+    return [case for case in cases if case not in halves], halves
+
+
+def test_s2d2_on_sdar_is_the_public_code(golden):
+    folder = golden / "s2d2"
+    cases, _ = sdar_cases(folder)
+    assert len(cases) > 100
+    for case in cases[::7]:
+        outcome, saw = replayed(folder, case)
+        assert same(outcome, case), case["name"]
+        ours, theirs = orders(outcome, case)
+        assert ours == theirs
+        stored, *others = kinds_of(case)
+        assert our_kinds(outcome) == (stored - 1, *others)
+        check_verdicts(outcome, saw, case)
+
+
+def test_every_router_takes_part(golden):
+    cases, _ = sdar_cases(golden / "s2d2")
+    assert len({case["settings"]["do_verify_policy"] for case in cases[::7]}) == 4
+
+
+def test_always_verifying_over_a_causal_cache_is_block_size_one_and_nothing_else_is(golden):
+    """At temperature 0; what the public code's run says of itself."""
+    folder = golden / "s2d2"
+    cases = [c for c in sdar_cases(folder)[0] if c["equals_block_size_1_greedy"] is not None]
+    lossless = [c for c in cases if c["settings"]["cache_ver"] and c["settings"].get("min_ssd_span_length") == 1]
+    lossless = [c for c in lossless if c["settings"]["do_verify_policy"] == "mask_span_length"]
+    assert len(lossless) > 3 and all(case["equals_block_size_1_greedy"] for case in lossless)
+    assert not all(case["equals_block_size_1_greedy"] for case in cases)
+
+
+def test_what_is_stored_is_never_half_causal(golden):
+    """Differs on purpose: with a causal drafting mask and none for the cache, the public code leaves the drafting mask in place
+    when it stores the block."""
+    folder = golden / "s2d2"
+    _, cases = sdar_cases(folder)
+    case = next(case for case in cases if case["verifier_randomness"] == "onehot")
+    outcome, _ = replayed(folder, case)
+    found, size = text_of(outcome, case), case["settings"]["block_length"]
+    first = (len(case["prompt"]) // size + 1) * size
+    assert found[:first] == case["output"][:first], "nothing was stored yet"
+    assert found != case["output"]
+    assert (outcome.nfe_kinds["draft"], case["nfe"]["draft"]) == (17, 19)
+
+
+# ---- Fast-dLLM v2
+
+
+def fast_cases(folder):
+    """(what is alike, what drafts causally in sub-blocks)."""
+    cases = [
+        case
+        for case in cases_of(folder, "s2d2")
+        if not case["settings"]["use_block_cache"] and len(case["prompt"]) != case["settings"]["block_size"]
+    ]
+    parts = [
+        c
+        for c in cases
+        if c["settings"]["draft_ver"] and c["settings"]["small_block_size"] < c["settings"]["block_size"]
+    ]
+    return [case for case in cases if case not in parts], parts
+
+
+def test_s2d2_on_fast_dllm_v2_is_the_public_code(golden):
+    folder = golden / "fast_dllm_v2"
+    cases, _ = fast_cases(folder)
+    assert len(cases) > 50
+    for case in cases[::4]:
+        outcome, saw = replayed(folder, case)
+        assert text_of(outcome, case) == case["output"], case["name"]
+        ours, theirs = orders(outcome, case)
+        assert ours == theirs
+        assert our_kinds(outcome) == kinds_of(case)
+        check_verdicts(outcome, saw, case)
+
+
+class PublicFront(S2d2Decoder):
+    """Counts the causal front from the sub-block's beginning and lays it at the block's, as the public code."""
+
+    def _front(self, blocks):
+        return blocks.first_mask() % self.sub_block
+
+
+def test_the_causal_front_of_a_draft_ends_at_the_blocks_first_mask(golden):
+    """Differs on purpose: the public code counts it from the sub-block's beginning."""
+    folder = golden / "fast_dllm_v2"
+    cases = [case for case in fast_cases(folder)[1] if case["settings"]["block_size"] == 16]
+    cases = [case for case in cases if case["verifier_randomness"] == "onehot"][::2]
+    assert len(cases) > 2
+    own = sum(same(replayed(folder, case)[0], case) for case in cases)
+    public = sum(same(replayed(folder, case, kind=PublicFront)[0], case) for case in cases)
+    assert own < public <= len(cases)
+
+
+# ---- LLaDA2.1
+
+
+def test_s2d2_on_llada21_is_the_public_code(golden):
+    """With editing, whose replacements nobody verifies."""
+    folder = golden / "llada2"
+    cases = cases_of(folder, "s2d2")
+    assert len(cases) == 56
+    for case in cases[::8]:
+        outcome, saw = replayed(folder, case)
+        assert same(outcome, case), case["name"]
+        assert our_kinds(outcome) == kinds_of(case)
+        check_verdicts(outcome, saw, case)

@@ -1,0 +1,304 @@
+"""S2D2's routers against decisions worked out by hand, and each sample's memory against that of the sample alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import Request
+from decoders.blocks.router_settings import Bandit, Cost, Entropy, Estimator, MinSpan, Router
+from decoders.blocks.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
+from decoders.blocks.settings import S2d2
+from decoders.engine.state import SlotState
+from decoders.settings import Sampling
+from tests.decoders.support import decode
+
+ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
+STATIC = Cost(kind="static", c=1.0)
+# Probabilities 1/2, 1/4, 1/8, 1/8: 1.75 of 2 bits.
+LAW = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+ONE_HOT = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64).log()
+
+
+def router_of(settings, *, cost=STATIC, num_slots=1):
+    state = SlotState(num_slots, torch.device("cpu"), max_commit=1)
+    return Routing(state, ROUTERS.validate_python(settings), Entropy(kind="entropy"), cost), state
+
+
+def signals(*, span=(1,), expected=(0.0,), sure=(0,), progress=(0.0,), entropy=(0.0,), size=8):
+    number = max(len(values) for values in (span, expected, sure, progress, entropy))
+
+    def column(values):
+        return torch.tensor([*values] * (number // len(values)))
+
+    return Signals(column(span), column(expected), column(sure), column(progress), column(entropy), size)
+
+
+def decisions(routing, slots, **columns):
+    return routing.decide(torch.tensor(slots), signals(**columns)).tolist()
+
+
+# ---- what a draft says -----------------------------------------------------------------------------------------------
+
+
+def test_the_span_is_the_first_run_of_masks():
+    masks = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]]).bool()
+    spans = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
+    assert torch.equal(first_span(masks), spans)
+
+
+@pytest.mark.parametrize(
+    ("settings", "alpha", "alpha_when_sure"),
+    [
+        ({"kind": "entropy"}, math.exp(-0.875), 1.0),
+        ({"kind": "entropy", "beta": 2.0}, math.exp(-1.75), 1.0),
+        ({"kind": "hard_entropy", "tau": 0.9}, 1.0, 1.0),
+        ({"kind": "hard_entropy", "tau": 0.8}, 0.0, 1.0),
+        ({"kind": "margin", "tau": 0.2}, 1.0, 1.0),
+        ({"kind": "margin", "tau": 0.25}, 0.0, 1.0),
+        ({"kind": "linear_margin"}, 0.25, 1.0),
+        ({"kind": "linear_margin", "coefficient": 8.0}, 1.0, 1.0),
+        ({"kind": "confidence"}, 0.25, 1.0),
+        ({"kind": "confidence", "power": 0.5}, 0.5, 1.0),
+        ({"kind": "renyi"}, 11 / 32, 1.0),
+    ],
+)
+def test_estimators_give_what_their_formula_says(settings, alpha, alpha_when_sure):
+    estimator = ESTIMATORS.validate_python(settings)
+    found = survival(estimator, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1]))
+    assert found.tolist() == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
+
+
+def test_entropy_is_a_share_of_the_vocabularys():
+    flat = torch.full((1, 4), math.log(0.25), dtype=torch.float64)
+    found = normalised_entropy(torch.cat([LAW, ONE_HOT, flat]))
+    assert found.tolist() == pytest.approx([0.875, 0.0, 1.0], abs=1e-12)
+
+
+def test_expected_accepted_tokens_are_the_sum_of_products_over_the_span_alone():
+    alpha = torch.tensor([[9.0, 0.5, 0.5, 0.25, math.nan], [0.5, 0.0, 1.0, 1.0, 1.0], [7.0] * 5])
+    span = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0] * 5]).bool()
+    assert expected_accepted(alpha, span).tolist() == [0.5 + 0.25 + 0.0625, 0.5, 0.0]
+
+
+def test_a_draft_is_read_place_by_place():
+    masks = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]]).bool()
+    laws, tokens = torch.cat([ONE_HOT, LAW, LAW, ONE_HOT, LAW]), torch.zeros(5, dtype=torch.int64)
+    given = {"num_sure_B": torch.tensor([1, 2, 0]), "progress_B": torch.tensor([0.5, 0.25, 1.0]), "size": 4}
+
+    def read(settings):
+        routing, _ = router_of(settings)
+        notes = torch.full(masks.shape, 9.0, dtype=torch.float64).masked_scatter(masks, routing.note(laws, tokens))
+        return routing.signals(masks, notes, **given)
+
+    found, alpha = read({"kind": "score"}), math.exp(-0.875)
+    assert found.span_B.tolist() == [1, 3, 0] and found.size == 4
+    assert found.expected_B.tolist() == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
+    for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
+        assert read({"kind": "bandit", "entropy_of": over}).entropy_B.tolist() == pytest.approx(means)
+
+
+# ---- decisions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_is_verified_from_its_minimum_on():
+    routing, _ = router_of({"kind": "min_span", "span": 3}, num_slots=4)
+    assert decisions(routing, [0, 1, 2, 3], span=(0, 2, 3, 4)) == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("cost", "scores", "verified"),
+    [
+        (Cost(kind="static", c=1.5), [0.5, 0.75, 0.0], [True, True, False]),
+        (Cost(kind="dynamic", c=0.5), [2.0, 0.25, 0.5], [True, False, True]),
+        (Cost(kind="static", c=0.0), [2.0, 2.25, 1.5], [True, True, True]),
+    ],
+)
+def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, verified):
+    routing, _ = router_of({"kind": "score", "tau": 0.5}, cost=cost, num_slots=3)
+    draft = {"span": (3, 3, 2), "expected": (2.0, 2.25, 1.5), "sure": (0, 4, 2)}
+    assert routing.score(signals(**draft)).tolist() == scores
+    assert decisions(routing, [0, 1, 2], **draft) == verified
+
+
+def test_hysteresis_begins_above_one_threshold_and_ends_below_the_other():
+    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": 0.25}, cost=Cost(kind="static", c=0.0))
+    taken = [(1.0, False), (1.25, True), (0.25, True), (0.5, True), (0.125, False), (0.5, False), (1.5, True)]
+    for score, verified in taken:
+        assert decisions(routing, [0], expected=(score,)) == [verified]
+
+
+def test_a_draft_without_masks_is_never_verified_and_ends_a_hysteresis():
+    for settings in ({"kind": "score", "tau": -9.0}, {"kind": "min_span"}, {"kind": "bandit"}):
+        assert decisions(router_of(settings)[0], [0], span=(0,)) == [False]
+    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": -5.0})
+    expected = [
+        decisions(routing, [0], span=(span,), expected=(score,))[0] for span, score in ((2, 4.0), (0, 0.0), (2, 1.5))
+    ]
+    assert expected == [True, False, False]
+
+
+def bandit(beta=1.0, **bins):
+    return router_of({"kind": "bandit", "beta": beta, **bins})[0]
+
+
+def play(routing, decoded, slot=0, **draft):
+    """One step of the bandit that decodes so many tokens; whether it verified."""
+    (verified,) = decisions(routing, [slot], **draft)
+    routing.learn(torch.tensor([slot]), torch.tensor([decoded]), torch.tensor([verified]))
+    return verified
+
+
+def test_the_bandit_takes_the_higher_upper_bound():
+    """One context. Unseen arms come first, verifying before revealing; a verification brings its tokens by two forwards.
+
+    t = 3    2.00 + sqrt(ln 3 / 1)           >  1 + sqrt(ln 3 / 1)           verify: 1 token, mean (2 + 0.5) / 2
+    t = 4    1.25 + sqrt(ln 4 / 2) = 2.08    <  1 + sqrt(ln 4 / 1) = 2.18    reveal: 1 token, mean 1
+    t = 5    1.25 + sqrt(ln 5 / 2)           >  1 + sqrt(ln 5 / 2)           verify: 1 token, mean (2 + 0.5 + 0.5) / 3
+    t = 6    1.00 + sqrt(ln 6 / 3) = 1.77    <  1 + sqrt(ln 6 / 2) = 1.95    reveal: 1 token, mean 1
+    t = 7    1.00 + sqrt(ln 7 / 3)           =  1 + sqrt(ln 7 / 3)           verify, which wins where both are equal
+    """
+    routing = bandit(span_bins=1, progress_bins=1, entropy_bins=1)
+    taken = [(4, True), (1, False), (1, True), (1, False), (1, True), (1, False), (1, True)]
+    for decoded, verified in taken:
+        assert play(routing, decoded) == verified
+
+
+def test_the_bandit_without_a_bonus_takes_the_higher_mean():
+    routing = bandit(0.0, span_bins=1, progress_bins=1, entropy_bins=1)
+    assert [play(routing, decoded) for decoded in (1, 1, 1, 1, 1)] == [True, False, False, False, False]
+    assert [play(bandit(0.0), 2)] == [True]
+
+
+def test_the_bandit_learns_apart_in_every_context():
+    """A context's first visit verifies and its second reveals: what was learned in the others says nothing."""
+    routing = bandit()
+    drafts = [
+        {"span": (span,), "progress": (progress,), "entropy": (entropy,)}
+        for span in (4, 5)
+        for progress in (0.4, 0.5)
+        for entropy in (0.49, 1.0)
+    ]
+    assert [play(routing, 1, **draft) for draft in drafts] == [True] * 8
+    assert [play(routing, 1, **draft) for draft in drafts] == [False] * 8
+    # The other ends of the same bins.
+    drafts = [
+        {"span": (span,), "progress": (progress,), "entropy": (entropy,)}
+        for span in (1, 8)
+        for progress in (0.0, 1.0)
+        for entropy in (0.0, 0.5)
+    ]
+    assert [play(routing, 1, **draft) for draft in drafts] == [False] * 8
+
+
+def test_drafts_without_masks_teach_a_bandit_nothing():
+    one, other = bandit(span_bins=1), bandit(span_bins=1)
+    for decoded in (4, 1, 1, 1, 1, 1, 1):
+        assert play(one, 0, span=(0,)) is False
+        assert play(one, decoded) == play(other, decoded)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def history(seed, length=40):
+    """A random course of a sample: what each draft says and how much each step decodes."""
+    torch.manual_seed(seed)
+    return [
+        {
+            "span": (int(torch.randint(1, 9, ())),),
+            "expected": (float(torch.rand(()) * 4),),
+            "sure": (int(torch.randint(0, 4, ())),),
+        }
+        | {
+            "progress": (float(torch.rand(())),),
+            "entropy": (float(torch.rand(())),),
+            "decoded": int(torch.randint(1, 6, ())),
+        }
+        for _ in range(length)
+    ]
+
+
+def follow(routing, slot, steps):
+    taken = []
+    for step in steps:
+        draft = {name: value for name, value in step.items() if name != "decoded"}
+        taken.append(play(routing, step["decoded"], slot, **draft))
+    return taken
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "hysteresis", "on": 1.5, "off": 0.5},
+        {"kind": "bandit"},
+        {"kind": "bandit", "beta": 0.3, "span_bins": 3},
+    ],
+    ids=["hysteresis", "bandit", "narrow bandit"],
+)
+def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings):
+    courses = [history(seed) for seed in range(4)]
+    alone = [follow(router_of(settings)[0], 0, course) for course in courses]
+    assert all(0 < sum(taken) < len(taken) for taken in alone), "every course has to go both ways"
+    # Side by side in one batch, in any order, and each step of all of them in one call.
+    routing, _ = router_of(settings, num_slots=4)
+    slots = [2, 0, 3, 1]
+    together: list[list[bool]] = [[] for _ in courses]
+    for steps in zip(*courses, strict=True):
+        columns = {name: sum((step[name] for step in steps), ()) for name in steps[0] if name != "decoded"}
+        verified = decisions(routing, slots, **columns)
+        decoded = torch.tensor([step["decoded"] for step in steps])
+        routing.learn(torch.tensor(slots), decoded, torch.tensor(verified))
+        for taken, one in zip(together, verified, strict=True):
+            taken.append(one)
+    assert together == alone
+    # Begun in a slot that held another sample, and carried to a third one halfway: what a restart and a refill do.
+    routing, state = router_of(settings, num_slots=3)
+    follow(routing, 1, courses[3])
+    state.widen(1)
+    state.start(1, Request(0, 0, torch.zeros(1, dtype=torch.int32).numpy()))
+    first = follow(routing, 1, courses[0][:20])
+    follow(routing, 2, courses[2])
+    state.move(1, 2)
+    assert first + follow(routing, 2, courses[0][20:]) == alone[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"kind": "score", "tau": 0.5}, {"kind": "hysteresis", "on": 1.0, "off": 0.5}, {"kind": "bandit"}],
+    ids=["score", "hysteresis", "bandit"],
+)
+def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden, settings):
+    backbone, info = load_backbone(golden / "sdar", dtype="float64", device="cpu"), inspect_model(golden / "sdar")
+    rules = S2d2.model_validate({"kind": "s2d2", "block_size": 8, "router": settings, "causal_cache": True})
+    rng, requests = np.random.default_rng(0), []
+    for index in range(5):
+        prompt = rng.integers(1, 90, 3 + 2 * index)
+        requests.append(Request(index, index, np.append(prompt, [-1] * 24).astype(np.int32)))
+    first = decode(backbone, info, rules, Sampling(), requests, rows=1)
+    again = decode(backbone, info, rules, Sampling(), requests[:1:-1], rows=3)
+    for index, outcome in again.items():
+        kinds = outcome.nfe_kinds
+        assert 0 < kinds["verify"] < kinds["draft"], "the router goes both ways"
+        assert kinds == first[index].nfe_kinds
+        assert outcome.tokens.tolist() == first[index].tokens.tolist()
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_checked():
+    assert ROUTERS.validate_python({"kind": "min_span"}) == MinSpan(kind="min_span", span=1)
+    assert ROUTERS.validate_python({"kind": "bandit"}) == Bandit(kind="bandit", beta=1.0, span_bins=2)
+    with pytest.raises(ValidationError, match=r"decoder\.router\.off: 1 is not below on = 0"):
+        ROUTERS.validate_python({"kind": "hysteresis", "off": 1.0})
+    for wrong in (
+        {"kind": "min_span", "tau": 1.0},
+        {"kind": "min_span", "span": 0},
+        {"kind": "score", "tau": math.inf},
+    ):
+        with pytest.raises(ValidationError):
+            ROUTERS.validate_python(wrong)

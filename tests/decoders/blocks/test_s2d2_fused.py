@@ -1,0 +1,115 @@
+"""`s2d2` with `fused`: the text and the law of block size 1, in one forward a round."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.engine.stops import Stops
+from decoders.references.blocks import PlainBlocks, law_at_size_one
+from decoders.references.choosers import RejectionRule, enumerate_law
+from decoders.references.fused_blocks import decode_fused
+from decoders.settings import Sampling
+from tests.decoders.blocks.block_tables import (
+    GREEDY,
+    REJECTING,
+    SAMPLED,
+    check,
+    ours,
+    prompts,
+    refer,
+    table,
+    table_info,
+)
+from tests.decoders.blocks.golden_blocks import loaded
+from tests.decoders.support import decode, texts
+
+ONE = BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True)
+LENGTHS = [(p, n) for n in (1, 4, 5, 6) for p in range(n)] * 3
+
+
+def fused(size):
+    return S2d2(kind="s2d2", block_size=size, causal_cache=True, fused=True)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, Sampling(temperature=1.5, top_k=2, top_p=0.8)])
+@pytest.mark.parametrize(("shift", "size"), [(0, 1), (0, 2), (0, 8), (1, 1), (1, 3)])
+def test_its_text_is_that_of_block_size_one(shift, size, sampling):
+    info, requests = table_info(shift=shift), prompts(LENGTHS)
+    one = ours(requests, info, ONE, sampling, rows=16)
+    for rows in (1, 3, 16):
+        found = ours(requests, info, fused(size), sampling, rows=rows)
+        assert texts(found) == texts(one)
+        for index, outcome in found.items():
+            assert outcome.nfe <= len(outcome.tokens) and outcome.nfe_kinds["draft"] <= 1
+            assert outcome.nfe_kinds["commit"] == 0 and outcome.nfe == outcome.iterations
+            assert sum(count * number for number, count in enumerate(outcome.accept_hist)) == len(outcome.tokens)
+            assert outcome.logprob == pytest.approx(one[index].logprob, rel=1e-6)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING])
+@pytest.mark.parametrize(("shift", "size"), [(0, 1), (0, 3), (1, 2), (0, 8)])
+def test_tokens_and_counts_are_those_of_the_plain_reference(shift, size, sampling):
+    info, requests = table_info(shift=shift), prompts(LENGTHS)
+    trails = refer(requests, info, fused(size), sampling, plain=decode_fused)
+    check(ours(requests, info, fused(size), sampling, rows=5), trails, requests)
+
+
+@pytest.mark.parametrize(
+    ("shift", "size", "canvas"), [(0, 2, [0, -1, -1, -1]), (0, 3, [-1, -1, -1]), (1, 2, [1, -1, -1, -1])]
+)
+def test_its_law_is_that_of_block_size_one(shift, size, canvas):
+    """To rounding, by every branch of every choice."""
+    info, prompt, length = table_info(2, shift=shift), [token for token in canvas if token >= 0], len(canvas)
+    model = PlainBlocks(table(2), info, fused(size), REJECTING)
+    law = enumerate_law(lambda chooser: tuple(decode_fused(model, canvas, RejectionRule(chooser)).canvas))
+    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), prompt, length)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    for completion in itertools.product(range(2), repeat=length - len(prompt)):
+        assert law.get((*prompt, *completion), 0.0) == pytest.approx(wanted(completion), abs=1e-12)
+
+
+def test_some_drafts_stand_and_some_do_not():
+    found = ours(prompts(LENGTHS), table_info(), fused(3), SAMPLED)
+    accepted, proposed = (sum(getattr(o, name) for o in found.values()) for name in ("accepted", "proposed"))
+    assert 0.2 * proposed < accepted < 0.9 * proposed
+
+
+def test_the_first_end_token_ends_it():
+    info, requests = table_info(), prompts([(p, 6) for p in (0, 1, 2, 3)] * 8)
+    one, found = (ours(requests, info, s, SAMPLED, stops=Stops((1,))) for s in (ONE, fused(3)))
+    assert texts(found) == texts(one)
+    assert {outcome.finish for outcome in found.values()} == {"eos", "length"}
+    assert {index: o.finish for index, o in sorted(found.items())} == {i: o.finish for i, o in sorted(one.items())}
+
+
+@pytest.mark.parametrize(("shift", "prompt"), [(0, 1), (1, 1)])
+def test_rejecting_samples_follow_the_law_of_block_size_one(shift, prompt):
+    """Chi-square over the texts of 800 keys; drafts come from what was said of other drafts' futures."""
+    info, num = table_info(2, shift=shift), 800
+    requests = prompts([(prompt, 4)] * num, vocab_size=1)
+    found = texts(ours(requests, info, fused(3), REJECTING, rows=64))
+    texts_of_three = list(itertools.product(range(2), repeat=3))
+    counts = np.array([sum(tuple(text) == one for text in found.values()) for one in texts_of_three])
+    wanted = law_at_size_one(PlainBlocks(table(2), info, ONE, REJECTING), [0], 4)
+    expected = np.array([num * wanted(one) for one in texts_of_three])
+    # 7 degrees of freedom: above 29.9 once in ten thousand.
+    assert (((counts - expected) ** 2) / expected).sum() < 29.9
+
+
+def test_on_a_network_all_three_say_the_same_and_another_cache_something_else(golden):
+    """Here a cache can tell: keys and values of finished blocks, of accepted drafts, of half-accepted windows."""
+    info, backbone = loaded(golden / "sdar")
+    requests = prompts([(1, 20), (4, 24), (7, 24), (0, 9), (11, 32)], vocab_size=90)
+
+    def said(settings):
+        backbone.forget()
+        return decode(backbone, info, settings, SAMPLED, requests, rows=3)
+
+    one, found = said(ONE), said(fused(4))
+    unfused = said(S2d2(kind="s2d2", block_size=4, causal_cache=True, causal_draft=True))
+    assert texts(one) == texts(found) == texts(unfused)
+    assert texts(said(S2d2(kind="s2d2", block_size=4))) != texts(one)
+    forwards = [sum(outcome.nfe for outcome in of.values()) for of in (found, unfused, one)]
+    assert forwards[0] < forwards[1] and forwards[0] < forwards[2]

@@ -1,0 +1,198 @@
+"""Jacobi decoding: the sequential text, whatever the blocks, windows, candidates and batches."""
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
+from decoders.settings import Autoregressive, Sampling
+from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
+
+AR = Autoregressive(kind="autoregressive")
+VOCAB, LENGTH = 3, 9
+INFO = token_info(VOCAB)
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "cold": Sampling(temperature=0.8),
+    "plain": Sampling(temperature=1.0),
+    "nucleus": Sampling(temperature=1.0, top_p=0.7, top_k=2),
+}
+
+
+EVERY_JACOBI = [jacobi(n, window) for n in (1, 2, 3, 4, 5) for window in ("fixed", "running")] + [jacobi("auto")]
+EVERY_MULTI = [
+    multi(n, blocks, ratio=ratio, verify=verify, pool=pool)
+    for n, blocks, ratio, verify, pool in itertools.product(
+        (1, 2, 3, 4, 5), (1, 2, 3), (0.4, 0.85, 1.0), (1, 2, 4), (0, 1, 3, 8)
+    )
+]
+
+
+def patterned(vocab_size=VOCAB, num_positions=LENGTH):
+    """A table whose tokens mostly count up, and depend on the whole context all the same: drafts and candidates come true."""
+    table = TokenTable(vocab_size=vocab_size, num_positions=num_positions, seed=1)
+    codes = torch.arange((vocab_size + 1) ** num_positions)
+    for position in range(num_positions):
+        token = codes // (vocab_size + 1) ** position % (vocab_size + 1)
+        table.table_PXV[position, codes, (token + 1) % vocab_size] += 3.0
+    return table
+
+
+@pytest.fixture(scope="module")
+def table():
+    return patterned()
+
+
+def some_multi(seed, count):
+    return random.Random(seed).sample(EVERY_MULTI, count)
+
+
+def agree(outcomes, expected):
+    """Same tokens, ends and log-probabilities in no more forwards, and counts that fit together."""
+    assert texts(outcomes) == texts(expected)
+    for index, outcome in outcomes.items():
+        assert outcome.finish == expected[index].finish
+        assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+        assert outcome.iterations == outcome.nfe <= expected[index].nfe
+        assert sum(outcome.accept_hist) == outcome.iterations
+        assert sum(size * num for size, num in enumerate(outcome.accept_hist)) == len(outcome.tokens)
+        assert outcome.accepted <= outcome.proposed
+        # Every iteration commits its accepted drafts and one token more, which a stop may take back.
+        assert len(outcome.tokens) - outcome.iterations <= outcome.accepted <= len(outcome.tokens)
+
+
+# ---- the same text -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("stops", [Stops(), Stops(ids=(2,))], ids=["free", "stopped"])
+def test_every_setting_gives_the_sequential_text_in_no_more_forwards(table, sampling, stops):
+    requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH)
+    expected = decode(table, INFO, AR, sampling, requests, stops=stops)
+    for number, settings in enumerate([*EVERY_JACOBI, *some_multi(len(stops.ids), 12)]):
+        shuffled = random.Random(number).sample(requests, len(requests))
+        outcomes = decode(table, INFO, settings, sampling, shuffled, rows=(1, 3, 16)[number % 3], stops=stops)
+        agree(outcomes, expected)
+
+
+def test_a_full_row_of_slots_with_refill_in_any_order_gives_the_sequential_text(table):
+    requests = toy_prompts(120, vocab_size=VOCAB, longest=LENGTH, seed=5)
+    expected = decode(table, INFO, AR, Sampling(), requests)
+    for number, settings in enumerate([jacobi(3), jacobi(3, "running"), *some_multi(2, 6)]):
+        shuffled = random.Random(number).sample(requests, len(requests))
+        agree(decode(table, INFO, settings, Sampling(), shuffled, rows=64), expected)
+
+
+class Pair:
+    """Stops at the second of two equal tokens."""
+
+    def find(self, tokens, num_checked):
+        for place in range(max(1, num_checked), len(tokens)):
+            if tokens[place] == tokens[place - 1]:
+                return place + 1
+        return None
+
+
+@pytest.mark.parametrize("settings", [jacobi(4), jacobi(4, "running"), multi(2, 3), multi(3, 2, ratio=0.85)])
+def test_stop_ids_and_stop_texts_end_where_they_end_the_sequential_text(table, settings):
+    requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    for stops in (Stops(text=Pair()), Stops(ids=(0,), text=Pair()), Stops(ids=(0, 1))):
+        expected = decode(table, INFO, AR, Sampling(), requests, stops=stops)
+        agree(decode(table, INFO, settings, Sampling(), requests, stops=stops), expected)
+
+
+@pytest.mark.parametrize("settings", [jacobi(3), jacobi(2, "running"), multi(2, 3)])
+def test_one_and_two_new_tokens_and_prompts_of_one(table, settings):
+    rng = np.random.default_rng(0)
+    requests = []
+    for index, (prompt, new) in enumerate(itertools.product((1, 2, 5), (1, 2, 3))):
+        canvas = np.array([*rng.integers(0, VOCAB, prompt), *[-1] * new], dtype=np.int32)
+        requests.append(Request(index, sample_key(0, str(index)), canvas))
+    expected = decode(table, INFO, AR, Sampling(), requests)
+    outcomes = decode(table, INFO, settings, Sampling(), requests)
+    agree(outcomes, expected)
+    assert all(outcome.nfe == 1 for outcome in outcomes.values() if len(outcome.tokens) == 1)
+
+
+def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    for size in (1, 2, 3, 5):
+        plain = decode(table, INFO, jacobi(size), Sampling(), requests)
+        single = decode(table, INFO, multi(size, 1, verify=1), Sampling(), requests)
+        for index, outcome in plain.items():
+            same = single[index]
+            assert (outcome.nfe, outcome.proposed, outcome.accept_hist) == (same.nfe, same.proposed, same.accept_hist)
+
+
+def test_cleared_and_moved_slots_carry_nothing_over(table):
+    requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
+    for settings in (jacobi(3), multi(2, 3, pool=3)):
+        decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=4, max_tokens=1 << 20)
+        decoder.admit(requests[:4])
+        decoder.step()
+        decoder.step()
+        assert decoder.clear()
+        together = run_all(decoder, requests)
+        # Not only the text: the same iterations, so drafts, blocks and pool are the sample's own too.
+        for request in requests:
+            alone = decode(table, INFO, settings, Sampling(), [request], rows=1)[request.index]
+            beside = together[request.index]
+            assert alone.tokens.tolist() == beside.tokens.tolist()
+            for count in ("nfe", "nfe_draft", "proposed", "accepted", "accept_hist"):
+                assert getattr(alone, count) == getattr(beside, count)
+
+
+@pytest.mark.parametrize("settings", [jacobi(3), jacobi(3, "running"), multi(2, 3, ratio=0.5, verify=4, pool=8)])
+def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
+    table = patterned()
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
+    expected = texts(decode(table, INFO, AR, Sampling(), requests))
+    decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=3, max_tokens=1 << 20)
+    found: dict[int, Any] = {}
+    queue = list(requests)
+    while queue or decoder.active:
+        while queue and decoder.room(len(queue[0].canvas)):
+            decoder.admit([queue.pop(0)])
+        found |= {outcome.index: outcome.tokens.tolist() for outcome in decoder.step()}
+        dead = torch.arange(table.tokens_SW.shape[1]) >= decoder.state.cached_S.unsqueeze(1)
+        table.tokens_SW[dead] = torch.randint(0, VOCAB, (int(dead.sum()),))
+        table.positions_SW[dead] = torch.randint(0, LENGTH, (int(dead.sum()),))
+    assert found == expected
+
+
+@pytest.mark.parametrize("settings", [multi(8, 1, pool=8), multi(4, 2, ratio=0.25, pool=8), multi(3, 3, ratio=0.3)])
+def test_what_the_tables_exercise_is_the_whole_algorithm(settings):
+    """Candidates win, their tokens are run again in columns of their own, and blocks accept provisionally."""
+    table, info = patterned(2, 11), token_info(2)
+    requests = toy_prompts(80, vocab_size=2, longest=11, seed=17)
+    expected = decode(table, info, AR, Sampling(), requests)
+    decoder: Any = build_decoder(table, info, settings, Sampling(), max_rows=8, max_tokens=1 << 20)
+    found: dict[int, Any] = {}
+    queue, behind, held = list(requests), 0, 0
+    while queue or decoder.active:
+        while queue and decoder.room(11):
+            decoder.admit([queue.pop(0)])
+        found |= {outcome.index: outcome for outcome in decoder.step()}
+        behind += int((decoder.state.decided_S > decoder.state.cached_S + 1).sum())
+        held += int((decoder._held_SK > 0).sum())
+    agree(found, expected)
+    assert behind > 10
+    assert held > 10 or settings.blocks == 1
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [jacobi(3), multi(3)])
+def test_rejection_is_refused_since_no_draft_has_a_law(table, settings):
+    with pytest.raises(ValueError, match=r"sampling\.acceptance: 'rejection' .* allowed: 'coupled'"):
+        decode(table, INFO, settings, Sampling(acceptance="rejection"), [])

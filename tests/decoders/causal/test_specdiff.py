@@ -1,0 +1,303 @@
+"""Speculative diffusion decoding: the sequential text whatever the diffusion model drafts, and every count by the reference."""
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import ModelInfo
+from decoders.draws import noise
+from decoders.engine.budget import DraftBudget
+from decoders.engine.stops import Stops
+from decoders.references import causal as causal_reference
+from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
+from decoders.settings import Autoregressive, Sampling
+from tests.decoders.masked.diffusion_tables import (
+    LENGTH,
+    MASK,
+    TARGET_INFO,
+    VOCAB,
+    drafter,
+    faithful,
+    mask_info,
+    specdiff,
+    target,
+)
+from tests.decoders.support import decode, random_lengths, run_all, texts, toy_prompts
+
+AR = Autoregressive(kind="autoregressive")
+WARPS = [{"temperature": 0.0}, {"temperature": 0.8}, {}, {"temperature": 0.8, "top_p": 0.8}, {"top_k": 2}]
+ORDERS = ("left_to_right", "native")
+
+
+def run(requests, settings, sampling=Sampling(), *, model=None, info=None, **more):  # noqa: B008
+    more = {"drafter": model or drafter(), "drafter_info": info or mask_info(), **more}
+    return decode(target(), TARGET_INFO, settings, sampling, requests, **more)
+
+
+def sequential(requests, sampling=Sampling(), **more):  # noqa: B008
+    return decode(target(), TARGET_INFO, AR, sampling, requests, **more)
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+def test_coupled_text_is_the_autoregressive_text(warp, steps):
+    requests, sampling = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
+    expected = sequential(requests, sampling, rows=5)
+    for gamma, rows, order in [(1, 3, 0), (2, 16, 1), (3, 1, 0), (4, 16, 0), (5, 3, 1), (5, 16, 0), ("auto", 3, 0)]:
+        shuffled = [requests[i] for i in np.random.default_rng(rows).permutation(len(requests))]
+        found = run(shuffled, specdiff(gamma, steps, order=ORDERS[order]), sampling, rows=rows)
+        assert texts(found) == texts(expected)
+        for index, outcome in found.items():
+            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+            assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+            assert outcome.nfe_draft <= steps * outcome.iterations
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(order, monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    found = run(requests, specdiff("auto", order=order), rows=5)
+    assert texts(found) == texts(sequential(requests))
+    assert sum(outcome.accepted for outcome in found.values()) > 5
+
+
+def by_reference(request, settings, sampling, *, tail=None, stop=lambda generated: False):
+    model = PlainCausal(target(), length=len(request.canvas), sampling=sampling)
+    coupled = sampling.acceptance == "coupled"
+    rule = CoupledRule(request.key, sampling) if coupled else RejectionRule(NoiseChooser(request.key))
+
+    def shuffled(decided, count):
+        positions = np.arange(decided, decided + count)
+        return np.argsort(noise.uniforms(request.key, positions, noise.ORDER, draw=decided)).tolist()
+
+    arrange = shuffled if settings.order == "native" else None
+    plain = PlainMasked(drafter(), mask_id=MASK, sampling=sampling, tail=tail)
+    draft = by_diffusion(plain, gamma=settings.gamma, steps=settings.steps, arrange=arrange)
+    tokens, chunk = request.canvas[request.canvas >= 0].tolist(), -(-settings.gamma // settings.steps)
+    calls = lambda drafts: -(-drafts // chunk)  # noqa: E731
+    return causal_reference.speculative(model, tokens, rule, k=settings.gamma, draft=draft, stop=stop, calls=calls)
+
+
+def same_as_reference(outcome, trail, num_prompt):
+    assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
+    assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
+    assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
+    assert outcome.accept_hist == np.bincount(trail.committed).tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("window", ["short", "full"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (3, 2), (4, 1), (4, 9)])
+def test_the_batched_decoder_gives_the_reference_tokens_and_counts(order, window, acceptance, gamma, steps):
+    sampling, settings = (
+        Sampling(acceptance=acceptance, temperature=0.9),
+        specdiff(gamma, steps, order=order, window=window),
+    )
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    outcomes = run(requests, settings, sampling, rows=7, info=mask_info(max_length=LENGTH))
+    tail = LENGTH if window == "full" else None
+    for request in requests:
+        trail = by_reference(request, settings, sampling, tail=tail)
+        same_as_reference(outcomes[request.index], trail, int((request.canvas >= 0).sum()))
+    assert sum(o.accepted for o in outcomes.values()) >= 4
+    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_stop_id_cuts_an_accepted_run_where_it_stands(acceptance):
+    sampling, settings = Sampling(acceptance=acceptance), specdiff(4)
+    requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
+    outcomes = run(requests, settings, sampling, stops=Stops(ids=(2,)))
+    places = set()
+    for request in requests:
+        outcome = outcomes[request.index]
+        trail = by_reference(request, settings, sampling, stop=lambda generated: generated[-1] == 2)
+        same_as_reference(outcome, trail, int((request.canvas >= 0).sum()))
+        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
+        if outcome.finish == "eos":
+            places.add(trail.committed[-1])
+    assert places >= {1, 2, 3}
+
+
+def test_a_shifted_drafter_is_read_from_the_row_before():
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=5)
+    shifted = drafter()
+    shifted.table_PXV = shifted.table_PXV.roll(-1, 0)
+    for acceptance in ("coupled", "rejection"):
+        sampling = Sampling(acceptance=acceptance)
+        plain = run(requests, specdiff(4), sampling, trace=True)
+        found = run(requests, specdiff(4), sampling, model=shifted, info=mask_info(shift=1), trace=True)
+        assert texts(found) == texts(plain)
+        assert {i: o.trace for i, o in found.items()} == {i: o.trace for i, o in plain.items()}
+
+
+# ---- acceptance --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_drafter_that_knows_the_target_accepts_everything_one_mask_at_a_time(acceptance):
+    requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=5, seed=6) if (r.canvas < 0).sum() == 4]
+    assert len(requests) >= 3
+    known = {"drafter": faithful(), "drafter_info": mask_info()}
+    sampling = Sampling(acceptance=acceptance)
+    found = decode(target(length=5), TARGET_INFO, specdiff(3, 3), sampling, requests, **known)
+    for outcome in found.values():
+        assert (outcome.nfe, outcome.nfe_draft, outcome.accepted, outcome.accept_hist) == (1, 3, 3, [0] * 4 + [1])
+    at_once = decode(target(length=5), TARGET_INFO, specdiff(3, 1), sampling, requests, **known)
+    assert sum(o.accepted for o in at_once.values()) < sum(o.accepted for o in found.values())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_certain_drafts_that_are_right_are_all_accepted(acceptance, order, steps):
+    """Both say 0, 1, 2, 0, ..; the target's row of a position speaks of the next one."""
+    causal, masked = target(), drafter()
+    for backbone, ahead in ((causal, 1), (masked, 0)):
+        backbone.table_PXV = torch.full_like(backbone.table_PXV, -40.0)
+        for position in range(LENGTH):
+            backbone.table_PXV[position, :, (position + ahead) % VOCAB] = 40.0
+    requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH) if (r.canvas < 0).sum() == 6]
+    more = {"drafter": masked, "drafter_info": mask_info()}
+    settings, sampling = specdiff(5, steps, order=order), Sampling(acceptance=acceptance)
+    for outcome in decode(causal, TARGET_INFO, settings, sampling, requests, **more).values():
+        assert outcome.tokens.tolist() == [1, 2, 0, 1, 2, 0]
+        assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (1, steps, 5, 5)
+
+
+def test_what_neither_says_is_never_drafted_the_mask_included():
+    info = ModelInfo("token_table", VOCAB, None, None, TARGET_INFO.decoders, 0, (1,))
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=12)
+    more = {"drafter": drafter(), "drafter_info": mask_info(), "trace": True}
+    found = decode(target(), info, specdiff(4), Sampling(), requests, **more)
+    drafts = {token for o in found.values() for step in o.trace for token in step.proposed}
+    assert drafts == {0, 2}
+    # The drafter's mask is a token of the target.
+    inner = mask_info(mask_id=2, vocab_size=VOCAB)
+    model = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=8)
+    found = run(requests, specdiff(4), model=model, info=inner, trace=True)
+    drafts = {token for o in found.values() for step in o.trace for token in step.proposed}
+    assert drafts == {0, 1} and any(2 in o.tokens for o in found.values())
+    assert texts(found) == texts(sequential(requests))
+
+
+def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask():
+    """The target says 0 .. 3, the drafter only 0 .. 2 and a mask with the target's last id."""
+    info = ModelInfo("token_table", VOCAB + 1, None, None, TARGET_INFO.decoders, 0)
+    wide = TokenTable(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=1)
+    narrow = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
+    requests = toy_prompts(40, vocab_size=VOCAB + 1, longest=LENGTH, seed=13)
+    known = mask_info(mask_id=2, vocab_size=VOCAB)
+    for acceptance in ("coupled", "rejection"):
+        sampling = Sampling(acceptance=acceptance)
+        found = decode(wide, info, specdiff(3), sampling, requests, drafter=narrow, drafter_info=known)
+        assert sum(o.accepted for o in found.values()) > 5 and any(3 in o.tokens for o in found.values())
+        if acceptance == "coupled":
+            assert texts(found) == texts(decode(copy(wide), info, AR, sampling, requests))
+
+
+# ---- windows and slots -------------------------------------------------------------------------------------------
+
+
+class Watched(TokenTable):
+    """Notes every forward: the length of each window, and its noise."""
+
+    seen: list[tuple[int, float]]
+
+    def forward(self, rows):
+        self.seen += zip(rows.valid_BT.sum(1).tolist(), rows.sigma_BT[:, 0].tolist(), strict=True)
+        masks = (rows.tokens_BT == MASK) & rows.valid_BT
+        share_B = masks.sum(1) / rows.valid_BT.sum(1)
+        assert torch.allclose(-torch.expm1(-rows.sigma_BT[:, 0]), share_B.double().clamp(max=0.999), atol=1e-6)
+        return super().forward(rows)
+
+
+def watched():
+    model = Watched(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
+    model.seen = []
+    return model
+
+
+@pytest.mark.parametrize("window", ["short", "full"])
+def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=14)
+    model = watched()
+    found = run(requests, specdiff(5, window=window), model=model, info=mask_info(max_length=4), rows=6)
+    lengths = {length for length, _ in model.seen}
+    assert lengths == ({4} if window == "full" else {2, 3, 4}), (
+        "three drafts at most, and one token of the text at least"
+    )
+    assert texts(found) == texts(sequential(requests))
+    assert max(len(o.accept_hist) for o in found.values()) <= 5
+
+
+def test_a_full_window_needs_to_know_its_length():
+    with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
+        build_decoder(
+            target(),
+            TARGET_INFO,
+            specdiff(3, window="full"),
+            Sampling(),
+            max_rows=1,
+            max_tokens=9,
+            drafter=drafter(),
+            drafter_info=mask_info(),
+        )
+
+
+class Poisoned(TokenTable):
+    """Fills every cell that no row may see with other junk before each forward."""
+
+    def forward(self, rows):
+        seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
+        reach = rows.visible_BTW & rows.valid_BT.unsqueeze(2)
+        seen[rows.slots_B, : reach.shape[2]] = reach.any(1)
+        self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_junk_in_dead_columns_and_other_company_change_nothing(order):
+    requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
+    sampling, settings = Sampling(acceptance="rejection"), specdiff(4, order=order)
+    clean = run(requests, settings, sampling, rows=4)
+    poison = Poisoned(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
+    counts = lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)  # noqa: E731
+    for rows, model in ((4, poison), (1, drafter()), (16, drafter())):
+        found = run(requests[::-1], settings, sampling, rows=rows, model=model)
+        assert {i: counts(o) for i, o in found.items()} == {i: counts(o) for i, o in clean.items()}
+
+
+def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
+    requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
+    decoder: Any = build_decoder(
+        target(), TARGET_INFO, specdiff(3), Sampling(), max_rows=3, max_tokens=99, drafter=drafter(), **more
+    )
+    decoder.admit(requests[:3])
+    decoder.step()
+    decoder.clear()
+    before_s = decoder.stats.forward_s
+    again, fresh = run_all(decoder, requests), run(requests, specdiff(3))
+    assert texts(again) == texts(fresh)
+    assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]
+    assert sum(o.device_s for o in again.values()) == pytest.approx(decoder.stats.forward_s - before_s)
+    assert decoder.drafter.forward_s > 0
+
+
+# ---- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_auto_lengths_need_coupled_acceptance():
+    with pytest.raises(ValueError, match=r"decoder\.gamma: 'auto'.*a number"):
+        run(toy_prompts(1, vocab_size=VOCAB, longest=3), specdiff("auto"), Sampling(acceptance="rejection"))

@@ -1,0 +1,289 @@
+"""The Markov draft head of `specdiff`: the same texts and laws whatever it says, its counts by the reference, its files."""
+
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from decoders.backbones.heads import DraftHeads, MarkovHead, load_heads
+from decoders.backbones.invariance import rows_exact
+from decoders.base import Request
+from decoders.draws.noise import sample_key
+from decoders.engine.budget import DraftBudget
+from decoders.references import causal as causal_reference
+from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder, find_heads
+from decoders.settings import Assd, Autoregressive, Sampling, SpecDiff
+from tests.decoders.backbones.masked_models import load
+from tests.decoders.masked.diffusion_tables import (
+    LENGTH,
+    MASK,
+    PLACE,
+    TARGET_INFO,
+    VOCAB,
+    drafter,
+    mask_info,
+    specdiff,
+    target,
+)
+from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
+
+AR = Autoregressive(kind="autoregressive")
+WIDTH = VOCAB + 1
+
+
+def run(requests, settings, sampling=Sampling(), *, heads=None, rows=3, **more):  # noqa: B008
+    more = {"drafter": drafter(), "drafter_info": mask_info(), **more}
+    return decode(target(), TARGET_INFO, settings, sampling, requests, rows=rows, heads=heads, **more)
+
+
+def sequential(requests, sampling):
+    return decode(target(), TARGET_INFO, AR, sampling, requests)
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("warp", [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.8}, {}], ids=str)
+def test_coupled_text_is_the_autoregressive_text_whatever_the_head_says(warp):
+    requests, sampling = toy_prompts(24, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
+    expected = sequential(requests, sampling)
+    drafts = set()
+    for gamma, steps, rows in [(1, 1, 3), (2, 1, 16), (3, 2, 1), (4, 1, 16), (5, 2, 3), (5, 3, 16), ("auto", 2, 3)]:
+        shuffled = [requests[i] for i in np.random.default_rng(rows).permutation(len(requests))]
+        found = run(shuffled, specdiff(gamma, steps), sampling, heads=toy_heads(WIDTH, seed=rows), rows=rows)
+        assert texts(found) == texts(expected)
+        for index, outcome in found.items():
+            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+            assert outcome.nfe <= expected[index].nfe and outcome.nfe_draft <= steps * outcome.iterations
+        drafts.add(sum(outcome.accepted for outcome in found.values()))
+    assert max(drafts) > 5
+
+
+def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    found = run(requests, specdiff("auto"), rows=5, heads=toy_heads(WIDTH))
+    assert texts(found) == texts(sequential(requests, Sampling()))
+    assert sum(outcome.accepted for outcome in found.values()) > 5
+
+
+@pytest.mark.parametrize("window", ["short", "full"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (3, 2), (4, 1), (5, 2), (4, 9)])
+def test_the_batched_decoder_gives_the_reference_tokens_and_counts(window, acceptance, gamma, steps):
+    sampling, heads = Sampling(acceptance=acceptance, temperature=0.9), toy_heads(WIDTH, seed=4)
+    requests = toy_prompts(24, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    settings, info = specdiff(gamma, steps, window=window), mask_info(max_length=LENGTH)
+    outcomes = run(requests, settings, sampling, heads=heads, rows=7, drafter_info=info)
+    tail, chunk = LENGTH if window == "full" else None, -(-gamma // steps)
+    for request in requests:
+        rule = (
+            CoupledRule(request.key, sampling) if acceptance == "coupled" else RejectionRule(NoiseChooser(request.key))
+        )
+        model = PlainCausal(target(), length=len(request.canvas), sampling=sampling)
+        plain = PlainMasked(drafter(), mask_id=MASK, sampling=sampling, tail=tail)
+        draft = by_diffusion(plain, gamma=gamma, steps=steps, head=heads.markov)
+        prompt = request.canvas[request.canvas >= 0].tolist()
+        calls: Callable[[int], int] = lambda drafts: -(-drafts // chunk)  # noqa: E731
+        trail = causal_reference.speculative(model, prompt, rule, k=gamma, draft=draft, calls=calls)
+        outcome = outcomes[request.index]
+        assert outcome.tokens.tolist() == trail.tokens[len(prompt) :]
+        assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups), "the head is no forward"
+        assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
+        assert outcome.accept_hist == np.bincount(trail.committed).tolist()
+    assert sum(o.accepted for o in outcomes.values()) >= 3
+    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 3
+
+
+def test_a_shifted_drafter_and_other_company_change_nothing():
+    requests, heads = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=5), toy_heads(WIDTH)
+    shifted, counts = drafter(), lambda o: (o.tokens.tolist(), o.nfe, o.nfe_draft, o.proposed, o.accepted)
+    shifted.table_PXV = shifted.table_PXV.roll(-1, 0)
+    for acceptance in ("coupled", "rejection"):
+        sampling = Sampling(acceptance=acceptance)
+        plain = run(requests, specdiff(4), sampling, heads=heads, rows=1)
+        other = run(requests[::-1], specdiff(4), sampling, heads=heads, rows=16)
+        moved = run(requests, specdiff(4), sampling, heads=heads, drafter=shifted, drafter_info=mask_info(shift=1))
+        assert {i: counts(o) for i, o in plain.items()} == {i: counts(o) for i, o in other.items()}
+        assert {i: counts(o) for i, o in plain.items()} == {i: counts(o) for i, o in moved.items()}
+
+
+def test_a_token_that_the_drafter_does_not_know_is_a_mask_to_the_head_too():
+    info = TARGET_INFO.__class__("token_table", VOCAB + 1, None, None, TARGET_INFO.decoders, 0)
+    wide, narrow = (TokenTable(vocab_size=size, num_positions=LENGTH, seed=3) for size in (VOCAB + 1, VOCAB))
+    requests = toy_prompts(30, vocab_size=VOCAB + 1, longest=LENGTH, seed=13)
+    known, heads = mask_info(mask_id=2, vocab_size=VOCAB), toy_heads(VOCAB)
+    found = decode(wide, info, specdiff(3), Sampling(), requests, drafter=narrow, drafter_info=known, heads=heads)
+    again = TokenTable(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=3)
+    assert texts(found) == texts(decode(again, info, AR, Sampling(), requests))
+    assert any(3 in o.tokens for o in found.values()) and sum(o.accepted for o in found.values()) > 5
+
+
+# ---- acceptance --------------------------------------------------------------------------------------------------
+
+
+def markov_target(law_VV):
+    """A causal table whose next token depends on the last one alone."""
+    model = target()
+    codes = torch.arange(model.table_PXV.shape[1])
+    last_PX = torch.stack([codes // (VOCAB + 1) ** place % (VOCAB + 1) for place in range(LENGTH)])
+    model.table_PXV = torch.cat([law_VV, torch.zeros(1, VOCAB, dtype=torch.float64)])[last_PX]
+    return model
+
+
+def knowing_head(law_VV):
+    """A head that adds exactly row v of `law_VV` where the token before is v, on one-hot embeddings and states of zeros.
+
+    Hidden units 2 v and 2 v + 1 are deep in gelu's straight part where the token is v, and differ there by 1; elsewhere both
+    are deep in its flat part. Ages and distances say nothing, nor does the token before the last.
+    """
+    heads = DraftHeads(width=WIDTH, markov_hidden=2 * VOCAB).double().requires_grad_(False)
+    for parameter in heads.parameters():
+        parameter.zero_()
+    head = heads.markov
+    head.norm.weight.fill_(1.0)
+    for token in range(VOCAB):
+        head.up.weight[2 * token : 2 * token + 2, WIDTH + token] = 100.0
+        head.up.bias[2 * token : 2 * token + 2] = torch.tensor([-100.0, -101.0])
+        head.down.weight[:VOCAB, 2 * token] = law_VV[token]
+        head.down.weight[:VOCAB, 2 * token + 1] = -law_VV[token]
+    return heads
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_all_is_accepted_where_drafter_and_head_together_are_the_target(acceptance, steps):
+    law_VV = 2 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    blank = drafter()
+    blank.table_PXV = torch.zeros_like(blank.table_PXV)
+    blank.embedding_VD = torch.eye(WIDTH, dtype=torch.float64)
+    canvas = np.full(LENGTH, -1, dtype=np.int32)
+    requests = [
+        Request(i, sample_key(0, str(i)), np.where(np.arange(LENGTH) == 0, i % VOCAB, canvas)) for i in range(12)
+    ]
+    accepted = []
+    for heads in (knowing_head(law_VV), None):
+        more = {"drafter": blank, "drafter_info": mask_info(), "heads": heads}
+        sampling = Sampling(acceptance=acceptance)
+        found = decode(markov_target(law_VV), TARGET_INFO, specdiff(5, steps), sampling, requests, **more)
+        accepted.append([outcome.accepted for outcome in found.values()])
+    assert accepted[0] == [5] * len(requests)
+    assert sum(accepted[1]) < sum(accepted[0])
+
+
+def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch):
+    slow_s, calls = 0.002, []
+
+    def slow(self, hidden_RD, **_):
+        calls.append(len(hidden_RD))
+        time.sleep(slow_s)
+        return hidden_RD
+
+    monkeypatch.setattr(MarkovHead, "forward", slow)
+    requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
+    decoder = build_decoder(
+        target(),
+        TARGET_INFO,
+        specdiff(3, 1),
+        Sampling(),
+        max_rows=3,
+        max_tokens=99,
+        drafter=drafter(),
+        drafter_info=mask_info(),
+        heads=toy_heads(WIDTH),
+    )
+    outcomes = run_all(decoder, requests)
+    assert sum(o.device_s for o in outcomes.values()) == pytest.approx(decoder.stats.forward_s)
+    assert decoder.stats.forward_s > slow_s * len(calls) > 0
+    assert sum(calls) == sum(o.proposed for o in outcomes.values()), "one row for each draft, no more"
+
+
+# ---- files and settings ------------------------------------------------------------------------------------------
+
+
+def save(folder, heads, *, dtype=torch.float16, **config):
+    folder.mkdir(exist_ok=True)
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in heads.state_dict().items()}
+    save_file(weights, folder / "draft_head.safetensors")
+    (folder / "draft_head.json").write_text(json.dumps(heads.sizes() | config))
+    return folder
+
+
+def test_a_file_holds_the_heads_that_it_names(tmp_path):
+    heads = DraftHeads(width=8, markov_hidden=6)
+    alone = load_heads(save(tmp_path / "one", heads, kind="specdiff"), "specdiff")
+    assert alone is not None and alone.chain is None
+    assert torch.equal(alone.markov.up.weight, heads.markov.up.weight.half().float())
+    both = load_heads(save(tmp_path / "both", DraftHeads(width=8, markov_hidden=6, chain_hidden=4)))
+    assert both is not None and both.chain is not None
+    assert load_heads(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"is of kind 'assd'; allowed here: specdiff"),
+        ({"kind": "specdiff", "chain_hidden": 4}, r"does not fit .*chain"),
+        ({"kind": "specdiff", "markov_hidden": 5}, r"does not fit .*markov"),
+        ({"kind": "specdiff", "depth": 2}, r"missing \[\], unknown \['depth'\]"),
+    ],
+)
+def test_a_head_of_another_kind_or_size_is_refused(tmp_path, config, message):
+    folder = save(tmp_path / "head", DraftHeads(width=8, markov_hidden=6), **config)
+    with pytest.raises(ValueError, match=r"(?s)decoder\.head: .*" + message):
+        load_heads(folder, "specdiff")
+
+
+def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path):
+    own = save(tmp_path / "own", DraftHeads(width=WIDTH, markov_hidden=5), kind="specdiff")
+    other = save(tmp_path / "other", DraftHeads(width=WIDTH, markov_hidden=7), kind="specdiff")
+    wide = save(tmp_path / "wide", DraftHeads(width=9, markov_hidden=7), kind="specdiff")
+    (tmp_path / "bare").mkdir()
+
+    def found(head, folder=own, **more):
+        heads = find_heads(SpecDiff(kind="specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
+        return None if heads is None else heads.sizes()["markov_hidden"]
+
+    assert (found("auto"), found(other), found("none")) == (5, 7, None)
+    assert found("auto", tmp_path / "bare") is None
+    assert found("auto", order="native") is None
+    with pytest.raises(ValueError, match=r"decoder\.head: .*bare has no draft_head\.json and draft_head\.safetensors"):
+        found(tmp_path / "bare")
+    with pytest.raises(ValueError, match=rf"decoder\.head: made for models of width 9, but this model has {WIDTH}"):
+        found(wide)
+    with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
+        find_heads(Assd(kind="assd"), own, drafter())
+
+
+def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp_path):
+    backbone = load(golden / "llada")
+    heads = DraftHeads(width=backbone.width, markov_hidden=32).requires_grad_(False)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    settings = SpecDiff(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
+    found, stored = find_heads(settings, tmp_path, backbone), load_heads(tmp_path, "specdiff")
+    assert found is not None and stored is not None
+
+    def corrected(head, rows_RD):
+        one_R = torch.ones(len(rows_RD), dtype=torch.int64)
+        places = {"prev_distance_R": one_R, "before_distance_R": one_R, "num_unseen_R": 2 * one_R}
+        with torch.no_grad():
+            return head(rows_RD, prev_RD=rows_RD.flip(1), before_RD=-rows_RD, **places)
+
+    rows_RD = torch.randn(300, backbone.width, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(corrected(found.markov, rows_RD), corrected(stored.markov, rows_RD))
+    if backbone.rules.exact:
+        assert rows_exact(lambda rows: corrected(found.markov, rows), rows_RD, backbone.min_rows)
+
+
+def test_the_native_order_has_no_head():
+    assert SpecDiff(kind="specdiff", drafter=PLACE, order="native", head="none").head == "none"
+    with pytest.raises(ValueError, match=r"decoder\.head: 'heads/mine'.*'native'.*allowed with it: auto, none"):
+        SpecDiff(kind="specdiff", drafter=PLACE, order="native", head="heads/mine")

@@ -1,0 +1,386 @@
+"""Speculative decoding of causal models: the sequential text whatever drafts, and every count by hand or by the reference."""
+
+from copy import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.causal.drafters import last_match
+from decoders.draws.noise import sample_key
+from decoders.engine.budget import DraftBudget
+from decoders.engine.stops import Stops
+from decoders.references import causal as causal_reference
+from decoders.references.causal import PlainCausal, by_lookup, by_model
+from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
+from decoders.settings import Autoregressive, ModelDrafter, NgramDrafter, Sampling, Speculative
+from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
+
+VOCAB, LENGTH = 3, 7
+INFO = token_info(VOCAB)
+AR = Autoregressive(kind="autoregressive")
+MODEL = ModelDrafter(kind="model", path="drafter")
+NGRAM = NgramDrafter(kind="ngram", max_n=2, min_n=1)
+DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
+WARPS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {},
+    {"top_p": 0.7},
+    {"temperature": 0.8, "top_p": 0.8},
+    {"top_k": 2},
+]
+
+
+@cache
+def made(seed, share):
+    """A table, or the logits of one with those of another mixed in: a drafter that is right more often than chance."""
+    backbone = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=seed)
+    if share < 1:
+        backbone.table_PXV = share * backbone.table_PXV + (1 - share) * made(seed + 100, 1.0).table_PXV
+    return backbone
+
+
+def table(seed=1):
+    # Nothing was allocated in what is copied, so that only the table itself is shared.
+    return copy(made(seed, 1.0))
+
+
+def blend(seed=1):
+    return copy(made(seed, 0.3))
+
+
+def spec(k, drafter):
+    return Speculative(kind="speculative", k=k, drafter=drafter)
+
+
+def speculate(requests, *, k=3, drafter=MODEL, sampling=Sampling(), target=None, model=None, **more):  # noqa: B008
+    target = target or table()
+    return decode(target, INFO, spec(k, drafter), sampling, requests, drafter=model or blend(), **more)
+
+
+def prompt(*tokens, holes):
+    return np.array([*tokens, *[-1] * holes], dtype=np.int32)
+
+
+def requests_of(*canvases):
+    return [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
+
+
+# ---- the text ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("warp", WARPS, ids=str)
+def test_coupled_text_is_the_autoregressive_text(drafter, warp):
+    requests, sampling = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
+    expected = decode(table(), INFO, AR, sampling, requests, rows=5)
+    for number, (k, rows) in enumerate([(0, 3), (1, 1), (2, 16), (3, 3), (5, 1), (8, 3), (8, 16), ("auto", 3)]):
+        shuffled = [requests[i] for i in np.random.default_rng(number).permutation(len(requests))]
+        found = speculate(shuffled, k=k, drafter=DRAFTERS[drafter], sampling=sampling, rows=rows)
+        assert texts(found) == texts(expected)
+        for index, outcome in found.items():
+            assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
+            assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    found = speculate(requests, k="auto", drafter=DRAFTERS[drafter], rows=5)
+    assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
+    assert sum(outcome.accepted for outcome in found.values()) > 5
+
+
+def by_reference(request, k, drafter, sampling, stop=lambda generated: False):
+    length = len(request.canvas)
+    model = PlainCausal(table(), length=length, sampling=sampling)
+    rule = (
+        CoupledRule(request.key, sampling)
+        if sampling.acceptance == "coupled"
+        else RejectionRule(NoiseChooser(request.key))
+    )
+    tokens = request.canvas[request.canvas >= 0].tolist()
+    if drafter == "ngram":
+        draft = by_lookup(VOCAB, max_n=NGRAM.max_n, min_n=NGRAM.min_n)
+        return causal_reference.speculative(
+            model, tokens, rule, k=k, draft=draft, stop=stop, calls=lambda drafts: 1
+        ), len(tokens)
+    draft = by_model(PlainCausal(blend(), length=length, sampling=sampling))
+    return causal_reference.speculative(model, tokens, rule, k=k, draft=draft, stop=stop), len(tokens)
+
+
+def histogram(committed):
+    return np.bincount(committed).tolist()
+
+
+def same_as_reference(outcome, trail, num_prompt):
+    assert outcome.tokens.tolist() == trail.tokens[num_prompt:]
+    assert (outcome.nfe, outcome.nfe_draft) == (trail.nfe, trail.lookups)
+    assert (outcome.proposed, outcome.accepted) == (trail.proposed, trail.accepted)
+    assert outcome.iterations == len(trail.committed)
+    assert outcome.accept_hist == histogram(trail.committed)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_batched_decoder_gives_the_reference_tokens_and_counts(drafter, acceptance, k):
+    sampling = Sampling(acceptance=acceptance, temperature=0.9)
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    outcomes = speculate(requests, k=k, drafter=DRAFTERS[drafter], sampling=sampling, rows=7)
+    for request in requests:
+        same_as_reference(outcomes[request.index], *by_reference(request, k, drafter, sampling))
+    assert sum(o.accepted for o in outcomes.values()) >= 4
+    assert sum(o.proposed - o.accepted for o in outcomes.values()) >= 4
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_stop_id_cuts_an_accepted_run_where_it_stands(drafter, acceptance):
+    sampling = Sampling(acceptance=acceptance)
+    requests = toy_prompts(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
+    outcomes = speculate(requests, k=4, drafter=DRAFTERS[drafter], sampling=sampling, stops=Stops(ids=(2,)))
+    places = set()
+    for request in requests:
+        outcome = outcomes[request.index]
+        trail, num_prompt = by_reference(request, 4, drafter, sampling, stop=lambda generated: generated[-1] == 2)
+        same_as_reference(outcome, trail, num_prompt)
+        assert outcome.finish == ("eos" if outcome.tokens[-1] == 2 else "length")
+        if outcome.finish == "eos":
+            places.add(trail.committed[-1])
+    assert places >= ({1, 2, 3} if drafter == "model" else {1, 2})
+
+
+class After:
+    """Stops at the n-th generated token, as a stop string that ends there would."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def find(self, tokens, num_checked):
+        return self.place if len(tokens) >= self.place > num_checked else None
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+def test_a_stop_string_may_end_at_every_place_of_an_accepted_run(place):
+    request = requests_of(prompt(1, holes=6))
+    sure = {"target": table(), "model": table()}
+    whole = speculate(request, k=8, **sure)[0]
+    assert (whole.nfe, whole.accepted, whole.finish) == (1, 5, "length")
+    cut = speculate(request, k=8, stops=Stops(text=After(place)), **sure)[0]
+    assert cut.tokens.tolist() == whole.tokens.tolist()[:place]
+    assert (cut.finish, cut.nfe, cut.iterations) == ("stop", 1, 1)
+    # Five drafts and a bonus: the drafts after the stop were never there.
+    assert (cut.proposed, cut.accepted) == (min(place, 5), min(place, 5))
+    assert cut.accept_hist == [0] * place + [1]
+    assert cut.logprob == pytest.approx(logprob_of(request[0], cut.tokens.tolist()), abs=1e-12)
+
+
+def logprob_of(request, tokens):
+    model = PlainCausal(table(), length=LENGTH, sampling=Sampling())
+    text, total = request.canvas[request.canvas >= 0].tolist(), 0.0
+    for token in tokens:
+        total += float(model.law(text)[token])
+        text.append(token)
+    return total
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_one_and_two_new_tokens_and_prompts_of_one(drafter):
+    canvases = [prompt(1, holes=1), prompt(2, holes=2), prompt(0, 1, 0, 1, holes=1), prompt(0, 1, 0, 1, holes=2)]
+    requests = requests_of(*canvases)
+    outcomes = speculate(requests, k=5, drafter=DRAFTERS[drafter])
+    assert texts(outcomes) == texts(decode(table(), INFO, AR, Sampling(), requests))
+    for index in (0, 2):
+        # The only token needs no draft: it is the target's own.
+        assert (outcomes[index].nfe, outcomes[index].nfe_draft, outcomes[index].proposed) == (1, 0, 0)
+    for index in (1, 3):
+        assert outcomes[index].proposed <= 1 and outcomes[index].nfe <= 2
+
+
+# ---- counts by hand ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_drafter_equal_to_the_target_accepts_everything(acceptance):
+    """Six new tokens, k = 2: two drafts and a bonus twice. The second drafting starts with a catch-up of two tokens."""
+
+    class Watched(TokenTable):
+        def forward(self, rows):
+            widths.append(rows.valid_BT.sum(1).tolist())
+            return super().forward(rows)
+
+    widths: list[list[int]] = []
+    twin = Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
+    requests = requests_of(*[prompt(token % VOCAB, holes=6) for token in range(6)])
+    sampling = Sampling(acceptance=acceptance)
+    outcomes = speculate(requests, k=2, sampling=sampling, model=twin, rows=6)
+    for outcome in outcomes.values():
+        assert (outcome.nfe, outcome.nfe_draft, outcome.iterations) == (2, 4, 2)
+        assert (outcome.proposed, outcome.accepted) == (4, 4)
+        assert outcome.accept_hist == [0, 0, 0, 2]
+    # Drafter: the prompt's one token; its first draft; its own last draft and the bonus; its third draft.
+    assert widths == [[1] * 6, [1] * 6, [2] * 6, [1] * 6]
+
+
+def test_a_scripted_case_by_hand():
+    """The target always says 0, 1, 2, 0, ..; the drafter says so too, except at position 3."""
+    target, drafter = scripted(), scripted(wrong_at=3)
+    request = requests_of(prompt(0, holes=6))
+    outcome = decode(target, INFO, spec(3, MODEL), Sampling(temperature=0.0), request, drafter=drafter, trace=True)[0]
+    assert outcome.tokens.tolist() == [1, 2, 0, 1, 2, 0]
+    # Positions 1 2 3 drafted, 3 refused and replaced; then 4 5 drafted and 6 as the bonus: room for one draft fewer.
+    assert [step.proposed for step in outcome.trace] == [[1, 2, 1], [1, 2]]
+    assert [step.committed for step in outcome.trace] == [[1, 2, 0], [1, 2, 0]]
+    assert [step.positions for step in outcome.trace] == [[1, 2, 3], [4, 5, 6]]
+    assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (2, 5, 5, 4)
+    assert outcome.accept_hist == [0, 0, 0, 2]
+
+
+def scripted(wrong_at=None):
+    """A table that puts (position mod 3) at every position whatever the context, or one more at `wrong_at`."""
+    backbone = TokenTable(vocab_size=VOCAB, num_positions=LENGTH)
+    for position in range(LENGTH):
+        token = (position + 1 + (position + 1 == wrong_at)) % VOCAB
+        backbone.table_PXV[position] = -30.0
+        backbone.table_PXV[position, :, token] = 30.0
+    return backbone
+
+
+def test_prompt_lookup_reads_on_into_its_own_drafts():
+    text = torch.tensor([[0, 1, 2, 0, 1, 2, 9, 9], [5, 5, 5, 9, 9, 9, 9, 9], [1, 2, 3, 4, 9, 9, 9, 9], [7] * 8])
+    ends = last_match(text, torch.tensor([6, 3, 4, 1]), max_n=3, min_n=1)
+    # After "0 1 2" came column 3; after "5 5", column 2; never; a text of one token has nothing before it.
+    assert ends.tolist() == [3, 2, 0, 0]
+    assert last_match(text, torch.tensor([6, 3, 4, 1]), max_n=3, min_n=3).tolist() == [3, 0, 0, 0]
+    recent = torch.tensor([[1, 4, 1, 5, 2, 1]])
+    assert last_match(recent, torch.tensor([6]), max_n=4, min_n=1).tolist() == [3]
+
+
+def test_prompt_lookup_copies_a_period_for_as_long_as_it_holds():
+    request = requests_of(prompt(0, 1, 2, 0, holes=3))
+    outcome = decode(scripted(), INFO, spec(8, NGRAM), Sampling(temperature=0.0), request)[0]
+    # One look-up: two drafts from the period of three and the bonus.
+    assert outcome.tokens.tolist() == [1, 2, 0]
+    assert (outcome.nfe, outcome.nfe_draft, outcome.proposed, outcome.accepted) == (1, 1, 2, 2)
+
+
+# ---- slots -------------------------------------------------------------------------------------------------------
+
+
+class Poisoned(TokenTable):
+    """Fills every cell that no row may see with other junk before each forward."""
+
+    def forward(self, rows):
+        seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
+        reach = rows.visible_BTW & rows.valid_BT.unsqueeze(2)
+        seen[rows.slots_B, : reach.shape[2]] = reach.any(1)
+        others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
+        others[rows.slots_B] = False
+        seen[others] = True
+        self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
+        return super().forward(rows)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
+    requests = toy_prompts(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
+    clean = speculate(requests, drafter=DRAFTERS[drafter], rows=4)
+    poison = [Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1) for _ in range(2)]
+    poison[1].table_PXV = blend().table_PXV
+    found = speculate(requests, drafter=DRAFTERS[drafter], rows=4, target=poison[0], model=poison[1])
+    assert texts(found) == texts(clean)
+    counts = lambda o: (o.nfe, o.nfe_draft, o.proposed, o.accepted)  # noqa: E731
+    assert [counts(found[i]) for i in range(50)] == [counts(clean[i]) for i in range(50)]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_clear_leaves_a_usable_decoder(drafter):
+    requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
+    decoder = build_decoder(
+        table(), INFO, spec(3, DRAFTERS[drafter]), Sampling(), max_rows=3, max_tokens=99, drafter=blend()
+    )
+    decoder.admit(requests[:3])
+    decoder.step()
+    decoder.clear()
+    again, fresh = run_all(decoder, requests), speculate(requests, drafter=DRAFTERS[drafter])
+    assert texts(again) == texts(fresh)
+    assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]
+
+
+def test_slots_with_fewer_drafts_have_fewer_rows():
+    class Watched(TokenTable):
+        def forward(self, rows):
+            widths.append(sorted(rows.valid_BT.sum(1).tolist()))
+            return super().forward(rows)
+
+    widths: list[list[int]] = []
+    requests = requests_of(prompt(0, 1, 2, holes=1), prompt(0, 1, 2, holes=2), prompt(0, 1, 2, holes=4))
+    speculate(requests, k=2, target=Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1))
+    # The prompt of three, and none, one or two drafts.
+    assert widths[0] == [3, 4, 5]
+
+
+def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
+    requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=11)
+    decoder: Any = build_decoder(table(), INFO, spec(2, MODEL), Sampling(), max_rows=4, max_tokens=99, drafter=blend())
+    outcomes, stats = run_all(decoder, requests), decoder.stats
+    assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
+    assert stats.forward_s == pytest.approx(decoder.counting.forward_s + decoder.drafter.forward_s)
+    assert decoder.drafter.forward_s > 0
+    assert sum(o.nfe for o in outcomes.values()) == stats.active_slot_steps
+    assert stats.committed == sum(len(o.tokens) for o in outcomes.values())
+    assert 0 < stats.useful_rows <= stats.computed_rows == decoder.counting.computed_rows
+
+
+# ---- vocabularies and lengths ------------------------------------------------------------------------------------
+
+
+def test_what_the_target_never_says_is_never_drafted():
+    info = token_info(VOCAB, suppressed=(1,))
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=12)
+    expected = decode(table(), info, AR, Sampling(), requests)
+    found = decode(table(), info, spec(3, MODEL), Sampling(), requests, drafter=blend(), trace=True)
+    assert texts(found) == texts(expected)
+    drafts = [token for o in found.values() for step in o.trace for token in step.proposed]
+    assert len(drafts) > 50 and 1 not in drafts
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_drafter_whose_vocabulary_is_padded_otherwise_still_drafts(vocab_size, acceptance):
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
+    drafter = TokenTable(vocab_size=vocab_size, num_positions=LENGTH, seed=3)
+    found = speculate(requests, sampling=Sampling(acceptance=acceptance), model=drafter)
+    assert all((o.tokens < VOCAB).all() for o in found.values())
+    assert sum(o.accepted for o in found.values()) > 0
+    if acceptance == "coupled":
+        assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
+
+
+def test_a_drafter_with_a_shorter_context_stops_drafting_there():
+    class Short(TokenTable):
+        def forward(self, rows):
+            assert int(rows.positions_BT.max()) < 4
+            return super().forward(rows)
+
+    requests = requests_of(prompt(0, holes=6), prompt(0, 1, 2, 1, 2, holes=2))
+    short = token_info(VOCAB)
+    short = type(short)(**{**{n: getattr(short, n) for n in short.__dataclass_fields__}, "max_length": 4})
+    drafter = Short(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
+    found = decode(table(), INFO, spec(3, MODEL), Sampling(), requests, drafter=drafter, drafter_info=short)
+    assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
+    # Positions 1 .. 4 can be drafted; the second prompt is longer than that already.
+    assert found[0].proposed == found[0].accepted == 3 and found[1].nfe_draft == 0
+
+
+def test_auto_lengths_need_coupled_acceptance():
+    with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
+        speculate(requests_of(prompt(0, holes=2)), k="auto", sampling=Sampling(acceptance="rejection"))

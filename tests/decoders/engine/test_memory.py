@@ -1,0 +1,370 @@
+"""Slots within the memory that there is: allocation by need, growth that fails half way, logits in parts, bounded noise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.backbones.cache import SlotCache
+from decoders.base import HOLE, ModelInfo, Request
+from decoders.draws.noise import gumbel_rows, key_words
+from decoders.engine import memory
+from decoders.engine.acceptance import NoiseWindow
+from decoders.engine.memory import Account
+from decoders.engine.state import SlotState
+from decoders.references.table import TableBackbone
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
+from decoders.settings import Assd, Autoregressive, NgramDrafter, Sampling, SelfSpeculative, Speculative
+from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.support import decode, run_all, token_info, toy_prompts
+
+VOCAB, LENGTH = 3, 7
+INFO = token_info(VOCAB)
+AR = Autoregressive(kind="autoregressive")
+
+
+class Cached(TokenTable):
+    """A toy whose cache is counted as a real one's: `cell_bytes` a column, and it can be made smaller."""
+
+    cell_bytes, row_bytes = 100, 10
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(vocab_size=VOCAB, num_positions=LENGTH, **more)
+        self.shapes: list[tuple[int, int]] = []
+
+    def allocate(self, num_slots: int, num_columns: int) -> None:
+        super().allocate(num_slots, num_columns)
+        self.shapes.append((self.tokens_SW.shape[0], self.tokens_SW.shape[1]))
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        tokens, positions = self.tokens_SW, self.positions_SW
+        self.tokens_SW, self.positions_SW = (torch.zeros(0, 0, dtype=torch.int64) for _ in range(2))
+        super().allocate(num_slots, num_columns)
+        both = min(num_slots, tokens.shape[0]), min(num_columns, tokens.shape[1])
+        self.tokens_SW[: both[0], : both[1]] = tokens[: both[0], : both[1]]
+        self.positions_SW[: both[0], : both[1]] = positions[: both[0], : both[1]]
+        self.shapes.append((num_slots, num_columns))
+
+
+def finish(decoder: Any) -> None:
+    while decoder.active:
+        decoder.step()
+
+
+def prompt(index: int, length: int) -> Request:
+    return Request(index, index, np.array([1] + [HOLE] * (length - 1), dtype=np.int32))
+
+
+# ---- the account -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gib", [1, 8, 80])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_purposes_together_take_no_more_than_is_free(device: str, gib: int):
+    free = gib << 30
+    account = Account.of(torch.device(device), free, row_bytes=10**5)
+    assert account.slots is not None and account.prompt_rows is not None
+    assert account.slots > free // 2, "most of it is for slots"
+    assert account.slots + 8 * account.logits + account.noise + account.prompt_rows * 10**5 <= free * 9 // 10
+
+
+def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb():
+    cache = SlotCache(32, 8, 128, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert cache.cell_bytes == 32 * 2 * 8 * 128 * 2 + 8
+    free = (80 << 30) - 2 * 8_000_000_000
+    account = Account.of(torch.device("cuda"), free, row_bytes=(8 * 4096 + 3 * 14336) * 2)
+    assert account.slots is not None
+    assert 256 * 2048 * cache.cell_bytes > 68e9 > account.slots
+    assert 100 < account.slots // (2048 * cache.cell_bytes) < 256
+
+
+def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
+    account = Account(logits=1000, noise=0)
+    for num_rows in (0, 1, 63, 64, 65, 1000):
+        parts = list(account.parts(num_rows, 400))
+        assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
+        assert parts and all(part.stop - part.start == 64 for part in parts)
+    assert [part.stop for part in account.parts(250, 10)] == [100, 200, 300]
+
+
+# ---- admission and allocation ----------------------------------------------------------------------------------------
+
+
+def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
+    table = Cached()
+    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=1000, max_tokens=1 << 20)
+    decoder.admit([prompt(0, 5)])
+    assert table.tokens_SW.shape[0] <= 8
+    decoder.admit([prompt(index, 5) for index in range(1, 40)])
+    assert 40 <= table.tokens_SW.shape[0] <= 60
+
+
+@pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
+@pytest.mark.parametrize("max_tokens", [7, 30, 100])
+def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(settings: Any, max_tokens: int):
+    table = Cached(seed=3)
+    requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5)
+    expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
+    decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=9, max_tokens=max_tokens)
+    outcomes = run_all(decoder, requests)
+    assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
+        index: one.tokens.tolist() for index, one in expected.items()
+    }
+    alone = decoder._columns(LENGTH)
+    assert table.shapes and max(slots * columns for slots, columns in table.shapes) <= max(max_tokens, alone)
+
+
+def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
+    table = Cached()
+    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=50, max_tokens=28)
+    decoder.admit([prompt(0, 7)])
+    assert decoder.room(7) == 3 and decoder.room(2) == 3
+    finish(decoder)
+    room = [decoder.room(2)]
+    decoder.admit([prompt(index, 2) for index in range(14)])
+    assert tuple(table.tokens_SW.shape) == (14, 2)
+    finish(decoder)
+    assert [*room, decoder.room(7)] == [14, 4]
+    decoder.admit([prompt(0, 7)])
+    assert table.tokens_SW.numel() <= 28
+
+
+@pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
+def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
+    expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
+    for num_bytes in (6_000, 20_000, 100_000):
+        table = Cached()
+        decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=50, max_tokens=1 << 20)
+        decoder.fit(num_bytes)
+        assert decoder.account.slots is not None
+        outcomes = run_all(decoder, requests)
+        assert {i: one.tokens.tolist() for i, one in outcomes.items()} == expected
+        largest = max(slots * columns for slots, columns in table.shapes)
+        assert largest * table.cell_bytes <= decoder.account.slots < num_bytes
+        assert decoder.room(LENGTH) == decoder.most_rows(LENGTH) <= 50
+
+
+def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
+    table = Cached()
+    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=50, max_tokens=1 << 20)
+    decoder.fit(1_200)
+    assert decoder.most_rows(7) == 0 and decoder.most_rows(2) > 0
+    assert decoder.room(7) == 1, "it has to be admitted to fail"
+    with pytest.raises(MemoryError, match=r"a canvas of 7 tokens does not fit into memory: .* bytes"):
+        decoder.admit([prompt(0, 7)])
+    decoder.clear()
+    outcomes = run_all(decoder, [prompt(1, 2)])
+    assert len(outcomes[1].tokens) == 1
+
+
+def test_what_is_kept_for_a_draft_counts():
+    info = ModelInfo("table", 1000, None, None, ("assd", "any_subset"), 0)
+    one = {
+        acceptance: build_decoder(
+            TableBackbone(vocab_size=3, num_positions=3),
+            info,
+            Assd(kind="assd", k=5),
+            Sampling(acceptance=acceptance),
+            max_rows=4,
+            max_tokens=100,
+        ).slot_bytes(10)
+        for acceptance in ("coupled", "rejection")
+    }
+    assert one["rejection"] - one["coupled"] == 2 * 5 * 1000 * 8
+
+
+def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
+    settings = SelfSpeculative(kind="ssd", draft_length=3)
+    info = ModelInfo("table", 3, 2, None, ("ssd",), 0, (2,))
+    decoder = build_decoder(Cached(), info, settings, Sampling(), max_rows=50, max_tokens=1 << 20)
+    assert decoder.slot_bytes(7) > 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
+    decoder.fit(100_000)
+    decoder.admit([Request(0, 0, np.full(7, HOLE, dtype=np.int32))])
+    cells = decoder.backbone.tokens_SW.numel()  # type: ignore[attr-defined]
+    assert decoder.account.slots is not None and cells * Cached.cell_bytes <= decoder.account.slots
+
+
+def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest.MonkeyPatch):
+    table = Cached()
+    widths: list[int] = []
+    forward = table.forward
+
+    def counted(rows: Any) -> torch.Tensor:
+        widths.append(len(rows.slots_B))
+        return forward(rows)
+
+    monkeypatch.setattr(table, "forward", counted)
+    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=9, max_tokens=1 << 20)
+    decoder.account = Account(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
+    requests = [prompt(index, 5) for index in range(5)]
+    decoder.admit(requests)
+    done = [outcome for _ in range(12) for outcome in decoder.step()]
+    assert widths[:3] == [2, 2, 5] and len(done) == 5, "the last prompt goes along with the others' next rows"
+    assert {outcome.nfe for outcome in done} == {4}
+
+
+# ---- growth that fails half way --------------------------------------------------------------------------------------
+
+
+def filled() -> SlotCache:
+    cache = SlotCache(3, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
+    cache.allocate(2, 5)
+    for index, layer in enumerate(cache.layers_2SKWd):
+        layer.copy_(torch.arange(layer.numel()).view(layer.shape) + index)
+    cache.positions_SW.copy_(torch.arange(10).view(2, 5))
+    return cache
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_cache_that_runs_out_of_memory_half_way_is_what_it_was(failing: int, monkeypatch: pytest.MonkeyPatch):
+    cache, calls = filled(), []
+    before = [layer.clone() for layer in cache.layers_2SKWd]
+    zeros = torch.Tensor.new_zeros
+
+    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
+        calls.append(shape)
+        if len(calls) == failing + 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(tensor, *shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.allocate(4, 9)
+    assert (cache.num_slots, cache.num_columns) == (2, 5)
+    assert all(torch.equal(layer, old) for layer, old in zip(cache.layers_2SKWd, before, strict=True))
+    cache.allocate(4, 9)
+    assert (cache.num_slots, cache.num_columns) == (4, 9)
+    for layer, old in zip(cache.layers_2SKWd, before, strict=True):
+        assert torch.equal(layer[:, :2, :, :5], old) and int((layer != 0).sum()) == int((old != 0).sum())
+    assert torch.equal(cache.positions_SW[:2, :5], torch.arange(10).view(2, 5))
+
+
+def test_a_cache_without_memory_even_to_go_back_is_empty_and_can_be_used(monkeypatch: pytest.MonkeyPatch):
+    cache, zeros = filled(), torch.Tensor.new_zeros
+
+    def refuse(tensor: torch.Tensor, *shape: Any, **more: Any) -> torch.Tensor:
+        if cache.layers_2SKWd[1].shape[1] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(tensor, *shape, **more)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.allocate(4, 9)
+    assert (cache.num_slots, cache.num_columns) == (0, 0)
+    monkeypatch.undo()
+    cache.allocate(1, 3)
+    assert all(layer.shape == (2, 1, 2, 3, 4) for layer in cache.layers_2SKWd)
+
+
+def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest.MonkeyPatch):
+    cache = filled()
+    before = [layer.clone() for layer in cache.layers_2SKWd]
+    cache.resize(1, 3)
+    assert all(torch.equal(a, b[:, :1, :, :3]) for a, b in zip(cache.layers_2SKWd, before, strict=True))
+    cache.resize(0, 0)
+    assert sum(layer.numel() for layer in cache.layers_2SKWd) == cache.positions_SW.numel() == 0
+
+
+def test_slot_state_that_runs_out_of_memory_half_way_is_what_it_was(monkeypatch: pytest.MonkeyPatch):
+    state = SlotState(3, torch.device("cpu"), max_commit=1)
+    state.widen(4)
+    laws = [state.wide(2, 5, dtype=torch.float32) for _ in range(2)]
+    state.use(1)
+    cat, calls = torch.cat, []
+
+    def refuse(tensors: Any, *more: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return cat(tensors, *more)
+
+    monkeypatch.setattr(torch, "cat", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        state.widen(9)
+    assert state.tokens_SW.shape == state.order_SW.shape == (3, 4)
+    monkeypatch.setattr(laws[1], "with_rows", lambda num_rows: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        state.use(3)
+    assert [len(law.data) for law in laws] == [1, 1] and state.num_used == 1
+
+
+# ---- logits in parts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_window_that_is_judged_in_parts_is_judged_the_same(
+    acceptance: Any, temperature: float, monkeypatch: pytest.MonkeyPatch
+):
+    sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
+    settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
+    settings += [Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram"))]
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
+
+    def found(setting: Any) -> Any:
+        outcomes = decode(Cached(seed=2), INFO, setting, sampling, requests, rows=6)
+        return {i: (o.tokens.tolist(), o.logprob, o.nfe, o.proposed, o.accepted) for i, o in outcomes.items()}
+
+    whole = [found(setting) for setting in settings]
+    monkeypatch.setattr(memory, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(memory, "_CPU_LOGITS", 2 * VOCAB * 8)
+    assert [found(setting) for setting in settings] == whole
+
+
+def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyPatch):
+    table, held = Cached(), list[int]()
+    logits = table.logits
+
+    def counted(hidden_RD: torch.Tensor) -> torch.Tensor:
+        held.append(len(hidden_RD))
+        return logits(hidden_RD)
+
+    monkeypatch.setattr(table, "logits", counted)
+    monkeypatch.setattr(memory, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
+    run_all(build_decoder(table, INFO, jacobi(5), Sampling(), max_rows=20, max_tokens=1 << 20), toys())
+    assert max(held) == 4
+
+
+def toys() -> list[Request]:
+    return toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=17)
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 9])
+def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int):
+    state = SlotState(4, torch.device("cpu"), max_commit=1)
+    state.widen(20)
+    state.order_SW[:] = torch.arange(20)
+    state.length_S[:] = 20
+    state.key_S2[:] = key_words([5, 6, 7, 8])
+    window = NoiseWindow(state, 3, 10)
+    state.noise_bytes = kept * window._size * 10 * 4
+    state.use(4)
+    assert len(window._ring.data) == min(kept, 4)
+    generator = torch.Generator().manual_seed(0)
+    for first in range(0, 15, 2):
+        slots = torch.randint(0, 4, (9,), generator=generator)
+        ranks = first + torch.randint(0, 3, (9,), generator=generator)
+        assert torch.equal(window.rows(slots, ranks), gumbel_rows(state.key_S2[slots], ranks, 10))
+    state.move(3, 0)
+    slots, ranks = torch.tensor([0, 0, 1]), torch.tensor([15, 16, 16])
+    assert torch.equal(window.rows(slots, ranks), gumbel_rows(state.key_S2[slots], ranks, 10))
+
+
+def test_noise_never_takes_more_than_its_bytes():
+    table = Cached()
+    decoder = build_decoder(table, INFO, jacobi(4), Sampling(), max_rows=50, max_tokens=1 << 20)
+    decoder.fit(20_000)
+    ring = decoder.acceptance._window._ring  # type: ignore[union-attr]
+    run_all(decoder, toys())
+    decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
+    assert decoder.state.num_used > len(ring.data)
+    assert ring.data.numel() * 4 <= decoder.account.noise == 20_000 // 16

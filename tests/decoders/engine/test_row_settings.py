@@ -1,0 +1,327 @@
+"""Requests with settings of their own, beside others in one batch: each comes out as in a job that has them for all."""
+
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import RowSettings
+from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
+from decoders.engine.stops import NeverStops, Stops
+from decoders.references.table import TableBackbone
+from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
+from decoders.settings import (
+    AnySubset,
+    Assd,
+    Autoregressive,
+    ModelDrafter,
+    NgramDrafter,
+    Parallel,
+    Sampling,
+    SelfSpeculative,
+    Speculative,
+    Stepwise,
+    Threshold,
+)
+from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
+from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
+
+VOCAB, LENGTH = 3, 7
+OWN = [
+    RowSettings(),
+    RowSettings(temperature=0.0),
+    RowSettings(temperature=0.8),
+    RowSettings(temperature=1.7, top_p=0.6),
+    RowSettings(top_p=0.5),
+    RowSettings(top_p=1.0),
+    RowSettings(temperature=0.0, top_p=0.4),
+]
+JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
+CAUSAL: dict[str, Any] = {
+    "autoregressive": Autoregressive(kind="autoregressive"),
+    "lookup": Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=2, min_n=1)),
+    "model": Speculative(kind="speculative", k=3, drafter=ModelDrafter(kind="model", path="drafter")),
+    "auto": Speculative(kind="speculative", k="auto", drafter=ModelDrafter(kind="model", path="drafter")),
+    "jacobi": jacobi(3),
+    "running": jacobi(4, "running"),
+    "multi": multi(2, 2, ratio=0.85, verify=3, pool=3),
+}
+RATIOS = ["autoregressive", "lookup", "model"]
+
+
+@cache
+def _made(seed):
+    return TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=seed)
+
+
+def target():
+    return copy(_made(1))
+
+
+def drafter():
+    """A model that agrees with the target now and then: it has half of its logits from it."""
+    made = copy(_made(2))
+    made.table_PXV = (made.table_PXV + _made(1).table_PXV) / 2
+    return made
+
+
+def at_once(sampling, own):
+    """The sampling of a job that has a request's own settings for all of its rows."""
+    changed = {name: value for name in ("temperature", "top_p") if (value := getattr(own, name)) is not None}
+    return sampling.model_copy(update=changed)
+
+
+def check(make, requests, sampling, *, rows=5):
+    """Each row of a mixed batch is the row of a job with its settings; all of them are met, and they matter."""
+    rng = np.random.default_rng(3)
+    mixed = [replace(request, settings=OWN[rng.integers(len(OWN))]) for request in requests]
+    found = run_all(make(sampling, rows), mixed)
+    common = run_all(make(sampling, rows), requests)
+    differ = 0
+    for own in OWN:
+        mine = [request for request in requests if mixed[request.index].settings == own]
+        assert mine
+        for index, outcome in run_all(make(at_once(sampling, own), rows), mine).items():
+            assert found[index].tokens.tolist() == outcome.tokens.tolist()
+            assert found[index].logprob == outcome.logprob
+            assert found[index].finish == outcome.finish
+            differ += common[index].tokens.tolist() != outcome.tokens.tolist()
+    assert differ, "settings that change nothing prove nothing"
+
+
+def causal(settings):
+    def make(sampling, rows):
+        more = {"drafter": drafter()} if isinstance(settings, Speculative) else {}
+        return build_decoder(
+            target(),
+            token_info(VOCAB),
+            settings,
+            sampling,
+            max_rows=rows,
+            max_tokens=1 << 20,
+            stops=Stops(ids=(2,)),
+            **more,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("sampling", JOBS[1:], ids=str)
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_causal_row_with_its_own_sampling_is_that_of_a_job_with_it(kind, sampling):
+    check(causal(CAUSAL[kind]), toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5), sampling)
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_so_it_is_under_the_rejection_rule(kind):
+    requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=6)
+    for job in JOBS[2:]:
+        check(causal(CAUSAL[kind]), requests, job.model_copy(update={"acceptance": "rejection"}))
+
+
+@pytest.mark.parametrize("sampling", JOBS[2:], ids=str)
+@pytest.mark.parametrize("order", ["left_to_right", "native"])
+def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
+    tables = diffusion_tables
+
+    def make(sampling, rows):
+        return build_decoder(
+            tables.target(),
+            tables.TARGET_INFO,
+            tables.specdiff(3, 2, order=order),
+            sampling,
+            max_rows=rows,
+            max_tokens=1 << 20,
+            drafter=tables.drafter(),
+            drafter_info=tables.mask_info(),
+        )
+
+    check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        AnySubset(kind="any_subset"),
+        Parallel(kind="parallel"),
+        Assd(kind="assd", k=3),
+        Assd(kind="assd", k=3, drafter="ngram"),
+        Assd(kind="assd", k=3, fused="rows"),
+        Assd(kind="assd", k=3, fused="chain"),
+    ],
+    ids=str,
+)
+def test_so_it_is_in_any_subset_models(settings, acceptance):
+    backbone = TableBackbone(vocab_size=4, num_positions=6, seed=1)
+    heads = toy_heads(backbone.width) if isinstance(settings, Assd) and settings.drafter == "self" else None
+
+    def make(sampling, rows):
+        made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
+        sizes: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
+        return build_decoder(made, table_info(4), settings, sampling, heads=heads, **sizes)
+
+    for job in JOBS[2:]:
+        requests = toy_requests(60, vocab_size=4, longest=6, seed=2)
+        check(make, requests, job.model_copy(update={"acceptance": acceptance}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Stepwise(kind="stepwise", block_length=2),
+        Stepwise(kind="stepwise", steps=2),
+        Threshold(kind="threshold", tau=0.4),
+        SelfSpeculative(kind="ssd", draft_length=2),
+    ],
+    ids=str,
+)
+def test_so_it_is_in_masked_diffusion_models(settings):
+    tables = test_self_speculative
+
+    def make(sampling, rows):
+        info = tables.table_info()
+        info = replace(info, decoders=("stepwise", "threshold", "ssd"))
+        return build_decoder(tables.table(), info, settings, sampling, max_rows=rows, max_tokens=1 << 20)
+
+    for job in JOBS[1:]:
+        check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
+
+
+@pytest.mark.parametrize("predictor", test_ancestral.PREDICTORS)
+def test_so_it_is_where_chance_says_when_a_mask_is_revealed(predictor):
+    tables = test_ancestral
+
+    def make(sampling, rows):
+        return tables.decoder(tables.settings_of(4, predictor), sampling, rows=rows)
+
+    check(make, toy_requests(120, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=2), Sampling())
+
+
+# ---- stop strings and log-probabilities --------------------------------------------------------------------------
+
+
+class Pair:
+    """A stop text: the text ends with these two tokens."""
+
+    def __init__(self, *tokens):
+        self.tokens = list(tokens)
+
+    def find(self, tokens, num_checked):
+        for count in range(max(num_checked + 1, 2), len(tokens) + 1):
+            if list(tokens[count - 2 : count]) == self.tokens:
+                return count
+        return None
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
+    requests = toy_prompts(70, vocab_size=VOCAB, longest=LENGTH, seed=5)
+    own = [None, Pair(0, 1), Pair(1, 2), NeverStops()]
+    common = Pair(2, 0)
+
+    def decoded(stop, mine):
+        more = {"drafter": drafter()} if isinstance(CAUSAL[kind], Speculative) else {}
+        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
+        made = build_decoder(
+            target(), token_info(VOCAB), CAUSAL[kind], Sampling(), stops=Stops(text=stop), **sizes, **more
+        )
+        return run_all(made, mine)
+
+    mixed = [replace(r, settings=RowSettings(stop_text=own[i % 4])) for i, r in enumerate(requests)]
+    for job in (common, None):
+        found, stopped = decoded(job, mixed), 0
+        for number, stop in enumerate(own):
+            expected = decoded(job if stop is None else stop, requests[number::4])
+            for index, outcome in expected.items():
+                assert found[index].tokens.tolist() == outcome.tokens.tolist()
+                assert found[index].finish == outcome.finish
+                stopped += outcome.finish == "stop"
+        assert stopped > 2
+
+
+def test_a_masked_row_ends_at_its_own_stop_string():
+    tables = test_self_speculative
+    requests = toy_prompts(40, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=5)
+
+    def decoded(stop, mine):
+        info = replace(tables.table_info(), decoders=("stepwise",))
+        sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
+        settings = Stepwise(kind="stepwise", block_length=2)
+        return run_all(build_decoder(tables.table(), info, settings, Sampling(), stops=Stops(text=stop), **sizes), mine)
+
+    mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
+    found, whole, ended = decoded(None, mixed), decoded(None, requests), decoded(Pair(0, 1), requests)
+    for index, outcome in found.items():
+        assert outcome.tokens.tolist() == (ended if index % 2 else whole)[index].tokens.tolist()
+    assert sum(outcome.finish == "stop" for outcome in found.values()) > 2
+
+
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=7)
+    asking = [replace(r, settings=RowSettings(token_logprobs=r.index % 3 != 0)) for r in requests]
+    found = run_all(causal(CAUSAL[kind])(Sampling(temperature=0.7), 5), asking)
+    alone = run_all(
+        causal(CAUSAL["autoregressive"])(Sampling(temperature=0.7), 1),
+        [replace(r, settings=RowSettings(token_logprobs=True)) for r in requests],
+    )
+    for index, outcome in found.items():
+        if index % 3 == 0:
+            assert outcome.token_logprobs is None
+            continue
+        scores = outcome.token_logprobs
+        assert scores.dtype == np.float32 and len(scores) == len(outcome.tokens)
+        assert scores.tolist() == alone[index].token_logprobs.tolist()
+        assert float(scores.sum()) == pytest.approx(outcome.logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("settings", [AnySubset(kind="any_subset"), Assd(kind="assd", k=3)], ids=["any_subset", "assd"])
+def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
+    backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
+    made = build_decoder(backbone, table_info(4), settings, Sampling(), max_rows=4, max_tokens=1 << 20)
+    for request in toy_requests(30, vocab_size=4, longest=6, seed=2):
+        holes = np.flatnonzero(request.canvas < 0)
+        backwards = replace(request, hole_order=holes[::-1].copy(), settings=own)
+        (whole,) = run_all(made, [backwards]).values()
+        if len(holes) == 0:
+            assert whole.token_logprobs is None
+            continue
+        assert float(whole.token_logprobs.sum()) == pytest.approx(whole.logprob, abs=1e-5)
+        # The leftmost hole comes last, when all the others are filled.
+        canvas = request.canvas.copy()
+        canvas[holes[1:]] = whole.tokens[1:]
+        (last,) = run_all(made, [replace(request, canvas=canvas, settings=own)]).values()
+        assert last.token_logprobs.tolist() == whole.token_logprobs[:1].tolist()
+
+
+# ---- the warp ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_k", [None, 7])
+def test_a_column_of_settings_gives_each_row_the_bits_of_its_own(dtype, top_k):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 300, generator=generator, dtype=dtype) * 4
+    gumbel = -torch.rand(400, 300, generator=generator).log().neg().log()
+    temperatures, shares = [0.0, 0.3, 0.7, 1.0, 1.9], [0.05, 0.5, 0.95, 1.0]
+    kinds = [(temperature, share) for temperature in temperatures for share in shares]
+    number = torch.arange(400) % len(kinds)
+    temperature_R1 = torch.tensor(kinds, dtype=torch.float64)[number, :1]
+    top_p_R1 = torch.tensor(kinds, dtype=torch.float64)[number, 1:]
+    cut = log_laws(logits, temperature_R1, top_k=top_k, top_p_R1=top_p_R1)
+    whole = log_laws(logits, temperature_R1, top_k=top_k)
+    drawn = nucleus_draw(whole, gumbel, torch.where(top_p_R1 < 1.0, top_p_R1, torch.inf))
+    for index, (temperature, share) in enumerate(kinds):
+        rows = number == index
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=share)
+        law = log_law(logits[rows], sampling)
+        assert torch.equal(cut[rows], law)
+        assert torch.equal(whole[rows], log_law(logits[rows], sampling.model_copy(update={"top_p": None})))
+        assert torch.equal(drawn[rows], coupled_draw(law, gumbel[rows]))

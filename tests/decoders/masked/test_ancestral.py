@@ -1,0 +1,253 @@
+"""Ancestral sampling: the law of whole runs by enumeration, the batched decoder by its reference, counts and company."""
+
+import itertools
+import math
+from copy import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import HOLE, ModelInfo, Request
+from decoders.draws import noise
+from decoders.draws.absorbing import NOISE_EPS
+from decoders.draws.noise import sample_key
+from decoders.draws.sampling import coupled_draw
+from decoders.engine.stops import Stops
+from decoders.masked.ancestral import LAST_TIME, Ancestral
+from decoders.references.causal import PlainMasked
+from decoders.references.choosers import enumerate_law
+from decoders.references.masked import ancestral
+from decoders.references.token_table import TokenTable
+from decoders.settings import Ancestral as AncestralSettings
+from decoders.settings import Sampling
+from tests.decoders.support import run_all, texts, toy_requests
+
+VOCAB, MASK, LENGTH = 3, 3, 6
+INFO = ModelInfo("token_table", VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+PREDICTORS = ("ddpm", "analytic", "euler")
+
+
+@cache
+def _made(length, seed):
+    made = TokenTable(vocab_size=VOCAB + 1, num_positions=length, seed=seed)
+    # As large as the scores of a trained model: their sum is about 1 / (e^sigma - 1) once the scale is taken out.
+    made.table_PXV -= 0.5
+    return made
+
+
+def table(length=LENGTH, seed=1):
+    return copy(_made(length, seed))
+
+
+def plain(length, sampling=Sampling()):  # noqa: B008
+    return PlainMasked(table(length), mask_id=MASK, sampling=sampling)
+
+
+def decoder(settings, sampling=Sampling(), *, info=INFO, rows=4, backbone=None, **more):  # noqa: B008
+    backbone = backbone or table()
+    return Ancestral(backbone, info, sampling, settings=settings, max_rows=rows, max_tokens=1 << 20, **more)
+
+
+def settings_of(steps, predictor="ddpm"):
+    return AncestralSettings(kind="ancestral", steps=steps, predictor=predictor)
+
+
+def requests_of(count, *, seed=0, **more):
+    return [r for r in toy_requests(count, vocab_size=VOCAB, longest=LENGTH, seed=seed, **more) if (r.canvas < 0).any()]
+
+
+# ---- the law of whole runs -----------------------------------------------------------------------------------------
+
+
+def by_hand(model, canvas, steps, predictor):
+    """The law of a run, canvas by canvas: in every step each mask is revealed or not, by chances written down here."""
+    length, holes = len(canvas), sum(token == HOLE for token in canvas)
+    first = min(1.0, holes / length / (1 - NOISE_EPS))
+    times = [first + (LAST_TIME - first) * step / steps for step in range(steps + 1)]
+    sigma = lambda time: -math.log(1 - (1 - NOISE_EPS) * time)  # noqa: E731
+    law = {tuple(canvas): 1.0}
+    for step in range(steps + 1):
+        after: dict[Any, float] = {}
+        for held, mass in law.items():
+            seen = [MASK if token == HOLE else token for token in held]
+            tokens_LV, logits_LV = model.laws(seen).exp(), model.logits(seen)
+            rows = []
+            for place, token in enumerate(held):
+                if token != HOLE:
+                    rows.append({token: 1.0})
+                    continue
+                chance = 1.0
+                if step < steps:
+                    time, later = times[step], times[step + 1]
+                    scores = float(logits_LV[place, :VOCAB].exp().sum()) / VOCAB / math.expm1(sigma(time))
+                    chance = {
+                        "ddpm": (time - later) / time,
+                        "analytic": math.expm1(sigma(time) - sigma(later)) * scores,
+                        "euler": (time - later) * (1 - NOISE_EPS) / (1 - (1 - NOISE_EPS) * time) * scores,
+                    }[predictor]
+                    chance = min(chance, 1.0)
+                row = {one: chance * float(tokens_LV[place, one]) for one in range(VOCAB)}
+                rows.append(row | ({HOLE: 1.0 - chance} if chance < 1.0 else {}))
+            for choice in itertools.product(*(row.items() for row in rows)):
+                key = tuple(token for token, _ in choice)
+                after[key] = after.get(key, 0.0) + mass * math.prod(chance for _, chance in choice)
+        law = after
+    return law
+
+
+def law_of(model, canvas, steps, predictor):
+    def run(chooser):
+        tokens, _ = ancestral(
+            model,
+            canvas,
+            steps=steps,
+            predictor=predictor,
+            strike=lambda position, step, chance: chooser.accept(chance, position, step),
+            tell=lambda law_V, position: chooser.choose(law_V, noise.BONUS, position, 0),
+        )
+        return tuple(tokens)
+
+    return enumerate_law(run)
+
+
+def total_variation(one, other):
+    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize(
+    ("canvas", "steps"), [([HOLE, 1, HOLE], 1), ([HOLE, 1, HOLE], 3), ([HOLE] * 3, 1), ([HOLE, HOLE], 4)]
+)
+def test_a_whole_run_has_the_law_of_its_steps(predictor, canvas, steps):
+    model = plain(len(canvas))
+    law = law_of(model, canvas, steps, predictor)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, by_hand(model, canvas, steps, predictor)) < 1e-12
+
+
+def test_more_steps_mean_more_context_and_another_law():
+    model = plain(2)
+    laws = [law_of(model, [HOLE, HOLE], steps, "ddpm") for steps in (1, 2, 6)]
+    # One step: nearly all at once, each without the others. Without end: one at a time, in any order.
+    orders: list[dict[Any, float]] = [{}, {}]
+    for order, (one, two) in enumerate([(0, 1), (1, 0)]):
+        alone_V = model.laws([MASK, MASK])[one].exp()
+        for token in range(VOCAB):
+            seen = [MASK, MASK]
+            seen[one] = token
+            for other, mass in enumerate(model.laws(seen)[two].exp()[:VOCAB].tolist()):
+                pair = (token, other) if one == 0 else (other, token)
+                orders[order][pair] = float(alone_V[token]) * mass
+    limit = {pair: (orders[0][pair] + orders[1][pair]) / 2 for pair in orders[0]}
+    distances = [total_variation(law, limit) for law in laws]
+    assert distances[0] > 1.5 * distances[1] > 3 * distances[2] > 0
+
+
+# ---- the batched decoder -------------------------------------------------------------------------------------------
+
+
+def by_reference(request, settings, sampling):
+    key = noise.key_words([request.key])
+    left: dict[Any, Any] = {}
+
+    def strike(position, step, chance):
+        if settings.predictor != "ddpm":
+            return float(noise.uniforms(request.key, np.array([position]), noise.ORDER, draw=step)[0]) < chance
+        # One number for all steps: revealed once it is above what is left.
+        left[position] = left.get(position, 1.0) * (1.0 - chance)
+        return float(noise.uniforms(request.key, np.array([position]), noise.ORDER)[0]) >= left[position]
+
+    def tell(law_V, position):
+        gumbel = None if sampling.temperature == 0.0 else noise.gumbel_rows(key, torch.tensor([position]), VOCAB + 1)
+        return int(coupled_draw(law_V.unsqueeze(0), gumbel))
+
+    model = plain(LENGTH, sampling)
+    return ancestral(
+        model, request.canvas.tolist(), steps=settings.steps, predictor=settings.predictor, strike=strike, tell=tell
+    )
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("steps", [1, 3, 20])
+@pytest.mark.parametrize("warp", [{}, {"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.8}], ids=str)
+def test_the_batched_decoder_gives_the_reference_tokens(predictor, steps, warp):
+    requests, settings, sampling = requests_of(25), settings_of(steps, predictor), Sampling(**warp)
+    outcomes = run_all(decoder(settings, sampling), requests)
+    for request in requests:
+        tokens, busy = by_reference(request, settings, sampling)
+        outcome, holes = outcomes[request.index], np.flatnonzero(request.canvas < 0)
+        assert outcome.tokens.tolist() == [tokens[hole] for hole in holes]
+        assert outcome.finish == "filled" and outcome.logprob is None
+        if predictor == "ddpm":
+            assert outcome.nfe == busy <= min(steps + 1, len(holes))
+        else:
+            assert busy <= outcome.nfe <= steps + 1
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_samples_are_the_same_in_any_company(predictor):
+    requests, settings = requests_of(30, seed=4), settings_of(5, predictor)
+    expected = texts(run_all(decoder(settings, rows=1), requests))
+    for rows in (3, 16):
+        assert texts(run_all(decoder(settings, rows=rows), requests[::-1])) == expected
+    again = decoder(settings, rows=3)
+    again.admit(requests[:2])
+    again.step()
+    again.clear()
+    assert texts(run_all(again, requests)) == expected
+
+
+def test_a_run_of_many_steps_reveals_one_mask_a_forward_and_traces_it():
+    request = Request(0, sample_key(0, "a"), np.array([1, -1, -1, 0, -1, -1], dtype=np.int32))
+    outcome = run_all(decoder(settings_of(100_000), trace=True), [request])[0]
+    assert outcome.nfe == outcome.iterations == 4 and outcome.accept_hist == [0, 4]
+    assert sorted(step.positions for step in outcome.trace) == [[1], [2], [4], [5]]
+    assert [step.positions[0] for step in outcome.trace] != [1, 2, 4, 5], "in an order of chance"
+
+
+def test_the_noise_that_a_network_is_told_begins_at_the_canvas_own_share():
+    class Watched(TokenTable):
+        def forward(self, rows):
+            told.append(float(-torch.expm1(-rows.sigma_BT[0, 0])))
+            return super().forward(rows)
+
+    told: list[float] = []
+    backbone = Watched(vocab_size=VOCAB + 1, num_positions=4)
+    backbone.table_PXV -= 40.0  # scores so low that the mask stays to the end
+    request = Request(0, sample_key(0, "a"), np.array([1, -1, 2, 0], dtype=np.int32))
+    run_all(decoder(settings_of(4, "euler"), backbone=backbone), [request])
+    expected = [0.25 + (LAST_TIME - 0.25) * step / 4 for step in range(5)]
+    assert told == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_completion_ends_at_an_end_token():
+    requests = [r for r in requests_of(200, seed=5, share=1.0) if len(r.canvas) == LENGTH]
+    for request in requests:
+        request.canvas[0] = 1
+    whole = run_all(decoder(settings_of(6)), requests)
+    ended = run_all(decoder(settings_of(6), stops=Stops(ids=(2,))), requests)
+    for index, outcome in ended.items():
+        tokens = whole[index].tokens.tolist()
+        cut = tokens[: tokens.index(2) + 1] if 2 in tokens else tokens
+        assert (outcome.tokens.tolist(), outcome.finish) == (cut, "eos" if 2 in tokens else "length")
+    assert {outcome.finish for outcome in ended.values()} == {"eos", "length"}
+
+
+@pytest.mark.parametrize(("family", "asked", "found"), [
+    ("mdlm", "auto", "ddpm"), ("sedd", "auto", "analytic"), ("sedd", "euler", "euler"), ("mdlm", "ddpm", "ddpm"),
+])  # fmt: skip
+def test_each_family_has_its_predictors(family, asked, found):
+    info = ModelInfo(family, VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+    assert decoder(settings_of(3, asked), info=info).predictor == found
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "allowed"), [("mdlm", "euler", "ddpm"), ("sedd", "ddpm", "analytic, euler")]
+)
+def test_a_predictor_of_the_other_family_is_refused(family, asked, allowed):
+    info = ModelInfo(family, VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+    with pytest.raises(ValueError, match=rf"decoder\.predictor: '{asked}'.*'{family}'; allowed: auto, {allowed}"):
+        decoder(settings_of(3, asked), info=info)

@@ -1,0 +1,252 @@
+"""Masked-diffusion decoding held to the public code's tokens, reveal orders and forwards (LLaDA, Fast-dLLM, Dream).
+
+Where ours differs on purpose, the test says how. The public code doesn't suppress the mask: its probability is part of every
+confidence there, so these tests do not suppress it either, but for one that shows what that changes.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.masked.stepwise import Factor, Stepwise, Threshold, dream_quota
+from decoders.settings import Factor as FactorSettings
+from decoders.settings import Stepwise as StepwiseSettings
+from decoders.settings import Threshold as ThresholdSettings
+from tests.decoders.backbones.masked_models import load, look
+from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
+from tests.decoders.support import run_all
+
+CONFIDENCES: dict[str, Any] = {"maskgit_plus": "top1", "topk_margin": "margin", "entropy": "entropy"}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
+    folder, cache = golden / "llada", CACHES[kind]
+    groups = {"generate": ("gsai_generate", "fastdllm_generate")}.get(kind, (f"fastdllm_{kind}",))
+    cases = [
+        case
+        for case in cases_of(folder, *groups, f"newer_{kind}")
+        if not {"threshold", "factor"}.intersection(case["settings"]) and case["masks_left"] == 0
+    ]
+    assert len(cases) >= 6
+    backbone = load(folder)
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(
+            kind="stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_threshold_is_the_public_fast_dllm(golden, kind):
+    """Forwards as in its newer loop: the older one spends one more where a block's first forward reveals it all."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, f"newer_{kind}") if "threshold" in case["settings"]]
+    assert len(cases) >= 4
+    for case in cases:
+        options = case["settings"]
+        settings = ThresholdSettings(
+            kind="threshold",
+            block_length=options["block_length"],
+            tau=options["threshold"],
+            cache=CACHES[kind],
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, Threshold, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+class PublicFactor(Factor):
+    """Fast-dLLM reveals everything where all but the last candidate pass; so two masks are always revealed together."""
+
+    def _count_revealed(self, group, sure_BW, most_B):
+        counts_B = super()._count_revealed(group, sure_BW, most_B)
+        return torch.where(counts_B >= most_B - 1, most_B, counts_B)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind):
+    """Differs on purpose: the last candidate has to pass like the others, so ours takes no fewer forwards, and here more."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, f"newer_{kind}") if "factor" in case["settings"]]
+    assert len(cases) >= 4
+    more = 0
+    for case in cases:
+        options = case["settings"]
+        settings = FactorSettings(
+            kind="factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
+        )
+        canvas = canvas_of(case, 90)
+        (outcome,) = run_all(built(backbone, folder, PublicFactor, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+        (own,) = run_all(built(backbone, folder, Factor, settings), [Request(0, 1, canvas)]).values()
+        more += own.nfe > case["nfe"]
+    assert more
+
+
+def test_factor_reveals_the_largest_number_of_which_each_is_sure_enough(golden):
+    folder = golden / "llada"
+    settings = FactorSettings(kind="factor", factor=1.0)
+    decoder = built(load(folder), folder, Factor, settings)
+    sure = torch.tensor([[0.9, 0.8, 0.74, 0.7, -torch.inf], [0.1, 0.1, 0.1, 0.1, 0.1], [1.0, 1.0, -torch.inf, 0, 0]])
+    most = torch.tensor([4, 5, 2])
+    # 2 x 0.1, 3 x 0.2 < 1, 4 x 0.26 > 1; never fewer than one; never more than there are.
+    assert decoder._count_revealed(None, sure, most).tolist() == [2, 1, 2]
+
+
+def test_stepwise_is_the_public_dream_by_its_schedule(golden):
+    """Differs on purpose: rows that the public code decodes in one batch share the mean of their masks, ours have their own (here
+    the same). Its `origin` is in test_public_differences.py."""
+    folder, backbone = golden / "dream", load(golden / "dream")
+    cases = [case for case in cases_of(folder, "diffusion_generate") if case["settings"]["alg"] in CONFIDENCES]
+    assert len(cases) >= 14
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(
+            kind="stepwise",
+            block_length=None,
+            schedule="dream",
+            steps=options["steps"],
+            confidence=CONFIDENCES[options["alg"]],
+        )
+        canvas = canvas_of(case, 91)
+        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        check(outcome, case, canvas)
+        assert outcome.nfe == case["nfe"]
+
+
+def test_dreams_schedule_reveals_as_many_as_the_public_code(golden):
+    schedules = json.loads((golden / "dream" / "cases.json").read_text())["reveal_schedule_no_origin"]
+    assert len(schedules) > 10
+    for schedule in schedules:
+        left, reveals = schedule["masks"], []
+        for step in range(schedule["steps"]):
+            reveals.append(int(dream_quota(torch.tensor([left]), torch.tensor([step]), schedule["steps"])))
+            left -= reveals[-1]
+        assert reveals == schedule["reveals"]
+
+
+def public_text(case, mask_id):
+    return [case["output"][hole] for hole in np.flatnonzero(canvas_of(case, mask_id) < 0)]
+
+
+def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
+    """Differs on purpose: the public code leaves the mask its share of every probability, so a close choice of a position can
+    come out otherwise; most do not."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [case for case in cases_of(folder, "gsai_generate") if case["masks_left"] == 0]
+    same = 0
+    for case in cases:
+        options = case["settings"]
+        settings = StepwiseSettings(kind="stepwise", block_length=options["block_length"], steps=options["steps"])
+        decoder = built(backbone, folder, Stepwise, settings, suppressed=(90,))
+        (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case, 90))]).values()
+        same += outcome.tokens.tolist() == public_text(case, 90)
+    assert len(cases) / 2 < same <= len(cases)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
+    folder, backbone = golden / "llada", load(golden / "llada")
+    cases = [
+        case
+        for case in cases_of(folder, f"newer_{kind}")
+        if case["settings"].get("threshold") is None and "factor" not in case["settings"]
+    ]
+    cases = [case for case in cases if case["settings"]["steps"] == case["settings"]["gen_length"]]
+    requests = [Request(index, index, canvas_of(case, 90)) for index, case in enumerate(cases * 3)]
+    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=CACHES[kind])
+    alone = {
+        request.index: run_all(built(backbone, folder, Stepwise, settings), [request])[request.index]
+        for request in requests[: len(cases)]
+    }
+    together = run_all(built(backbone, folder, Stepwise, settings, rows=2), requests)
+    assert len(requests) >= 6
+    for index, outcome in together.items():
+        expected = alone[index % len(cases)]
+        assert outcome.tokens.tolist() == expected.tokens.tolist()
+        assert [step.positions for step in outcome.trace] == [step.positions for step in expected.trace]
+        assert outcome.nfe == expected.nfe
+
+
+def plain_loop(backbone, canvas, *, mask_id, shift, block_length, cache, refresh=None):
+    """One canvas, one forward a token, as one would write it down: positions in the order in which they are revealed."""
+    tokens, origin = np.where(canvas < 0, mask_id, canvas), int(np.flatnonzero(canvas < 0)[0])
+    masked, before, made_at = canvas < 0, None, 0
+    order: list[tuple[int, int]] = []
+    backbone.forget()
+    backbone.allocate(1, 64)
+    while masked.any():
+        start = origin + (np.flatnonzero(masked)[0] - origin) // block_length * block_length
+        due = before != start if refresh is None else before is None or len(order) - made_at >= refresh
+        made_at = len(order) if due else made_at
+        whole = cache == "none" or due
+        # A block that ended unrefreshed is run with the next one.
+        size, beyond = block_length, len(canvas) if cache == "prefix" else 0
+        windows = [
+            p for s in {before, start} if not whole for p in range(s - shift, max(min(s + size, len(canvas)), beyond))
+        ]
+        run = range(len(canvas)) if whole else sorted({p for p in windows if p >= 0})
+        before = start
+        hidden = look(backbone, {0: tokens.tolist()}, run={0: run})[0]
+        choices = [p for p in np.flatnonzero(masked) if p < start + block_length]
+        logits = backbone.logits(torch.stack([hidden[run.index(max(p - shift, 0))] for p in choices]))
+        logits[:, mask_id] = -torch.inf
+        best = logits.double().softmax(1).max(1)
+        pick = int(best.values.argmax())
+        tokens[choices[pick]], masked[choices[pick]] = int(best.indices[pick]), False
+        order.append((int(choices[pick]), int(best.indices[pick])))
+    return order
+
+
+LIFETIMES: list[tuple[Any, int | None]] = [
+    *(("none", None), ("prefix", None), ("prefix", 3), ("prefix", 6)),
+    *(("dual_strict", None), ("dual_strict", 1), ("dual_strict", 3), ("dual_strict", 6), ("dual_relaxed", 6)),
+]
+
+
+@pytest.mark.parametrize(("cache", "refresh"), LIFETIMES)
+@pytest.mark.parametrize(("family", "mask_id", "shift"), [("llada", 90, 0), ("dream", 91, 1)])
+def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, mask_id, shift, cache, refresh):
+    """Differs on purpose from Fast-dLLM on Dream: the row in front of a block is run with it, so that its first position is
+    read like any other; the public code reveals it unasked, and ranks the rest by entropy whatever it was told."""
+    folder, backbone = golden / family, load(golden / family)
+    requests = []
+    for index, length in enumerate((13, 9, 16, 5, 12)):
+        rng = np.random.default_rng(index)
+        canvas = rng.integers(0, 80, length).astype(np.int32)
+        canvas[rng.random(length) < 0.7] = -1
+        if index % 2:
+            canvas[0] = -1
+        requests.append(Request(index, index, canvas))
+    settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
+    outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(mask_id,)), requests)
+    named = {"mask_id": mask_id, "shift": shift, "block_length": 4, "cache": cache, "refresh": refresh}
+    for request in requests:
+        steps = outcomes[request.index].trace
+        order = [pair for step in steps for pair in zip(step.positions, step.committed, strict=True)]
+        assert order == plain_loop(backbone, request.canvas, **named)
+
+
+def test_texts_depend_on_how_long_a_cache_lives(golden):
+    """So none of the intervals above is another one in disguise."""
+    folder, backbone = golden / "llada", load(golden / "llada")
+    prompts = np.random.default_rng(0).integers(0, 80, (3, 6))
+    requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
+    orders = {}
+    for cache, refresh in LIFETIMES[:-1]:
+        settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
+        outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(90,)), requests)
+        orders[cache, refresh] = [(step.positions, step.committed) for at in range(3) for step in outcomes[at].trace]
+    assert orders["dual_strict", 1] == orders["none", None]
+    assert len({str(order) for order in orders.values()}) == len(orders) - 1

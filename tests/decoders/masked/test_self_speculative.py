@@ -1,0 +1,270 @@
+"""`ssd` against `stepwise`: token for token and reveal for reveal, and never more forwards."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.backbones.load import inspect_model
+from decoders.base import ModelInfo, Request
+from decoders.draws.noise import sample_key
+from decoders.engine.stops import Stops
+from decoders.masked.ssd import SelfSpeculative
+from decoders.masked.stepwise import Stepwise
+from decoders.references.token_table import TokenTable
+from decoders.settings import Sampling, check_acceptance
+from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
+from decoders.settings import Stepwise as StepwiseSettings
+from tests.decoders.backbones.masked_models import load
+from tests.decoders.masked.ssd_support import decode, reveals, same
+from tests.decoders.support import run_all
+
+VOCAB, POSITIONS = 4, 7
+SAMPLINGS = {
+    "greedy": Sampling(temperature=0.0),
+    "sampled": Sampling(temperature=0.8),
+    "nucleus": Sampling(top_p=0.7),
+}
+
+
+def table(seed=0, spread=1.5):
+    return TokenTable(vocab_size=VOCAB, num_positions=POSITIONS, seed=seed, spread=spread)
+
+
+def table_info(shift=0):
+    return ModelInfo("table", VOCAB, VOCAB - 1, None, (), 0, (VOCAB - 1,), shift)
+
+
+def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
+    """Holes anywhere, canvases of any length."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        canvas = rng.integers(0, vocab_size - 1, rng.integers(1, longest + 1)).astype(np.int32)
+        canvas[rng.random(len(canvas)) < share] = -1
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("draft_length", "tree"), [*((length, "chain") for length in range(1, 9)), (2, "mixed"), (5, "mixed")]
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
+    fewer = 0
+    for seed, (block_length, rows, shift) in enumerate([(None, 3, 0), (1, 1, 1), (2, 16, 0), (3, 3, 1), (7, 1, 0)]):
+        requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
+        info, model = table_info(shift), table(seed)
+        base = StepwiseSettings(kind="stepwise", block_length=block_length)
+        expected = decode(Stepwise, model, info, base, SAMPLINGS[sampling], requests, rows=2)
+        settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length, tree=tree)
+        outcomes = decode(SelfSpeculative, model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
+        same(outcomes, expected)
+        fewer += sum(expected[index].nfe - outcomes[index].nfe for index in expected)
+    assert fewer > 0
+
+
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, sampling):
+    folder = golden / family
+    backbone, info = load(folder, dtype="float64" if sampling == "greedy" else "float32"), inspect_model(folder)
+    requests = canvases(6, vocab_size=info.mask_id, longest=20, seed=5)
+    cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
+    for draft_length, block_length, rows, tree in cases:
+        base = StepwiseSettings(kind="stepwise", block_length=block_length, cache=cache)
+        expected = decode(Stepwise, backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
+        settings = SelfSpeculativeSettings(
+            kind="ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree
+        )
+        outcomes = decode(SelfSpeculative, backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
+        same(outcomes, expected)
+
+
+def scripted(seed=0):
+    """A model that never changes its mind: what it says of a position depends on nothing else."""
+    model = table(seed)
+    model.table_PXV[:] = model.table_PXV[:, :1]
+    return model
+
+
+def masks_only(length):
+    return Request(0, 7, np.full(length, -1, dtype=np.int32))
+
+
+@pytest.mark.parametrize("block_length", [None, 1, 3])
+@pytest.mark.parametrize("draft_length", range(1, 9))
+def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_length, block_length):
+    """The bound of the paper, N / (N + 1) fewer forwards, plus the one forward that drafts first; which also gives a token."""
+    settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length)
+    for length in (1, 4, POSITIONS):
+        requests = [masks_only(length)]
+        (outcome,) = decode(
+            SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["sampled"], requests, rows=1
+        ).values()
+        assert outcome.nfe == 1 + -(-(length - 1) // (draft_length + 1))
+        assert outcome.accepted == length - outcome.nfe
+        assert outcome.proposed >= outcome.accepted
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual_strict"])
+@pytest.mark.parametrize("draft_length", [1, 2, 3])
+def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cache):
+    """Better than the plain scheme, whose refresh runs the root alone: 1 + ceil(3 / (N + 1)) forwards for each block of four.
+    Only the first block has one more, which drafts."""
+    settings = SelfSpeculativeSettings(kind="ssd", block_length=3, draft_length=draft_length, cache=cache)
+    (outcome,) = decode(
+        SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(6)], rows=1
+    ).values()
+    assert outcome.nfe == 1 + -(-2 // (draft_length + 1)) + -(-3 // (draft_length + 1))
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 3])
+@pytest.mark.parametrize(("block_length", "refresh"), [(None, 3), (2, 3), (3, 4), (7, 2), (2, 7)])
+def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refresh, draft_length):
+    """Between two refreshes every forward gives all drafts and one token more; only the very first has none."""
+    settings = SelfSpeculativeSettings(
+        kind="ssd", block_length=block_length, draft_length=draft_length, cache="dual_strict", refresh=refresh
+    )
+    (outcome,) = decode(
+        SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(POSITIONS)], rows=1
+    ).values()
+    spans = [min(refresh, POSITIONS - first) for first in range(0, POSITIONS, refresh)]
+    assert outcome.nfe == 1 + sum(-(-(span - (at == 0)) // (draft_length + 1)) for at, span in enumerate(spans))
+
+
+def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
+    totals = {}
+    for tree in ("chain", "mixed"):
+        settings = SelfSpeculativeSettings(kind="ssd", block_length=None, draft_length=4, tree=tree)
+        outcomes = decode(
+            SelfSpeculative,
+            table(3, spread=1.0),
+            table_info(),
+            settings,
+            SAMPLINGS["greedy"],
+            canvases(60, vocab_size=VOCAB, longest=POSITIONS, seed=8, share=1.0),
+            rows=16,
+        )
+        totals[tree] = sum(outcome.nfe for outcome in outcomes.values())
+    assert totals["mixed"] < totals["chain"]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_sequence_forwards_are_counted(rows):
+    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
+    decoder = SelfSpeculative(
+        table(), table_info(), SAMPLINGS["greedy"], settings=settings, max_rows=rows, max_tokens=1 << 20
+    )
+    outcomes = run_all(decoder, canvases(20, vocab_size=VOCAB, longest=POSITIONS))
+    assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
+    assert decoder.stats.committed == sum(len(outcome.tokens) for outcome in outcomes.values())
+    assert decoder.stats.steps < sum(outcome.nfe for outcome in outcomes.values()) or rows == 1
+
+
+def test_room_counts_the_columns_of_all_nodes():
+    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed")
+    decoder = SelfSpeculative(
+        table(), table_info(), SAMPLINGS["greedy"], settings=settings, max_rows=9, max_tokens=6 * 7 * 2
+    )
+    assert decoder.most_nodes == 6
+    assert decoder.room(7) == 2
+
+
+# ---- ends ----------------------------------------------------------------------------------------------------------------
+
+
+class StopPair:
+    """A stop string as two tokens in a row."""
+
+    def __init__(self, *pair):
+        self.pair = list(pair)
+
+    def find(self, tokens, num_checked):
+        for end in range(max(num_checked, 1) + 1, len(tokens) + 1):
+            if list(tokens[end - 2 : end]) == self.pair:
+                return end
+        return None
+
+
+def completions(count, *, seed):
+    rng = np.random.default_rng(seed)
+    requests = []
+    for index in range(count):
+        canvas = np.full(POSITIONS, -1, dtype=np.int32)
+        prompt = int(rng.integers(0, 5))
+        canvas[:prompt] = rng.integers(0, VOCAB - 1, prompt)
+        requests.append(Request(index, sample_key(seed, str(index)), canvas))
+    return requests
+
+
+def cut(tokens, stops):
+    """Where a finished completion ends: after the first end token, or after a stop string that comes before it."""
+    eos = next((place for place, token in enumerate(tokens) if token in stops.ids), len(tokens))
+    keep = stops.text.find(tokens[:eos], 0) if stops.text else None
+    if keep is not None:
+        return tokens[:keep], "stop"
+    return tokens[: eos + 1], "eos" if eos < len(tokens) else "length"
+
+
+@pytest.mark.parametrize("stops", [Stops(ids=(1,)), Stops(text=StopPair(2, 0)), Stops(ids=(1,), text=StopPair(2, 0))])
+@pytest.mark.parametrize("sampling", ["greedy", "sampled"])
+def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling):
+    requests, model, seen = completions(40, seed=4), table(4), set()
+    for block_length in (2, None):
+        base = StepwiseSettings(kind="stepwise", block_length=block_length)
+        whole = decode(Stepwise, model, table_info(), base, SAMPLINGS[sampling], requests, rows=4)
+        ended = decode(Stepwise, model, table_info(), base, SAMPLINGS[sampling], requests, rows=4, stops=stops)
+        for index, outcome in ended.items():
+            assert (outcome.tokens.tolist(), outcome.finish) == cut(whole[index].tokens.tolist(), stops)
+            assert reveals(outcome) == reveals(whole[index])[: len(reveals(outcome))]
+            seen |= {outcome.finish}
+        assert sum(outcome.nfe for outcome in ended.values()) < sum(outcome.nfe for outcome in whole.values())
+        settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=4)
+        same(
+            decode(SelfSpeculative, model, table_info(), settings, SAMPLINGS[sampling], requests, rows=4, stops=stops),
+            ended,
+        )
+    assert len(seen) >= 2
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again():
+    class Poisoned(TokenTable):
+        def logits(self, hidden_RD):
+            logits = super().logits(hidden_RD)
+            return logits.masked_fill(logits.isnan().any(1, keepdim=True), torch.nan)
+
+        def forward(self, rows):
+            hidden = super().forward(rows)
+            bad = (rows.tokens_BT == 2).any(1)  # a canvas with this token
+            hidden[bad] = torch.nan
+            return hidden
+
+    model = Poisoned(vocab_size=VOCAB, num_positions=POSITIONS)
+    model.table_PXV[..., 2] = -50.0  # never generated
+    good = [dataclasses.replace(request, index=index) for index, request in enumerate(completions(6, seed=1))]
+    good = [request for request in good if 2 not in request.canvas]
+    bad = Request(99, 1, np.array([2, -1, -1, -1], dtype=np.int32))
+    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
+    mixed = decode(
+        SelfSpeculative, model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2
+    )
+    alone = decode(SelfSpeculative, model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
+    assert mixed[99].error_kind == "nan_logits"
+    for index, outcome in alone.items():
+        assert mixed[index].tokens.tolist() == outcome.tokens.tolist()
+        assert mixed[index].error_kind is None
+
+
+def test_ssd_has_no_rule_of_rejection():
+    settings = SelfSpeculativeSettings(kind="ssd")
+    with pytest.raises(
+        ValueError, match=r"sampling\.acceptance: 'rejection' needs the law of a draft, which decoder 'ssd' has"
+    ):
+        check_acceptance(settings, Sampling(acceptance="rejection"))
