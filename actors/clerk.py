@@ -25,13 +25,13 @@ from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.draws.keys import sample_key
 from decoders.settings import DrafterPlace, NgramDrafter
-from storage.commit import commit_unit
 from storage.errors import RowError
 from storage.failpoints import failpoint
-from storage.kept import from_bytes, kept_values, names_read
-from storage.reader import Row, fetched_ahead, read_rows
-from storage.records import KEEP, SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
-from storage.store import open_store
+from storage.inputs.kept import from_bytes, kept_values, names_read
+from storage.inputs.reader import Row, fetched_ahead, read_rows
+from storage.runs.commit import commit_unit
+from storage.runs.records import KEEP, SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
+from storage.stores.store import open_store
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from actors.task import Columns, Side, Task
 from decoders.settings import DecoderSettings, Sampling
-from storage.reader import InputFile
-from storage.verbs import S3Options
+from storage.inputs.reader import InputFile
+from storage.stores.verbs import S3Options
 
 
 @dataclass(frozen=True, slots=True)

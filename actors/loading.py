@@ -18,7 +18,7 @@ from decoders.base import Decoder, ModelInfo
 from decoders.engine.stops import Stops
 from decoders.settings import DecoderSettings, DrafterPlace, Sampling, SpecDiff
 from storage.errors import UserError
-from storage.verbs import S3Options
+from storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
     from decoders.backbones.base import Model, TokenBackbone

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from decoders.base import EngineStats
 
 if TYPE_CHECKING:
-    from storage.commit import CommittedUnit
+    from storage.runs.commit import CommittedUnit
 
 FailureKind = Literal["TASK", "INFRA"]
 """TASK: an exception that this unit's data raised. INFRA: the store or the machine; the data is not to blame."""

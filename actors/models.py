@@ -18,8 +18,8 @@ from actors import adapters
 from actors.gguf_files import gguf_folder, is_gguf
 from actors.made_folders import cache_folder, read_source, remembered
 from storage.errors import StoreError, UserError
-from storage.store import open_store
-from storage.verbs import S3Options, Stat, Store
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Stat, Store
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from storage.errors import StoreError
+from storage.inputs.sources import open_object
 from storage.soundness import THREADS
-from storage.sources import open_object
-from storage.verbs import Store
+from storage.stores.verbs import Store
 
 PLAN = "_plan.json"
 FOLDER = "plan/"

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from actors.rows import Values
 from storage.errors import RowError, brief
-from storage.lines import is_openai_request
+from storage.inputs.lines import is_openai_request
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Any
 from actors.task import Columns, Complete, Score
 from decoders.draws.keys import sample_key
 from storage.errors import RowError, listed
-from storage.lines import is_openai_request
+from storage.inputs.lines import is_openai_request
 
 Values = Mapping[str, Any]
 

@@ -32,7 +32,7 @@ from jobs.run import RunOptions, run_job
 from jobs.session import ray_session
 from jobs.spec import JobSpec, load_spec
 from jobs.totals import efficiency
-from storage.store import open_store
+from storage.stores.store import open_store
 
 SPEC = Path(__file__).parents[1] / "examples" / "infill_stdlib.yaml"
 GOALS = {"token_padding_eff": ">= 0.98", "lane_eff": ">= 0.98", "engine_eff": ">= 0.92", "tail_frac": "<= 0.05"}

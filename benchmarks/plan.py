@@ -27,7 +27,7 @@ from jobs.packing import (
     static_makespan,
 )
 from jobs.plan_writer import PlanWriter
-from storage.store import open_store
+from storage.stores.store import open_store
 
 BATCH = 16384
 WINDOW = 65536

@@ -27,9 +27,9 @@ from actors.plan_table import ROW_SCHEMA, PlanTable
 from jobs.packing import UNITS_PER_WINDOW
 from jobs.plan_writer import PlanWriter
 from jobs.waiting import UnitSize, Waiting
-from storage.input_file import InputFile
-from storage.reader import iterate, list_inputs, read_rows
-from storage.store import open_store
+from storage.inputs.input_file import InputFile
+from storage.inputs.reader import iterate, list_inputs, read_rows
+from storage.stores.store import open_store
 
 WINDOW = 16384
 WORDS = 90

@@ -26,9 +26,9 @@ import psutil
 import yaml
 
 from actors.models import BUILTIN
-from storage.commit import read_manifest
-from storage.records import read_results
-from storage.store import open_store
+from storage.runs.commit import read_manifest
+from storage.runs.records import read_results
+from storage.stores.store import open_store
 
 PROMPTS = ("def f(x):", "import os", "class A:", "for i in")
 NEW_TOKENS = 32

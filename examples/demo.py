@@ -18,8 +18,8 @@ from jobs.run import RunOptions, run_job
 from jobs.session import ray_session
 from jobs.spec import JobSpec, load_spec
 from storage.errors import UserError
-from storage.records import read_results
-from storage.store import open_store
+from storage.runs.records import read_results
+from storage.stores.store import open_store
 
 SPEC = Path(__file__).parent / "infill_stdlib.yaml"
 COLUMNS = ["id", "text", "prompt_tokens", "new_tokens", "nfe", "tokens", "fills", "status"]

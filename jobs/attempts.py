@@ -17,10 +17,10 @@ from typing import Any
 from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.totals import Totals, add_effort
-from storage.commit import all_exact
 from storage.errors import StoreError
+from storage.runs.commit import all_exact
 from storage.secrets import redacted
-from storage.verbs import Store
+from storage.stores.verbs import Store
 
 LINES_PER_FILE = 2000
 FLUSH_EVERY_S = 10.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
 from storage.errors import DamagedRun, StoreError, UserError
 from storage.secrets import presentable
-from storage.verbs import S3Options
+from storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
     from jobs.run import RunOptions

@@ -25,10 +25,10 @@ from jobs.fingerprint import code_version, digest
 from jobs.keeper import kept_lease
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from storage.errors import DamagedRun, StoreError
-from storage.lease import Lease, LeaseHeld, LeaseLost
-from storage.records import parquet_groups, parquet_writer
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from storage.runs.records import parquet_groups, parquet_writer
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 
 FOLDER = "compact/"
 MANIFEST = f"{FOLDER}_manifest.json"

@@ -10,8 +10,8 @@ import pyarrow as pa
 from jobs.compact import FOLDER, MANIFEST, CompactFile, CompactManifest, described, read_compact, source_of
 from jobs.passes import Pass, Rows, latest_rows
 from storage.errors import StoreError
-from storage.records import parquet_groups, parquet_metadata, schema_of
-from storage.verbs import Store
+from storage.runs.records import parquet_groups, parquet_metadata, schema_of
+from storage.stores.verbs import Store
 
 
 def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:

@@ -40,8 +40,8 @@ from jobs.events import (
 from jobs.progress import Display
 from jobs.scheduler import Scheduler
 from jobs.totals import Totals
-from storage.commit import CommittedUnit
 from storage.failpoints import failpoint
+from storage.runs.commit import CommittedUnit
 
 POLL_S = 0.2
 

@@ -20,9 +20,9 @@ from jobs.input_order import in_input_order
 from jobs.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan import Plan
 from storage.errors import UserError
-from storage.records import KEEP
-from storage.store import open_store
-from storage.verbs import S3Options
+from storage.runs.records import KEEP
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
 ORDERS = ("plan", "input")

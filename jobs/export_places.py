@@ -16,7 +16,7 @@ from typing import IO
 from jobs.export_rows import Target
 from jobs.places import path_problem
 from storage.errors import StoreError, UserError
-from storage.verbs import AlreadyExists, S3Options
+from storage.stores.verbs import AlreadyExists, S3Options
 
 STDOUT = "-"
 OUT, ERRORS = "--out", "--errors"
@@ -90,8 +90,8 @@ def _standard_output() -> Iterator[IO[bytes]]:
 @contextmanager
 def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
     # boto3 takes a third of a second to import, which an export to local disk need not wait for.
-    from storage.s3 import S3Store
-    from storage.upload import Upload, abort_orphans
+    from storage.stores.s3 import S3Store
+    from storage.stores.upload import Upload, abort_orphans
 
     bucket, _, key = place.removeprefix(S3).partition("/")
     store = S3Store(f"{S3}{bucket}", options)

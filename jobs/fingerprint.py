@@ -12,8 +12,8 @@ from typing import Any
 from actors.task import Infill
 from decoders.base import ModelInfo
 from jobs.spec import JobSpec
-from storage.reader import InputFile
-from storage.records import SCHEMA_VERSION
+from storage.inputs.reader import InputFile
+from storage.runs.records import SCHEMA_VERSION
 
 _NO_IDENTITY = ("uri", "delimiter")
 """What says where an input is and how the spec reads it; the latter is in the fingerprint by itself."""

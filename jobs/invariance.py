@@ -17,9 +17,9 @@ from actors.worker import build_parts
 from decoders.base import Decoder, Outcome, Request
 from jobs.handout import make_job
 from jobs.plan import Plan
-from storage.commit import CommittedUnit, Manifest
-from storage.records import read_parquet
-from storage.verbs import Store
+from storage.runs.commit import CommittedUnit, Manifest
+from storage.runs.records import read_parquet
+from storage.stores.verbs import Store
 
 Said = tuple[list[int], list[float] | None]
 """The tokens of a sample, and the log-probability of each where they were scored."""

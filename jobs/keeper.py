@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from storage.errors import StoreError, UserError
-from storage.lease import Lease, LeaseLost, acquire, this_process
-from storage.store import tidy
-from storage.verbs import Store
+from storage.runs.lease import Lease, LeaseLost, acquire, this_process
+from storage.stores.store import tidy
+from storage.stores.verbs import Store
 
 TTL_S = 60.0
 RENEWALS_PER_TTL = 4

@@ -20,11 +20,11 @@ import pyarrow.compute as pc
 
 from actors.plan_table import ROW_SCHEMA
 from jobs.plan import Plan, load_plan
-from storage.commit import Manifest, read_manifest
 from storage.errors import StoreError, UserError
-from storage.records import read_results
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.runs.commit import Manifest, read_manifest
+from storage.runs.records import read_results
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 
 FOLDER = "passes/"
 

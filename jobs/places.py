@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from storage.inputs import expanded, glob_pattern
+from storage.inputs.inputs import expanded, glob_pattern
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255

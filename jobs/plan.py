@@ -39,12 +39,12 @@ from jobs.survey import survey
 from jobs.waiting import UnitSize
 from storage.errors import UserError, brief, listed
 from storage.failpoints import failpoint
-from storage.fields import field_of
-from storage.kept import KeptTypes, written
-from storage.kept import read as read_kept
-from storage.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
-from storage.records import SCHEMA_VERSION, schema_of
-from storage.verbs import AlreadyExists, NotFound, Store
+from storage.inputs.fields import field_of
+from storage.inputs.kept import KeptTypes, written
+from storage.inputs.kept import read as read_kept
+from storage.inputs.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
+from storage.runs.records import SCHEMA_VERSION, schema_of
+from storage.stores.verbs import AlreadyExists, NotFound, Store
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read: they tell nothing of the columns that the input has."""

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, Part, epoch_of, part_bytes, part_name
 from jobs.packing import WINDOW_TOKENS, auto_unit_rows, cut, longest_first, window_rows
 from storage.failpoints import failpoint
-from storage.verbs import Store
+from storage.stores.verbs import Store
 
 PART_UNITS = 256
 """Units of a part: its footer, which a worker reads whole, stays below some hundred kilobytes."""

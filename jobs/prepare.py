@@ -23,10 +23,10 @@ from jobs.handout import place_of
 from jobs.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from jobs.progress import Display, Silence, counted, size_text
 from jobs.spec import JobSpec
-from storage.contents import hashed, num_bytes_to_hash, recognised
 from storage.errors import UserError
-from storage.reader import InputFile, list_inputs
-from storage.verbs import Store
+from storage.inputs.contents import hashed, num_bytes_to_hash, recognised
+from storage.inputs.reader import InputFile, list_inputs
+from storage.stores.verbs import Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000

@@ -22,9 +22,9 @@ from jobs.progress import Display, make_display
 from jobs.run import Run, RunOptions, broken_off, decode, judge, print_table
 from jobs.site import site_of
 from jobs.spec import JobSpec, check_overridden
-from storage.lease import LeaseHeld, LeaseLost
-from storage.store import open_store, probe
-from storage.verbs import S3Options
+from storage.runs.lease import LeaseHeld, LeaseLost
+from storage.stores.store import open_store, probe
+from storage.stores.verbs import S3Options
 
 
 def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:

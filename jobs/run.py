@@ -33,7 +33,8 @@ from jobs.summary import read_summary, table_lines
 from jobs.thresholds import hopeless, most_failed, too_many_failed
 from jobs.totals import Totals
 from jobs.waiting import UnitSize
-from storage.commit import (
+from storage.errors import StoreError, UserError
+from storage.runs.commit import (
     SUCCESS,
     CommittedUnit,
     done_units,
@@ -44,11 +45,10 @@ from storage.commit import (
     record_commit,
     write_manifest,
 )
-from storage.errors import StoreError, UserError
-from storage.lease import Lease, LeaseHeld, LeaseLost
-from storage.promises import promised
-from storage.store import open_store, probe, sweep
-from storage.verbs import Store
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from storage.stores.promises import promised
+from storage.stores.store import open_store, probe, sweep
+from storage.stores.verbs import Store
 
 SETTLE_S = 1.0
 """How long a store that ignores conditions is left alone before its files are looked over a last time."""

@@ -20,7 +20,7 @@ from jobs.spec_errors import kind_changed, spec_error
 from jobs.spec_file import apply_override, read_mapping
 from jobs.task_rules import task_problem, truncate_problem
 from storage.errors import UserError
-from storage.verbs import S3Options
+from storage.stores.verbs import S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]

@@ -12,11 +12,11 @@ from jobs.passes import Pass, left_failed, passes_of, require_plan
 from jobs.plan import Plan
 from jobs.progress import duration, rate_text
 from jobs.totals import exactness, ratio
-from storage.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.errors import StoreError
-from storage.lease import LEASE, process_is_dead
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
+from storage.runs.lease import LEASE, process_is_dead
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 
 
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:

@@ -18,10 +18,10 @@ from actors.messages import Tally
 from jobs.attempts import Sessions
 from jobs.progress import duration, rate_text
 from jobs.totals import efficiency, exactness, ratio
-from storage.commit import Manifest
 from storage.errors import printable
-from storage.records import read_results
-from storage.verbs import Store
+from storage.runs.commit import Manifest
+from storage.runs.records import read_results
+from storage.stores.verbs import Store
 
 COUNTED = (
     "prompt_tokens",

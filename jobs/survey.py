@@ -21,9 +21,9 @@ from actors.plan_table import ROW_SCHEMA
 from actors.rows import Values, row_id, row_key
 from jobs.spec import JobSpec
 from storage.errors import RowError
-from storage.kept import KeptTypes, names_read
-from storage.promises import side_by_side
-from storage.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
+from storage.inputs.kept import KeptTypes, names_read
+from storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
+from storage.stores.promises import side_by_side
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
-from storage.commit import all_exact
+from storage.runs.commit import all_exact
 
 
 @dataclass(slots=True)

@@ -35,9 +35,9 @@ from jobs.prepare import Prepared, prepare
 from jobs.spec import JobSpec
 from jobs.survey import survey
 from storage.errors import RowError, UserError
-from storage.inputs import local_path
-from storage.reader import InputFile, Row, default_id, iterate
-from storage.store import open_store
+from storage.inputs.inputs import local_path
+from storage.inputs.reader import InputFile, Row, default_id, iterate
+from storage.stores.store import open_store
 
 SAMPLE_ROWS = 512
 TRIAL_ROWS = 64

@@ -22,12 +22,12 @@ from jobs.codes import OK, UNEXPECTED
 from jobs.compact_check import check_compact
 from jobs.passes import Pass, Rows, failed_rows, finished, passes_of
 from jobs.plan import Plan
-from storage.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
 from storage.errors import DamagedRun, StoreError
-from storage.promises import promised
-from storage.records import parquet_metadata, read_parquet
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
+from storage.runs.records import parquet_metadata, read_parquet
+from storage.stores.promises import promised
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 
 SHOWN = 20
 """Problems that are printed; the rest are counted."""

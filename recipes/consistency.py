@@ -30,8 +30,8 @@ from jobs.session import ray_session
 from jobs.spec import JobSpec
 from recipes import causal, causal_folder, corpus, distillation, jacobi_report, loop, masking, trajectories
 from recipes.packing import IDS, Trajectory
-from storage.store import open_store
-from storage.verbs import Store
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
 
 BUILTIN = Path(__file__).parent.parent / "decoders" / "builtin"
 

@@ -15,8 +15,8 @@ from transformers import Qwen2ForCausalLM
 
 from recipes import causal_folder, corpus, evaluation, folder
 from recipes.evaluation import Quality
-from storage.records import read_results
-from storage.verbs import Store
+from storage.runs.records import read_results
+from storage.stores.verbs import Store
 
 
 @dataclass(frozen=True)

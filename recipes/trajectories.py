@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from recipes.packing import IDS, Trajectory
-from storage.records import read_results
-from storage.verbs import Store
+from storage.runs.records import read_results
+from storage.stores.verbs import Store
 
 
 def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:

@@ -17,8 +17,8 @@ from jobs.handout import make_job
 from jobs.prepare import make_plan, prepare
 from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
-from storage.records import read_results
-from storage.store import open_store
+from storage.runs.records import read_results
+from storage.stores.store import open_store
 from tests.decoders.backbones.causal_models import save_random
 
 TOKENIZER = Path(__file__).parents[1] / "decoders" / "builtin" / "asarm-tiny"

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from storage.verbs import S3Options
+from storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
-    from tests.storage.s3_server import S3Server
+    from tests.storage.stores.s3_server import S3Server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -87,7 +87,7 @@ def golden() -> Path:
 @pytest.fixture(scope="session")
 def s3_session() -> Iterator[S3Server]:
     """An S3 server in this process, for the session; moto takes a second to import."""
-    from tests.storage.s3_server import S3Server
+    from tests.storage.stores.s3_server import S3Server
 
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     server = S3Server()

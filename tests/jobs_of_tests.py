@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from storage.commit import read_manifest
-from storage.records import TIMING_COLUMNS, read_results
-from storage.store import open_store
-from storage.verbs import Store
+from storage.runs.commit import read_manifest
+from storage.runs.records import TIMING_COLUMNS, read_results
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
 
 GOLDEN = Path(__file__).parent / "data" / "xlnet_asarm"
 VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
@@ -27,7 +27,7 @@ PRELOADED = [
     "jobs.run",
     "decoders.registry",
     "decoders.backbones.xlnet",
-    "storage.s3",
+    "storage.stores.s3",
     "ray",
     "pandas",
     "tests.local_pool",

@@ -18,11 +18,11 @@ from jobs import compact
 from jobs.cli import main
 from jobs.compact import MANIFEST, Parts, read_compact
 from jobs.passes import latest_rows, passes_of
-from storage.records import SCHEMA, parquet_groups, table_from_rows
-from storage.store import open_store
-from storage.verbs import S3Options
+from storage.runs.records import SCHEMA, parquet_groups, table_from_rows
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
 from tests.jobs_of_tests import write_rows, write_spec
-from tests.storage.tables import result_row, unit_table
+from tests.storage.inputs.tables import result_row, unit_table
 from tests.test_rerun import COUNT, SICK, STILL_SICK, run_with
 
 

@@ -21,13 +21,13 @@ import pytest
 from jobs import keeper
 from jobs.cli import main
 from storage.failpoints import VARIABLE
-from storage.lease import LEASE
-from storage.s3 import S3Store
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.runs.lease import LEASE
+from storage.stores.s3 import S3Store
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 from tests.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.local_pool import without_ray
-from tests.storage.s3_server import S3Server
+from tests.storage.stores.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,8 +19,8 @@ import pytest
 from jobs.cli import main
 from jobs.export_rows import openai_answer
 from jobs.passes import latest_rows, passes_of
-from storage.records import SCHEMA
-from storage.store import open_store
+from storage.runs.records import SCHEMA
+from storage.stores.store import open_store
 from tests.causal_jobs import ROOM, save_model
 from tests.jobs_here import run, without_ray
 from tests.test_rerun import STILL_SICK, run_with
@@ -185,8 +185,8 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     from jobs.export_rows import LineSink
-    from storage.records import table_from_rows
-    from tests.storage.tables import result_row
+    from storage.runs.records import table_from_rows
+    from tests.storage.inputs.tables import result_row
 
     row = result_row(0, logprob=float("-inf"), metrics={"a": float("nan")}, token_logprobs=[0.5, float("inf")])
     with (tmp_path / "one.jsonl").open("wb") as file:

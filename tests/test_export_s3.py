@@ -14,12 +14,12 @@ import pytest
 from jobs.cli import main
 from jobs.export_places import check_places, errors_beside
 from jobs.passes import latest_rows
-from storage import upload
 from storage.errors import UserError
-from storage.s3 import S3Store
-from storage.verbs import S3Options
-from tests.storage.s3_forward import VARIABLE
-from tests.storage.s3_server import S3Server
+from storage.stores import upload
+from storage.stores.s3 import S3Store
+from storage.stores.verbs import S3Options
+from tests.storage.stores.s3_forward import VARIABLE
+from tests.storage.stores.s3_server import S3Server
 from tests.test_export import PROMPTS, batch
 
 pytestmark = pytest.mark.s3
@@ -41,7 +41,7 @@ def bucket(s3_server: S3Server, s3_options: S3Options, monkeypatch: pytest.Monke
         monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
         monkeypatch.setattr(upload, "PART_BYTES", 512)
     store = S3Store(f"s3://{s3_server.new_bucket()}", s3_options, sleep=lambda _: None)
-    monkeypatch.setattr("storage.s3.MAX_WAIT_S", 0.01)
+    monkeypatch.setattr("storage.stores.s3.MAX_WAIT_S", 0.01)
     s3_server.calm()
     return store
 

@@ -11,10 +11,10 @@ import pytest
 from jobs import run as jobs_run
 from jobs.cli import main
 from jobs.leases import Limits
-from storage import local
-from storage.commit import done_units
-from storage.local import TEMPORARY
-from storage.store import open_store
+from storage.runs.commit import done_units
+from storage.stores import local
+from storage.stores.local import TEMPORARY
+from storage.stores.store import open_store
 from tests.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.local_pool import without_ray
 

@@ -14,10 +14,10 @@ import pytest
 from actors.clerk import RowClerk
 from jobs.cli import main
 from jobs.passes import Pass, Rows, latest_rows, passes_of
-from storage.commit import SUCCESS
 from storage.errors import RowError, StoreError
-from storage.records import TIMING_COLUMNS
-from storage.store import open_store
+from storage.runs.commit import SUCCESS
+from storage.runs.records import TIMING_COLUMNS
+from storage.stores.store import open_store
 from tests.jobs_here import without_ray
 from tests.jobs_of_tests import write_rows, write_spec
 

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.errors import UserError
-from storage.records import read_results
-from storage.store import open_store
+from storage.runs.records import read_results
+from storage.stores.store import open_store
 from tests.causal_jobs import job_spec, run_here
 
 MASK, ROOM = 95, 11

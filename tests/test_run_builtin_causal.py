@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from storage.records import TIMING_COLUMNS
+from storage.runs.records import TIMING_COLUMNS
 from tests.causal_jobs import job_spec, results_of, run_here
 
 pytestmark = pytest.mark.ray

@@ -19,11 +19,11 @@ from jobs.progress import Lines
 from jobs.scheduler import Scheduler
 from jobs.totals import Totals
 from jobs.waiting import UnitSize
-from storage.commit import commit_unit, done_units, record_commit
-from storage.memory import MemoryStore
-from storage.records import read_results, table_from_rows
-from storage.store import open_store, probe
-from storage.verbs import Stat, Store
+from storage.runs.commit import commit_unit, done_units, record_commit
+from storage.runs.records import read_results, table_from_rows
+from storage.stores.memory import MemoryStore
+from storage.stores.store import open_store, probe
+from storage.stores.verbs import Stat, Store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 
 ROWS = 4

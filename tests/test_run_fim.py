@@ -26,8 +26,8 @@ from jobs.plan import load_plan
 from jobs.prepare import prepare
 from jobs.spec import JobSpec
 from storage.errors import UserError
-from storage.records import TIMING_COLUMNS
-from storage.store import open_store
+from storage.runs.records import TIMING_COLUMNS
+from storage.stores.store import open_store
 from tests.causal_jobs import job_spec, run_here
 
 # "Ċ" is how a byte-level vocabulary spells a line end.

@@ -9,8 +9,8 @@ import pytest
 
 from jobs import thresholds
 from jobs.cli import main
-from storage.commit import SUCCESS, done_units
-from storage.store import open_store
+from storage.runs.commit import SUCCESS, done_units
+from storage.stores.store import open_store
 from tests.jobs_of_tests import rows_of, write_spec
 from tests.local_pool import without_ray
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from jobs.cli import main
-from storage.records import SCHEMA
+from storage.runs.records import SCHEMA
 from tests.jobs_of_tests import rows_of, write_rows, write_spec
 
 pytestmark = pytest.mark.ray

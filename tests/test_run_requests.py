@@ -172,7 +172,7 @@ def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
 def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder: Path) -> None:
     from jobs.prepare import prepare
     from storage.errors import UserError
-    from storage.store import open_store
+    from storage.stores.store import open_store
 
     task = {"kind": "complete", "stop": ["<sep>"]}
     spec = spec_of(folder, [{"id": "a", "prompt": "x"}], "unseen", task=task)

@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from storage.commit import MANIFEST, SUCCESS, done_units, read_manifest
-from storage.s3 import ATTEMPTS, S3Store
-from storage.verbs import S3Options
+from storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
+from storage.stores.s3 import ATTEMPTS, S3Store
+from storage.stores.verbs import S3Options
 from tests.jobs_of_tests import rows_of, write_rows, write_spec
-from tests.storage.s3_server import S3Server
+from tests.storage.stores.s3_server import S3Server
 
 pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.slow]
 

@@ -12,8 +12,8 @@ import torch
 from jobs.invariance import check_invariance
 from jobs.plan import load_plan
 from jobs.validate import validate
-from storage.commit import Manifest, done_units, read_unit
-from storage.store import open_store
+from storage.runs.commit import Manifest, done_units, read_unit
+from storage.stores.store import open_store
 from tests.causal_jobs import World, job_spec, make_world, run_here
 
 

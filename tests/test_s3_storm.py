@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from jobs.cli import main
-from storage import s3
 from storage.errors import StoreError
-from storage.s3 import S3Store
-from storage.verbs import S3Options
+from storage.stores import s3
+from storage.stores.s3 import S3Store
+from storage.stores.verbs import S3Options
 from tests.jobs_of_tests import rows_of, soak, unequal, write_rows, write_spec
 from tests.local_pool import without_ray
-from tests.storage.s3_server import S3Server
+from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.s3
 

@@ -22,18 +22,18 @@ from actors.text import load_tokenizer
 from jobs.cli import main
 from jobs.progress import Lines
 from jobs.spec import check_spec
-from storage import s3 as s3_module
-from storage import sources
 from storage.errors import RowError, UserError
-from storage.reader import iterate, list_inputs
+from storage.inputs import sources
+from storage.inputs.reader import iterate, list_inputs
 from storage.secrets import HIDDEN, redacted
-from storage.store import open_store
-from storage.verbs import S3Options
+from storage.stores import s3 as s3_module
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
 from tests.actors.tokenizers_for_tests import model_info
 from tests.causal_jobs import TOKENIZER
 from tests.jobs_here import without_ray
 from tests.jobs_of_tests import GOLDEN, write_rows, write_spec
-from tests.storage.s3_server import S3Server
+from tests.storage.stores.s3_server import S3Server
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from storage.store import open_store
+from storage.stores.store import open_store
 from tests.jobs_of_tests import write_rows, write_spec
 from tests.local_pool import without_ray
 

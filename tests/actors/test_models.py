@@ -11,8 +11,8 @@ from actors import models
 from actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
 from actors.text import load_tokenizer
 from storage.errors import UserError
-from storage.memory import MemoryStore
-from storage.verbs import S3Options
+from storage.stores.memory import MemoryStore
+from storage.stores.verbs import S3Options
 
 ASARM = BUILTIN / "asarm-tiny"
 

@@ -16,7 +16,7 @@ from actors.stop_text import stop_strings
 from actors.task import Complete, Infill, Score
 from actors.text import Tokenizer
 from decoders.base import HOLE, Outcome, Request
-from storage.records import SCHEMA, table_from_rows
+from storage.runs.records import SCHEMA, table_from_rows
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 

@@ -16,7 +16,7 @@ from decoders.draws.noise import sample_key
 from decoders.engine.stops import NeverStops
 from decoders.settings import Sampling
 from storage.errors import RowError
-from storage.lines import openai_request
+from storage.inputs.lines import openai_request
 from tests.actors.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 

@@ -30,8 +30,8 @@ from jobs.plan import checked
 from jobs.spec import JobSpec, check_spec, load_spec
 from jobs.survey import survey
 from storage.errors import RowError, UserError
-from storage.reader import InputFile, iterate, list_inputs, read_rows
-from storage.store import open_store
+from storage.inputs.reader import InputFile, iterate, list_inputs, read_rows
+from storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.bad_input import GOOD, bad_lines, spec_texts, table_files, text_files
 from tests.jobs_here import run, without_ray

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from jobs.cli import main
-from storage.records import read_results
-from storage.store import open_store
+from storage.runs.records import read_results
+from storage.stores.store import open_store
 from tests.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]

@@ -28,7 +28,7 @@ from pathlib import Path
 from jobs.prepare import make_plan, prepare
 from jobs.progress import Silence
 from jobs.spec import load_spec
-from storage.store import open_store
+from storage.stores.store import open_store
 spec = load_spec(sys.argv[1], [])
 store = open_store(spec.output.path)
 plan = make_plan(prepare(spec, store), store, Silence())

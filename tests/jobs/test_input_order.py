@@ -11,7 +11,7 @@ import pytest
 
 from jobs.cli import main
 from jobs.input_order import groups, in_input_order
-from storage.store import open_store
+from storage.stores.store import open_store
 from tests.jobs.test_plan import plan, spec_for
 from tests.jobs_of_tests import write_rows, write_spec
 from tests.test_rerun import run_with

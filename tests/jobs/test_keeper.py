@@ -8,9 +8,9 @@ import pytest
 
 from jobs.keeper import give_back, keep_once, kept_lease
 from storage.errors import StoreError, UserError
-from storage.lease import LEASE, LeaseHeld, LeaseLost, acquire
-from storage.memory import MemoryStore
-from storage.verbs import Stat
+from storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
+from storage.stores.memory import MemoryStore
+from storage.stores.verbs import Stat
 
 
 class Unreachable(MemoryStore):

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from storage.commit import unit_name
-from storage.done import BLOCK, DoneUnits
+from storage.runs.commit import unit_name
+from storage.runs.done import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
@@ -18,8 +18,8 @@ import pyarrow as pa
 from actors.plan_table import ROW_SCHEMA
 from jobs import plan_writer
 from jobs.plan_writer import PlanWriter
-from storage.commit import done_units, unit_name
-from storage.verbs import Stat
+from storage.runs.commit import done_units, unit_name
+from storage.stores.verbs import Stat
 
 UNITS, WINDOW, BYTES = 1_000_000, 50_000, 0
 

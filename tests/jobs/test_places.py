@@ -11,7 +11,7 @@ import pytest
 from jobs.places import SCHEMES, path_problem
 from jobs.spec import check_spec, load_spec
 from storage.errors import UserError
-from storage.store import open_store
+from storage.stores.store import open_store
 
 SECRET = "hunter2-hunter2"
 SPEC: dict[str, Any] = {

@@ -24,9 +24,9 @@ from jobs.prepare import Prepared, make_plan, prepare
 from jobs.progress import Silence
 from jobs.spec import JobSpec, check_spec
 from storage.errors import StoreError, UserError
-from storage.reader import InputFile, list_inputs
-from storage.store import open_store
-from storage.verbs import Store
+from storage.inputs.reader import InputFile, list_inputs
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 HASHES = Hashes("weights", "tokenizer")
@@ -214,7 +214,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
 
-    monkeypatch.setattr("storage.contents._hashed", never)
+    monkeypatch.setattr("storage.inputs.contents._hashed", never)
     prepare(spec, store)
     file.write_text("of another size")
     with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from jobs.status import driver_of, state_of
-from storage.lease import acquire, this_process
-from storage.memory import MemoryStore
+from storage.runs.lease import acquire, this_process
+from storage.stores.memory import MemoryStore
 
 
 def test_a_driver_that_was_killed_is_not_said_to_run():

@@ -10,9 +10,9 @@ from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.attempts import Sessions
 from jobs.summary import Results, is_small, read_summary, table_lines
-from storage.commit import Manifest
-from storage.records import table_from_rows, write_parquet
-from storage.store import open_store
+from storage.runs.commit import Manifest
+from storage.runs.records import table_from_rows, write_parquet
+from storage.stores.store import open_store
 
 
 def row(name: str, kind: str | None = None, error: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jobs import survey as surveys
 from jobs.spec import JobSpec, check_spec
 from jobs.survey import survey
 from storage.errors import RowError, UserError
-from storage.reader import list_inputs
+from storage.inputs.reader import list_inputs
 
 PATIENCE_S = 60.0
 THREADS = 3

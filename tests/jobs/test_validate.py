@@ -22,7 +22,7 @@ from jobs.forecast import Made, Sample, Trial, canvas_lines, prompt_text, trial_
 from jobs.spec import check_spec
 from jobs.survey import table_of
 from jobs.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
-from storage.reader import list_inputs
+from storage.inputs.reader import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
 
 

@@ -12,10 +12,10 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from jobs.waiting import UnitSize
-from storage.commit import MANIFEST, SUCCESS
 from storage.errors import StoreError
-from storage.lease import LEASE
-from storage.verbs import AlreadyExists, Conflict, NotFound, Stat
+from storage.runs.commit import MANIFEST, SUCCESS
+from storage.runs.lease import LEASE
+from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

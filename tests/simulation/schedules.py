@@ -13,7 +13,7 @@ from unittest.mock import patch
 from jobs import run as jobs_run
 from jobs.attempts import AttemptsLog
 from jobs.driver import Driver
-from storage import commit as committer
+from storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
 from tests.simulation.world import TTL_S, World

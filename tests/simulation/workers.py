@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
 from jobs.crew import crew
-from storage.commit import CommittedUnit, commit_unit
 from storage.errors import StoreError
+from storage.runs.commit import CommittedUnit, commit_unit
 from tests.simulation.disk import Crash, Handle, Job, Process
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Table:
 
 
 def unit_file(table: Any, metadata: dict[str, str]) -> bytes:
-    """Stands for the committer's Parquet, of which tests/storage/test_commit.py has the rest."""
+    """Stands for the committer's Parquet, of which tests/storage/runs/test_commit.py has the rest."""
     return json.dumps({"meta": metadata, "rows": table.rows}).encode()
 
 

@@ -30,9 +30,9 @@ from jobs.driver import StopFlag
 from jobs.keeper import give_back, keep_once
 from jobs.progress import Silence
 from jobs.spec import ErrorSettings, WorkerSettings
-from storage.commit import SUCCESS
 from storage.errors import StoreError
-from storage.lease import Lease, LeaseHeld, LeaseLost, acquire
+from storage.runs.commit import SUCCESS
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
 from tests.simulation.disk import Broken, Crash, Disk, Handle, Job, Process, hold
 from tests.simulation.workers import FINGERPRINT, SimPool, SimSite, Worker, reported, result_of
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from storage.failpoints import VARIABLE, reset_failpoints
-from storage.s3 import S3Store
-from storage.store import open_store
-from storage.verbs import S3Options, Store
+from storage.stores.s3 import S3Store
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import copy
 import pytest
 
 from storage.errors import RowError, UserError, brief, listed
-from storage.lease import LeaseHeld
-from storage.verbs import AlreadyExists, Stat
+from storage.runs.lease import LeaseHeld
+from storage.stores.verbs import AlreadyExists, Stat
 
 
 def test_a_user_error_leads_with_its_field() -> None:

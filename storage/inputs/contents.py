@@ -1,0 +1,72 @@
+"""What an input holds, as a hash: how a file that was only touched or copied is known again. Local files alone; on S3 the etag
+says it, and a listing tells that for nothing.
+
+A file is read once when the job is planned, which reads it anyway, and again only where its date has changed since.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from storage.errors import UserError
+from storage.inputs.input_file import FIELD, InputFile
+from storage.inputs.inputs import STDLIB, local_path
+
+_CHUNK_BYTES = 2**20
+_MOST_THREADS = 4
+"""Hashing lets go of the interpreter's lock; disks gain nothing from more."""
+
+
+def hashed(files: Sequence[InputFile], *, most_bytes: int | None = None) -> list[InputFile]:
+    """Return the files, local ones with the SHA-256 of their content; those beyond `most_bytes` without, known by their date.
+
+    Raises UserError where a file has changed since it was listed.
+    """
+    return _each(files, lambda file: _hashed(file) if _wants_hash(file, most_bytes) else file)
+
+
+def num_bytes_to_hash(files: Iterable[InputFile], most_bytes: int | None = None) -> int:
+    """How much `hashed` reads."""
+    return sum(file.size or 0 for file in files if _wants_hash(file, most_bytes))
+
+
+def recognised(files: Sequence[InputFile], known: Mapping[str, InputFile]) -> list[InputFile]:
+    """Return the files, each with its hash where an earlier listing (name -> file) has one.
+
+    One of the same size and date is taken to be the same; of another date it is read. A file of another size stays as it is.
+    """
+    return _each(files, lambda file: _recognised(file, known.get(file.name)))
+
+
+def _recognised(file: InputFile, before: InputFile | None) -> InputFile:
+    if before is None or before.sha256 is None or not _wants_hash(file, None) or file.size != before.size:
+        return file
+    return replace(file, sha256=before.sha256) if file.mtime_s == before.mtime_s else _hashed(file)
+
+
+def _each(files: Sequence[InputFile], change: Callable[[InputFile], InputFile]) -> list[InputFile]:
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(change, files))
+
+
+def _wants_hash(file: InputFile, most_bytes: int | None) -> bool:
+    is_local = "://" not in file.uri and not file.uri.startswith(f"{STDLIB}/") and file.sha256 is None
+    return is_local and (most_bytes is None or (file.size or 0) <= most_bytes)
+
+
+def _hashed(file: InputFile) -> InputFile:
+    digest = hashlib.sha256()
+    try:
+        with local_path(file).open("rb") as stream:
+            while data := stream.read(_CHUNK_BYTES):
+                digest.update(data)
+            after = os.fstat(stream.fileno())
+    except OSError as error:
+        raise UserError(f"{file.uri}: {error.strerror or error}", field=FIELD) from None
+    if (after.st_size, after.st_mtime) != (file.size, file.mtime_s):
+        raise UserError(f"{file.uri} changed while it was read; run again when it is complete", field=FIELD)
+    return replace(file, sha256=digest.hexdigest())

@@ -1,0 +1,303 @@
+"""From what a user writes under `input.path` to a sorted list of files, each with its format and its identity.
+
+Knows the places (local, S3, Hugging Face, the interpreter's own sources) and the endings; opens nothing.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from storage.errors import StoreError, UserError
+from storage.inputs.input_file import FIELD, InputFile
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Stat
+
+STDLIB = "builtin:python-stdlib"
+STDLIB_CHUNK_CHARS = 384
+"""How the standard library is cut where the spec doesn't say: pieces that a small model's canvas holds."""
+
+COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+TABLE_FORMATS = frozenset({"parquet", "arrow", "hf"})
+
+_SOURCE_ENDINGS = re.findall(
+    r"\S+",
+    ".py .pyi .md .rst .c .h .cc .hh .cpp .hpp .cxx .hxx .cu .cuh .java .js .mjs .cjs .ts .tsx .jsx .go .rs .rb .php .pl "
+    ".pm .lua .sh .bash .zsh .ps1 .sql .r .jl .scala .kt .kts .swift .cs .fs .ml .mli .hs .ex .exs .erl .clj .el .lisp "
+    ".html .htm .css .scss .xml .svg .yaml .yml .toml .ini .cfg .conf .tex .vue .dart .zig .nim .v .sv .vhd .asm .s "
+    ".cmake .mk .proto .graphql .tf .nix .log .diff .patch",
+)
+_ENDINGS: dict[str, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonlines", ".json-lines", ".json"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".arrows", ".ipc", ".feather"),
+    "csv": (".csv", ".tsv"),
+    "txt": (".txt",),
+    "text": tuple(_SOURCE_ENDINGS),
+}
+FORMATS = {ending: name for name, endings in _ENDINGS.items() for ending in endings}
+_ROW_FORMATS = ("jsonl", "parquet", "arrow", "csv")
+_NOT_STDLIB = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload"})
+_ABOUT_DATA = re.compile(r"(readme|license|licence|copying|notice|changelog|citation|dataset_info)", re.IGNORECASE)
+_WILD = re.compile(r"[*?\[]")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")  # the innermost ones
+MOST_ALTERNATIVES = 1000
+
+
+def list_inputs(
+    path: str | Sequence[str], *, s3: S3Options | None = None, delimiter: str | None = None
+) -> list[InputFile]:
+    """Return the inputs at `path`, sorted by name, never an empty list; of several paths those of each in turn.
+
+    A path is a file, a glob (`**` for any depth, `{a,b}` for either), a folder, the same under s3://, `hf://DATASET` or
+    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are passed over. A file
+    that several paths find is there once, and names are relative to what all paths have in common. `delimiter` is noted with
+    each csv file. Raises UserError if nothing matches, or a file's format is not known.
+    """
+    paths = [path] if isinstance(path, str) else list(path)
+    files = _together([_list_any(one, s3) for one in paths])
+    if delimiter is None:
+        return files
+    if not any(file.format == "csv" for file in files):
+        raise UserError(
+            f"{delimiter!r} is for csv files, of which there are none; allowed: null", field="input.delimiter"
+        )
+    return [replace(file, delimiter=delimiter) if file.format == "csv" else file for file in files]
+
+
+def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
+    """What one path finds; a file or folder whose name has braces in it is meant before what they would stand for."""
+    alternatives = expanded(path)
+    if len(alternatives) == 1 or ("://" not in path and os.path.exists(os.path.expanduser(path))):
+        return _list_one(path, s3)
+    found = []
+    for one in alternatives:
+        try:
+            found.append(_list_one(one, s3))
+        except NothingThere:  # of `{a,b}/*.{jsonl,csv}` not all four need be there
+            if not _WILD.search(one):
+                raise
+    if not found:
+        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
+    return sorted(_together(found), key=lambda file: file.name)
+
+
+def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
+    if path == STDLIB:
+        return _list_stdlib()
+    if path.startswith("builtin:"):
+        raise UserError(f"{path!r} is not a builtin input: there is {STDLIB}", field=FIELD)
+    if path.startswith("hf://"):
+        from storage.inputs.huggingface import list_dataset
+
+        return list_dataset(path, list_inputs)
+    if path.startswith("s3://"):
+        return _list_s3(path, s3)
+    if "://" in path:
+        raise UserError(f"{path!r}: inputs are local paths, s3://, hf:// or builtin:", field=FIELD)
+    return _list_local(os.path.expanduser(path))
+
+
+class NothingThere(UserError):
+    """A path at which nothing is."""
+
+
+def expanded(pattern: str) -> list[str]:
+    """`a.{csv,tsv}` -> `a.csv`, `a.tsv`, in that order and nested ones too; braces without a comma stand for themselves."""
+    found = _BRACES.search(pattern)
+    if found is None:
+        return [pattern]
+    before, after = pattern[: found.start()], pattern[found.end() :]
+    each = (f"{before}{choice}{after}" for choice in found[1].split(","))
+    every = dict.fromkeys(whole for one in each for whole in expanded(one))
+    if len(every) > MOST_ALTERNATIVES:
+        raise UserError(f"{pattern[:80]!r} stands for more than {MOST_ALTERNATIVES} paths", field=FIELD)
+    return list(every)
+
+
+def _together(groups: list[list[InputFile]]) -> list[InputFile]:
+    """The files of several places, each once; their names begin where the places part."""
+    if len(groups) == 1:
+        return groups[0]
+    unique: dict[str, InputFile] = {}
+    for group in groups:
+        for file in group:
+            unique.setdefault(file.uri, file)
+    files = list(unique.values())
+    roots = [_root(file).split("/")[:-1] for file in files]
+    levels = enumerate(zip(*roots, strict=False))
+    shared = next((level for level, parts in levels if len(set(parts)) > 1), min(map(len, roots)))
+    return [replace(file, name="/".join([*root[shared:], file.name])) for file, root in zip(files, roots, strict=True)]
+
+
+def _root(file: InputFile) -> str:
+    """What a file's name is relative to, with a slash at its end."""
+    return file.uri.removesuffix(file.name) if file.uri.endswith(f"/{file.name}") else f"{file.uri}/"
+
+
+def format_of(name: str) -> tuple[str, str | None] | None:
+    """Return (format, compression) by a file's endings, None if they say nothing. Columnar files aren't compressed."""
+    suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
+    compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    if compression:
+        suffixes.pop()
+    known = FORMATS.get(suffixes[-1]) if suffixes else None
+    if known is None or (compression and known in TABLE_FORMATS):
+        return None
+    return known, compression
+
+
+def _list_local(path: str) -> list[InputFile]:
+    if os.path.isdir(path):
+        return _checked_folder(path, list(_local_files(path, _walk(path))))
+    if os.path.isfile(path):
+        files = list(_local_files(os.path.dirname(path), [path]))
+    else:
+        root = _fixed_part(path)
+        files = list(_local_files(root, glob.glob(path, recursive=True)))
+    return _checked(path, files)
+
+
+def _local_files(root: str, paths: Iterable[str]) -> Iterator[InputFile]:
+    for path in paths:
+        if not os.path.isfile(path):
+            continue  # a dangling link, a socket
+        found = os.stat(path)
+        name = _printable(os.path.relpath(path, root or ".").replace(os.sep, "/"))
+        format_, compression = format_of(path) or ("", None)
+        yield InputFile(os.path.abspath(path), name, found.st_size, None, found.st_mtime, format_, compression)
+
+
+def _walk(folder: str) -> Iterator[str]:
+    for place, folders, names in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        yield from (os.path.join(place, name) for name in names if not _is_hidden(name))
+
+
+def _refuse(error: OSError) -> None:
+    # os.walk would pass over a folder that it may not read, and its rows would vanish quietly.
+    raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
+
+
+def _printable(name: str) -> str:
+    """A name on disk may hold bytes that are no UTF-8; ids are made of it, so they are shown as \\udcXX."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
+    bucket, _, key = path.removeprefix("s3://").partition("/")
+    root = key if not _WILD.search(key) else _fixed_part(key)
+    try:
+        store = open_store(f"s3://{bucket}", s3=s3)
+        found = [stat for stat in store.list(root) if not stat.name.endswith("/")]
+    except UserError as error:
+        raise UserError(error.message, field=error.field or FIELD) from None
+    except StoreError as error:
+        raise UserError(f"{path}: {error}", field=FIELD) from None
+    if _WILD.search(key):
+        pattern = glob_pattern(key)
+        matching = [stat for stat in found if pattern.fullmatch(stat.name)]
+        return _checked(path, [_s3_file(bucket, root, stat) for stat in matching])
+    exact = [stat for stat in found if stat.name == key]
+    if exact:
+        return _checked(path, [_s3_file(bucket, os.path.dirname(key), stat) for stat in exact])
+    folder = f"{key.rstrip('/')}/" if key else ""
+    inside = [stat for stat in found if stat.name.startswith(folder)]
+    files = [_s3_file(bucket, folder, stat) for stat in inside]
+    return _checked_folder(path, [file for file in files if not any(map(_is_hidden, file.name.split("/")))])
+
+
+def _s3_file(bucket: str, root: str, stat: Stat) -> InputFile:
+    name = stat.name.removeprefix(root).lstrip("/")
+    format_, compression = format_of(stat.name) or ("", None)
+    return InputFile(f"s3://{bucket}/{stat.name}", name, stat.size, stat.etag, stat.mtime_s, format_, compression)
+
+
+def _list_stdlib() -> list[InputFile]:
+    """The interpreter's own Python sources without their tests; the uri is the same on every machine."""
+    root = sysconfig.get_path("stdlib")
+    files = []
+    for file in _local_files(root, _walk(root)):
+        if file.name.endswith(".py") and not _NOT_STDLIB.intersection(file.name.split("/")[:-1]) and file.size:
+            # The date of installation says nothing of the content; the size does, roughly.
+            files.append(replace(file, uri=f"{STDLIB}/{file.name}", mtime_s=None))
+    return _checked(STDLIB, files)
+
+
+def local_path(file: InputFile) -> Path:
+    """Where a local or builtin input lies on this machine."""
+    if file.uri.startswith(f"{STDLIB}/"):
+        return Path(sysconfig.get_path("stdlib"), file.uri.removeprefix(f"{STDLIB}/"))
+    return Path(file.uri)
+
+
+def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
+    """A folder's known files; refused where data rows and whole text files lie side by side, since one is a mistake."""
+    known = [file for file in files if file.format and not _is_private(file)]
+    known = [file for file in known if not file.name.lower().endswith(".json")]  # settings, more often than rows
+    rows = [file for file in known if file.format in _ROW_FORMATS]
+    if rows:
+        known = [file for file in known if not _ABOUT_DATA.match(PurePosixPath(file.name).name)]
+    texts = [file for file in known if file.format not in _ROW_FORMATS]
+    if rows and texts:
+        raise UserError(
+            f"{path} holds both data files ({rows[0].name}) and text files ({texts[0].name}): "
+            f"name one kind with a glob, for example {path.rstrip('/')}/**/*{PurePosixPath(rows[0].name).suffix}",
+            field=FIELD,
+        )
+    if files and not known:
+        raise UserError(f"{path} holds no file of a known format, only {files[0].name} ...; {_known()}", field=FIELD)
+    return _checked(path, known)
+
+
+def _checked(path: str, files: list[InputFile]) -> list[InputFile]:
+    if not files:
+        raise NothingThere(f"nothing is at {path!r}", field=FIELD)
+    for file in files:
+        if not file.format:
+            raise UserError(f"{file.uri}: the format is not known by its ending; {_known()}", field=FIELD)
+    return sorted(files, key=lambda file: file.name)
+
+
+def _known() -> str:
+    return (
+        "known are .jsonl .parquet .arrow .csv .tsv .txt and source files such as .py .md .c; "
+        "all but .parquet and .arrow may also end in .gz or .zst"
+    )
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"
+
+
+def _is_private(file: InputFile) -> bool:
+    """`_SUCCESS`, `_delta_log/`: beside data, a leading `_` marks what is no data. In sources it is an honest name."""
+    return file.format != "text" and any(part.startswith("_") for part in file.name.split("/"))
+
+
+def _fixed_part(pattern: str) -> str:
+    """The folder in front of a glob's first wildcard."""
+    wild = _WILD.search(pattern)
+    return pattern[: wild.start()].rpartition("/")[0] if wild else os.path.dirname(pattern)
+
+
+def glob_pattern(pattern: str) -> re.Pattern[str]:
+    """A glob over whole object names as a regular expression: `*` and `?` stay inside a part, `**/` is any depth."""
+    out, rest = "", pattern
+    while rest:
+        bracket = re.match(r"\[(!?)([^\]]+)\]", rest)
+        if rest.startswith("**/"):
+            out, rest = f"{out}(?:.*/)?", rest[3:]
+        elif rest.startswith("**"):
+            out, rest = f"{out}.*", rest[2:]
+        elif bracket:
+            inside = bracket[2].replace("\\", "\\\\")
+            out, rest = f"{out}[{'^' if bracket[1] else ''}{inside}]", rest[bracket.end() :]
+        else:
+            out, rest = out + {"*": "[^/]*", "?": "[^/]"}.get(rest[0], re.escape(rest[0])), rest[1:]
+    return re.compile(out)

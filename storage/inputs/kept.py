@@ -1,0 +1,273 @@
+"""Columns of the inputs that are carried into the results (`input.keep`): their types, and their values in the struct `keep`.
+
+A column keeps the type that the inputs give it. Where files or rows differ so that no Arrow type takes all values as they are,
+it is JSON text, and its field's metadata says so. Knows no spec and no plan.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from storage.errors import RowError
+from storage.inputs.fields import field_of
+from storage.runs.records import KEEP, read_parquet, write_parquet
+
+_JSON_KEY: Final = b"draftmill.json"
+EXACT: Final = 2**53
+"""Whole numbers up to here are exact as float64."""
+
+MOST_FIELDS = 256
+MOST_DEPTH = 16
+"""Objects with more fields, over all rows, or deeper ones are mappings of data rather than records: JSON."""
+
+_types = pa.types
+_SIMPLE: Final = (
+    _types.is_boolean, _types.is_integer, _types.is_float32, _types.is_float64, _types.is_string, _types.is_large_string,
+    _types.is_binary, _types.is_large_binary, _types.is_date, _types.is_time, _types.is_timestamp, _types.is_decimal128,
+)  # fmt: skip
+_SCALARS: Final[Mapping[type, pa.DataType]] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
+
+
+class KeptTypes:
+    """Finds the type of each kept column from what is seen of the inputs; memory does not grow with them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._columns = {name: _Column() for name in names}
+
+    def see(self, values: Mapping[str, Any]) -> None:
+        """Take note of a row's values."""
+        for name, column in self._columns.items():
+            value = field_of(values, name)
+            if value is not None:
+                column.see(value)
+            elif not column.is_there and name in values:
+                column.is_there = True
+
+    def see_types(self, types: Mapping[str, pa.DataType]) -> None:
+        """Take note of a table's column types."""
+        for name, found in types.items():
+            self._columns[name].see_type(found)
+
+    def absent(self) -> list[str]:
+        """The columns that were nowhere."""
+        return [name for name, column in self._columns.items() if not column.is_there]
+
+    def schema(self) -> pa.Schema:
+        """The fields of the struct, all nullable, in the order of the names."""
+        return pa.schema([column.field(name) for name, column in self._columns.items()])
+
+
+class _Column:
+    """What was seen of one column: `found` is its type so far, None before there is any; `as_json` is for good."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.as_json = False
+        self.is_wide = False  # a whole number that float64 does not hold
+        self.found: pa.DataType | None = None
+        self._scalars: set[type] = set()
+
+    def see(self, value: Any) -> None:
+        self.is_there = True
+        kind = type(value)
+        if kind is int and not -EXACT <= value <= EXACT:
+            self.is_wide = True
+            self.as_json |= not -(2**63) <= value < 2**63
+        if kind in self._scalars or self.as_json:
+            return
+        if kind in _SCALARS:
+            self._scalars.add(kind)
+            self._add(_SCALARS[kind])
+            return
+        self.is_wide |= _has_wide(value)
+        try:
+            self._add(pa.array([value]).type)  # infer_type alone takes lists of mixed values
+        except (pa.ArrowException, ValueError, OverflowError, TypeError, RecursionError):
+            self.as_json = True
+
+    def see_type(self, found: pa.DataType) -> None:
+        self.is_there = True
+        if not _types.is_null(found):
+            self._add(_plain_type(found))
+
+    def _add(self, found: pa.DataType) -> None:
+        if self.found is not None and self.found != found:
+            if _family(self.found) != _family(found):
+                self.as_json = True
+                return
+            try:
+                both = [pa.schema([pa.field("x", one)]) for one in (self.found, found)]
+                found = pa.unify_schemas(both, promote_options="permissive").field("x").type
+            except pa.ArrowException:
+                self.as_json = True
+                return
+        self.found = found
+        self.as_json |= _num_fields(found) > MOST_FIELDS
+
+    def field(self, name: str) -> pa.Field:
+        found = pa.string() if self.found is None or _types.is_null(self.found) else self.found
+        inexact = self.is_wide and _has_float(found)
+        if self.as_json or inexact or not (_is_kept_as_it_is(found) and _comes_back(found)):
+            return pa.field(name, pa.string(), metadata={_JSON_KEY: b"1"})
+        return pa.field(name, found)
+
+
+def _has_wide(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_wide, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_wide, value))
+    return type(value) is int and not -EXACT <= value <= EXACT
+
+
+def _plain_type(found: pa.DataType) -> pa.DataType:
+    """The type as Parquet has it and nullable throughout, without dictionaries and extensions."""
+    if _types.is_dictionary(found):
+        return _plain_type(found.value_type)
+    if isinstance(found, pa.BaseExtensionType):
+        return _plain_type(found.storage_type)
+    if _types.is_struct(found):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in found])
+    if _types.is_map(found):
+        return pa.map_(_plain_type(found.key_type), _plain_type(found.item_type))
+    if _types.is_list(found) or _types.is_large_list(found) or _types.is_fixed_size_list(found):
+        return pa.list_(_plain_type(found.value_type))
+    if _types.is_timestamp(found) and found.unit == "s":
+        return pa.timestamp("ms", tz=found.tz)
+    if _types.is_date(found):
+        return pa.date32()
+    return pa.time32("ms") if _types.is_time32(found) else found
+
+
+def _family(found: pa.DataType) -> str:
+    """Types of different families have no common one that leaves values as they are."""
+    for name, is_one in (
+        ("bool", _types.is_boolean),
+        ("text", _is_text),
+        ("bytes", _is_bytes),
+    ):
+        if is_one(found):
+            return name
+    if _types.is_integer(found) or _types.is_floating(found):
+        return "number"
+    return "nested" if _types.is_nested(found) else str(found)
+
+
+def _is_text(found: pa.DataType) -> bool:
+    return bool(_types.is_string(found) or _types.is_large_string(found))
+
+
+def _is_bytes(found: pa.DataType) -> bool:
+    return bool(_types.is_binary(found) or _types.is_large_binary(found))
+
+
+def _inner(found: pa.DataType) -> list[pa.DataType]:
+    return [found.field(index).type for index in range(found.num_fields)]
+
+
+def _num_fields(found: pa.DataType) -> int:
+    return 1 + sum(map(_num_fields, _inner(found)))
+
+
+def _has_float(found: pa.DataType) -> bool:
+    return bool(_types.is_floating(found)) or any(map(_has_float, _inner(found)))
+
+
+def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
+    """Whether values of the type come back from Python as they went in, and Parquet takes them."""
+    if _types.is_nested(found):
+        known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found) or _types.is_map(found)
+        inner = _inner(found)
+        return bool(known and inner and depth < MOST_DEPTH and all(_is_kept_as_it_is(one, depth + 1) for one in inner))
+    return any(is_one(found) for is_one in _SIMPLE)
+
+
+def _comes_back(found: pa.DataType) -> bool:
+    """Whether a Parquet file gives the type back as it was written."""
+    schema = pa.schema([pa.field("x", found)])
+    return bool(read_parquet(write_parquet(schema.empty_table(), {})).schema.remove_metadata().equals(schema))
+
+
+# ---- values
+
+
+def names_read(names: Iterable[str]) -> dict[str, str]:
+    """The kept columns as readers take them (storage.inputs.reader.iterate)."""
+    return {f"{KEEP}.{name}": name for name in names}
+
+
+def kept_values(values: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
+    """Return the row's values for the struct; RowError where one is not of the type that the plan has for its column."""
+    return {field.name: _kept(field_of(values, field.name), field) for field in schema}
+
+
+def _kept(value: Any, field: pa.Field) -> Any:
+    if is_json(field):
+        return None if value is None else json.dumps(plain(value), ensure_ascii=False)
+    if value is None or _SCALARS.get(type(value)) == field.type:
+        return value
+    try:
+        pa.array([value], type=field.type)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
+        reason = f"the kept column {field.name!r} is no longer {field.type}, as when it was planned: {error}"
+        raise RowError("bad_row", "read", reason[:1000]) from None
+    return value
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON has it: times as ISO 8601, bytes as text, and null for what is no finite number."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "backslashreplace")
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def is_json(field: pa.Field) -> bool:
+    """Whether a field of the struct holds its values as JSON text."""
+    return _JSON_KEY in (field.metadata or {})
+
+
+def told(values: Mapping[str, Any] | None, schema: pa.Schema) -> dict[str, Any] | None:
+    """The struct of a result row as JSON has it, with the values of JSON fields themselves in the place of their text."""
+    if values is None:
+        return None
+    return {
+        field.name: json.loads(values[field.name])
+        if is_json(field) and values[field.name] is not None
+        else plain(values[field.name])
+        for field in schema
+    }
+
+
+# ---- in a plan
+
+
+def written(schema: pa.Schema | None) -> dict[str, Any] | None:
+    """The fields as `_plan.json` has them: each column's type in words, and the Arrow schema itself in base64."""
+    if schema is None:
+        return None
+    words = {field.name: "json" if is_json(field) else str(field.type) for field in schema}
+    return {"columns": words, "schema": base64.b64encode(schema.serialize().to_pybytes()).decode()}
+
+
+def read(content: Mapping[str, Any] | None) -> pa.Schema | None:
+    """The inverse of `written`. Raises ValueError (pa.ArrowInvalid is one) where it is damaged."""
+    return None if content is None else from_bytes(base64.b64decode(content["schema"], validate=True))
+
+
+def from_bytes(data: bytes) -> pa.Schema:
+    """A schema from its serialised form."""
+    return pa.ipc.read_schema(pa.BufferReader(data))

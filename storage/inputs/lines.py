@@ -1,0 +1,180 @@
+"""Readers of byte streams: jsonl, txt and whole text files (csv has a module of its own). Every bad line is a Row with an error.
+
+Each reader can start at any row whose byte offset is known, and yields from there what it would have yielded when
+started at the front; this is what makes a plan's (row, offset) enough to read a single row again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Any
+
+from storage.inputs.rows import MAX_ROW_BYTES, Row, failed
+
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where to begin: `row` is the one that starts at byte `offset`."""
+
+    row: int = 0
+    offset: int = 0
+
+
+Reader = Callable[[BufferedReader, Start], Iterator[Row]]
+"""Yields the rows of a stream that stands at `start.offset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line without its end; `data` is cut, and `too_long` set, beyond MAX_ROW_BYTES."""
+
+    row: int
+    offset: int
+    data: bytes
+    too_long: bool
+
+
+def lines(stream: BufferedReader, start: Start) -> Iterator[Line]:
+    """Yield the lines from here on, at most one of MAX_ROW_BYTES in memory; a UTF-8 mark at the front is dropped."""
+    row, offset = start.row, start.offset
+    while data := stream.readline(MAX_ROW_BYTES + 1):
+        size = len(data)
+        too_long = size > MAX_ROW_BYTES and not data.endswith(b"\n")
+        if too_long:
+            size += skip_line(stream)
+        data = data.removesuffix(b"\n").removesuffix(b"\r")
+        yield Line(row, offset, data.removeprefix(BOM) if offset == 0 else data, too_long)
+        row, offset = row + 1, offset + size
+
+
+def skip_line(stream: BufferedReader) -> int:
+    """Read to the line's end without keeping it; return the number of bytes."""
+    size = 0
+    while data := stream.readline(2**20):
+        size += len(data)
+        if data.endswith(b"\n"):
+            break
+    return size
+
+
+def jsonl_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+    """One row per non-blank line; the line must hold a JSON object."""
+    for line in lines(stream, start):
+        if line.data.strip() or line.too_long:
+            yield _jsonl_row(line)
+
+
+def _jsonl_row(line: Line) -> Row:
+    if line.too_long:
+        return failed(line.row, line.offset, "bad_row", too_long_message("line"))
+    try:
+        values = json.loads(line.data.decode("utf-8"))
+        if b"\\u" in line.data:
+            _refuse_lone_surrogates(values)
+    except UnicodeError as error:
+        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8: {error}")
+    except (ValueError, RecursionError) as error:
+        return failed(line.row, line.offset, "bad_json", f"not valid JSON: {error}")
+    if not isinstance(values, dict):
+        return failed(line.row, line.offset, "bad_row", f"a JSON object is needed, not {type(values).__name__}")
+    return Row(line.row, line.offset, openai_request(values))
+
+
+def openai_request(values: dict[str, Any]) -> dict[str, Any]:
+    """Lift the id, and `prompt` or `messages`, out of an OpenAI batch request.
+
+    Other objects stay as they are, and all of a request stays beside what is lifted. A list of one prompt, which that API allows,
+    is the prompt. Where the body is no object the request has its id all the same, by which its failure is looked up.
+    """
+    if not is_openai_request(values):
+        return values
+    body = values["body"] if isinstance(values.get("body"), dict) else {}
+    lifted = {key: body[key] for key in ("prompt", "messages") if key in body}
+    prompt = lifted.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        lifted["prompt"] = prompt[0]
+    return {"id": values["custom_id"]} | values | lifted
+
+
+def is_openai_request(values: Mapping[str, Any]) -> bool:
+    """Whether an object is an OpenAI batch request: it has a `custom_id`, and a `body`, a `url`, or nothing else at all."""
+    return "custom_id" in values and (
+        "body" in values or "url" in values or values.keys() <= {"custom_id", "id", "method"}
+    )
+
+
+def _refuse_lone_surrogates(values: Any) -> None:
+    # JSON can write half of a UTF-16 pair; such a string can't be stored or tokenized. Raises UnicodeEncodeError.
+    json.dumps(values, ensure_ascii=False).encode("utf-8")
+
+
+def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+    """One row per line, blank ones too, in the column `text`."""
+    for line in lines(stream, start):
+        if line.too_long:
+            yield failed(line.row, line.offset, "bad_row", too_long_message("line"))
+        else:
+            yield _text_row(line.row, line.offset, line.data.decode("utf-8", "surrogateescape"))
+
+
+def _text_row(row: int, offset: int, text: str) -> Row:
+    """A row of text decoded with surrogateescape: bytes that are no UTF-8 show as surrogates, and fail the row."""
+    try:
+        text.encode("utf-8")
+    except UnicodeError as error:
+        return failed(row, offset, "bad_encoding", f"not valid UTF-8 near character {getattr(error, 'start', 0)}")
+    return Row(row, offset, {"text": text})
+
+
+def whole_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+    """The whole file as one row, kept to the byte, in the column `text`."""
+    data = stream.read(MAX_ROW_BYTES + 1)
+    if len(data) > MAX_ROW_BYTES:
+        yield failed(0, 0, "bad_row", too_long_message("file"))
+    else:
+        yield _text_row(0, 0, data.removeprefix(BOM).decode("utf-8", "surrogateescape"))
+
+
+def piece_reader(chunk_chars: int) -> Reader:
+    """Return a reader that cuts a text into rows of at most `chunk_chars` characters.
+
+    It cuts behind the last line end that fits, and inside a line only where the line alone is longer. The pieces join
+    to the text, except that pieces of white space only are no rows.
+    """
+
+    def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
+        row, offset = start.row, start.offset
+        for size, text in _pieces(stream, chunk_chars, at_front=offset == 0):
+            if text.strip():
+                yield _text_row(row, offset, text)
+                row += 1
+            offset += size
+
+    return rows
+
+
+def _pieces(stream: BufferedReader, chunk_chars: int, *, at_front: bool) -> Iterator[tuple[int, str]]:
+    """Yield (bytes, text) of each piece. What a piece is depends only on where it starts, so any start will do."""
+    # A character has at most four bytes: with this many at hand, one more than a piece is certainly whole.
+    need = 4 * chunk_chars + 4
+    held = stream.read(need)
+    if at_front and held.startswith(BOM):
+        yield len(BOM), ""
+        held = held[len(BOM) :] + stream.read(len(BOM))
+    while held:
+        text = held.decode("utf-8", "surrogateescape")
+        if len(text) > chunk_chars:
+            text = text[: text.rfind("\n", 0, chunk_chars) + 1 or chunk_chars]
+        size = len(text.encode("utf-8", "surrogateescape"))
+        yield size, text
+        held = held[size:] + stream.read(need - len(held) + size)
+
+
+def too_long_message(what: str) -> str:
+    """The message of a row beyond MAX_ROW_BYTES."""
+    return f"the {what} is longer than {MAX_ROW_BYTES // 2**20} MiB"

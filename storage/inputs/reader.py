@@ -1,0 +1,200 @@
+"""Inputs to rows: all of them in order, or the few that a unit needs. The face of the readers for everyone else.
+
+One bad row is one Row with an error; an exception means that an input as a whole is gone, damaged or unreadable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from io import BufferedReader
+from itertools import islice
+from pathlib import PurePosixPath
+from threading import Lock
+
+import pyarrow as pa
+
+from storage.errors import StoreError, UserError
+from storage.inputs.delimited import csv_reader, header_of, other_delimiter
+from storage.inputs.fields import lifted, types_in
+from storage.inputs.input_file import FIELD, InputFile
+from storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
+from storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
+from storage.inputs.row_groups import Columns
+from storage.inputs.rows import Row, default_id, failed
+from storage.inputs.sources import blocks_at, open_bytes, open_stream
+from storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
+from storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from storage.stores.blocks import BLOCK_BYTES, Block, ahead
+from storage.stores.verbs import S3Options
+
+__all__ = [
+    "InputFile",
+    "Row",
+    "column_types",
+    "default_id",
+    "delimiter_hint",
+    "fetched_ahead",
+    "iterate",
+    "list_inputs",
+    "read_rows",
+]
+
+Places = Sequence[tuple[int, int | None]]
+"""Rows of a file: number, and offset where there is one."""
+
+_caches = Lock()
+"""Guards the open files that read_rows keeps, which have one position each."""
+
+_SPOOLS = Spools()
+
+
+def iterate(
+    file: InputFile,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chunk_chars: int | None = None,
+    s3: S3Options | None = None,
+) -> Iterator[Row]:
+    """Yield every row of the file in order, one at a time: memory does not grow with the file.
+
+    `columns` (task column -> file column, or `a.b` for a field of one) lets columnar files leave the others unread; values keep
+    the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most so many characters. Raises UserError if the
+    file is gone or damaged as a whole.
+    """
+    try:
+        if file.format in TABLE_FORMATS:
+            yield from table_rows(file, _projection(columns), s3)
+        else:
+            with open_stream(file, s3=s3) as stream:
+                _refuse_json_array(file, stream)
+                yield from _with_fields(_reader(file, chunk_chars)(stream, Start()), columns)
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
+
+
+def read_rows(
+    file: InputFile,
+    rows: Places,
+    *,
+    columns: Mapping[str, str] | None = None,
+    chunk_chars: int | None = None,
+    s3: S3Options | None = None,
+) -> Iterator[Row]:
+    """Yield exactly the rows asked for, in the order asked for, each as `iterate` yielded it.
+
+    `rows` holds (row, offset) of earlier Rows; with offsets only the bytes needed are read. A row that is not there
+    any more is a Row with an error. Open files, row groups and blocks are cached between calls, within fixed bounds.
+    Raises UserError if the file is gone or damaged as a whole.
+    """
+    wanted = sorted(set(rows), key=lambda item: item[0])
+    try:
+        with _caches:
+            if file.format in TABLE_FORMATS:
+                found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
+            else:
+                found = list(_with_fields(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3), columns))
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
+    by_number = {row.row: row for row in found}
+    for number, offset in rows:
+        yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
+
+
+def fetched_ahead(
+    wanted: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
+) -> Iterator[tuple[InputFile, Places]]:
+    """Yield files with places in them, as they come, each while what the next ones need is fetched from S3.
+
+    Small files are fetched whole, of large ones the parts around the offsets; of large tables and compressed files nothing,
+    since where in them a row lies is not known.
+    """
+
+    def blocks(one: tuple[InputFile, Places]) -> Iterable[Block]:
+        file, places = one
+        if file.size is not None and file.size <= BLOCK_BYTES:
+            return blocks_at(file, [0], s3)
+        if file.format in TABLE_FORMATS or file.compression is not None:
+            return []
+        return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
+
+    return ahead(wanted, blocks)
+
+
+def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:
+    """The rows, with the wanted columns that are fields of others beside these (storage/inputs/fields.py)."""
+    inner = [name for name in (columns or {}).values() if "." in name]
+    for row in rows:
+        if inner and row.values is not None:
+            row.values = lifted(row.values, inner)
+        yield row
+
+
+def _projection(columns: Mapping[str, str] | None) -> Columns:
+    return None if columns is None else tuple(sorted(set(columns.values())))
+
+
+def _refuse_json_array(file: InputFile, stream: BufferedReader) -> None:
+    """A .json file may hold one array, of which every line would fail: better say so at once."""
+    if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(BOM).lstrip()[:1] == b"[":
+        raise UserError(f"{file.uri} holds a JSON array; give one object a line (jq -c '.[]')", field=FIELD)
+
+
+def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
+    if chunk_chars is None and file.uri.startswith(f"{STDLIB}/"):
+        chunk_chars = STDLIB_CHUNK_CHARS
+    if file.format in {"txt", "text"} and chunk_chars is not None:
+        return piece_reader(chunk_chars)
+    if file.format == "csv":
+        return csv_reader(delimiter_of(file))
+    return {"jsonl": jsonl_rows, "txt": txt_rows, "text": whole_rows}[file.format]
+
+
+def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) -> dict[str, pa.DataType] | None:
+    """The types of those of the columns that a columnar file has; None for other files, whose rows say them one by one."""
+    if file.format not in TABLE_FORMATS:
+        return None
+    try:
+        return types_in(table_schema(file, s3), columns)
+    except StoreError as error:
+        raise UserError(str(error), field=FIELD) from None
+
+
+def delimiter_of(file: InputFile) -> str:
+    """What stands between the fields of a csv file."""
+    return file.delimiter or ("\t" if ".tsv" in file.name.lower() else ",")
+
+
+def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
+    """What to say of the first csv file whose header looks as if another delimiter stood in it; empty where none does."""
+    for file in files:
+        if file.format == "csv":
+            with open_stream(file, s3=s3) as stream:
+                other = other_delimiter(header_of(stream, delimiter_of(file)))
+            if other is not None:
+                named = "tab" if other == "\t" else other
+                return f"; the header of {file.name} looks delimited by {other!r}: set input.delimiter to '{named}'"
+            break
+    return ""
+
+
+def _pick_stream_rows(
+    file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: Reader, s3: S3Options | None
+) -> Iterator[Row]:
+    """Jump to each row where all have offsets, else read from the front to the last of them."""
+    if any(offset is None for _, offset in wanted):
+        numbers = {row for row, _ in wanted}
+        with open_stream(file, s3=s3) as front:
+            rows = (row for row in reader(front, Start()) if row.row in numbers)
+            yield from islice(rows, len(numbers))
+        return
+    stream = _SPOOLS.open(file, s3) if file.compression is not None else _seekable(file, s3)
+    for row, offset in wanted:
+        assert offset is not None
+        stream.seek(offset)
+        yield from islice(reader(stream, Start(row, offset)), 1)
+
+
+@lru_cache(maxsize=64)
+def _seekable(file: InputFile, s3: S3Options | None) -> BufferedReader:
+    return open_bytes(file, s3=s3, buffer_bytes=SEEK_BUFFER_BYTES)

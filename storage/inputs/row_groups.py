@@ -1,0 +1,127 @@
+"""Row groups of Parquet files, one batch in memory at a time, however large a group is and whatever its rows share."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from storage.errors import UserError
+from storage.inputs.fields import outer_columns
+from storage.inputs.input_file import InputFile
+from storage.inputs.portions import is_bytes
+from storage.inputs.rows import damaged
+from storage.inputs.sources import open_bytes
+from storage.soundness import THREADS, check_sound
+from storage.stores.verbs import S3Options
+
+BATCH_BYTES = 8 * 2**20
+BATCH_ROWS = 4096
+SHARED_BYTES = 64 * 2**20
+"""The most that a batch may have if all of its rows share the longest of the texts that they may share."""
+
+DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What reading a damaged container raises; the last for the name of a column that is no UTF-8."""
+
+Columns = tuple[str, ...] | None
+"""The file's columns to read, None for all; those that it lacks are passed over."""
+
+
+def num_groups(file: InputFile, s3: S3Options | None) -> int:
+    """Number of the file's row groups."""
+    return int(_opened(file, s3).num_row_groups)
+
+
+def group_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
+    """The file's columns and their types."""
+    return _opened(file, s3).schema_arrow
+
+
+def groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are passed over."""
+    starts = _starts(file, s3)
+    inside = [row for row in rows if row < starts[-1]]
+    for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
+        yield group, starts[group], list(numbers)
+
+
+def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
+    """Yield a row group's batches; ArrowInvalid where it has not the rows that its footer says."""
+    opened = _opened(file, s3)
+    about = opened.metadata.row_group(group)
+    names = _leaves(opened, columns)
+    rows = min(BATCH_ROWS, BATCH_BYTES * about.num_rows // max(1, about.total_byte_size))
+    if min(rows, about.num_rows) * about.total_byte_size > SHARED_BYTES:
+        rows = min(rows, SHARED_BYTES // max(1, _longest_shared(file, group, columns, s3)))
+    found = 0
+    for batch in opened.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=names, use_threads=THREADS):
+        found += batch.num_rows
+        yield batch
+    if found != about.num_rows:  # a damaged page may end a column early, without a word
+        raise pa.ArrowInvalid(f"{found} rows, where the footer says {about.num_rows}")
+
+
+def _leaves(opened: pq.ParquetFile, columns: Columns) -> list[str] | None:
+    """What to read of the file: of a column inside of a struct that field alone, whatever else the struct holds."""
+    names = opened.schema_arrow.names
+    if columns is None or not any("." in column for column in columns):
+        return present(names, columns)
+    paths = [f"{opened.schema.column(index).path}." for index in range(len(opened.schema))]
+    inner = {
+        column for column in columns if column not in names and any(path.startswith(f"{column}.") for path in paths)
+    }
+    return [*outer_columns(names, [column for column in columns if column not in inner]), *sorted(inner)]
+
+
+def present(names: list[str], columns: Columns) -> list[str] | None:
+    """Those of the names that the columns are, or lie in; None for all."""
+    return None if columns is None else outer_columns(names, columns)
+
+
+@lru_cache(maxsize=64)
+def _starts(file: InputFile, s3: S3Options | None) -> list[int]:
+    """The first row of each row group, and the number of rows at the end."""
+    opened, starts = _opened(file, s3), [0]
+    for group in range(opened.num_row_groups):
+        starts.append(starts[-1] + opened.metadata.row_group(group).num_rows)
+    return starts
+
+
+def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> int:
+    """Bytes of the longest texts in the dictionaries of a row group, one of each column added up; of its first row at least.
+
+    A chunk's dictionary stands in front of its values, and is read whole for the first of them.
+    """
+    texts = [field.name for field in _opened(file, s3).schema_arrow if is_bytes(field.type)]
+    found = present(texts, columns)
+    names = texts if found is None else found
+    if not names:
+        return 0
+    coded = _coded(file, tuple(names), s3)
+    batch = next(coded.iter_batches(batch_size=1, row_groups=[group], columns=names, use_threads=THREADS), None)
+    if batch is None:
+        return 0
+    check_sound(batch)
+    return sum(pc.max(pc.binary_length(column.dictionary)).as_py() or 0 for column in batch.columns)
+
+
+@lru_cache(maxsize=64)
+def _opened(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
+    """An open file with its footer read. pre_buffer would hold whole row groups in memory, so it is off."""
+    try:
+        return pq.ParquetFile(open_bytes(file, s3=s3), pre_buffer=False, buffer_size=2**20)
+    except DAMAGE as error:
+        raise UserError(str(damaged(file, 0, error))) from None
+
+
+@lru_cache(maxsize=4)
+def _coded(file: InputFile, names: tuple[str, ...], s3: S3Options | None) -> pq.ParquetFile:
+    """The same with texts as dictionaries. Only for a look: reading on, a dictionary grows to all that its group has."""
+    metadata = _opened(file, s3).metadata
+    source = open_bytes(file, s3=s3)
+    return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(names), pre_buffer=False, buffer_size=2**20)

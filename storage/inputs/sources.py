@@ -1,0 +1,179 @@
+"""Input bytes as one buffered stream, wherever they lie: local disk or S3, plain or compressed.
+
+Memory is flat: a stream holds one buffer, and S3 blocks are kept up to a fixed size. Compressed files that are read at
+random have a module of their own (storage/inputs/spools.py).
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import pyarrow as pa
+
+from storage.errors import StoreError, UserError
+from storage.inputs.input_file import FIELD, InputFile
+from storage.inputs.inputs import local_path
+from storage.inputs.rows import damaged
+from storage.stores.blocks import BLOCK_BYTES, BLOCKS, Block
+from storage.stores.store import open_store
+from storage.stores.verbs import NotFound, S3Options, Store
+
+BUFFER_BYTES = 2**20
+UNPACKED_BYTES = 2**30
+MAX_RATIO = 256
+"""A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
+below; a file that was made to fill a disk or a day does not."""
+
+
+def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
+    """Return the file's bytes as they lie, seekable. Raises StoreError, or FileNotFoundError as NotFound."""
+    if file.uri.startswith("s3://"):
+        return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
+    try:
+        return io.BufferedReader(io.FileIO(local_path(file)), buffer_bytes)
+    except FileNotFoundError:
+        raise NotFound(f"{file.uri} is gone") from None
+    except OSError as error:
+        raise StoreError(f"{file.uri}: {error.strerror}") from None
+
+
+def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
+    """Return the file's content, decompressed, from the front; seekable only if it is not compressed.
+
+    Damaged compression is a UserError while reading.
+    """
+    source = open_bytes(file, s3=s3)
+    if file.compression is None:
+        return source
+    return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
+
+
+AHEAD_BLOCKS = 2
+PLACES = 8
+"""Places of an object at which it may be read at once."""
+
+
+class _Decompressed(io.RawIOBase):
+    """gzip (of any number of members) or zstd (of any number of frames), which unlike the standard library's readers
+    notices that a stream was cut short."""
+
+    def __init__(self, file: InputFile, source: io.BufferedReader) -> None:
+        self._file, self._source = file, source
+        self._stream = pa.CompressedInputStream(pa.PythonFile(source, mode="r"), file.compression)
+        self._size = 0
+
+    def readable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            raise damaged(self._file, 0, f"{self._file.compression} at byte {self._size}: {error}") from None
+        buffer[: len(data)] = data
+        self._size += len(data)
+        if self._size > UNPACKED_BYTES and self._size > MAX_RATIO * self._source.tell():
+            raise _bomb(self._file, self._size, self._source.tell())
+        return len(data)
+
+    def close(self) -> None:
+        """See io.RawIOBase."""
+        self._source.close()
+        super().close()
+
+
+def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
+    sizes = f"{packed:,} bytes of {file.compression} unpack to {unpacked:,} and more, over {MAX_RATIO} times as much"
+    return UserError(f"{file.uri}: {sizes}; if that is meant, unpack the file first", field=FIELD)
+
+
+class RangeFile(io.RawIOBase):
+    """An object of a store as a seekable file; its blocks are shared with others (storage/stores/blocks.py).
+
+    Where one block is read after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
+    one for each column.
+    """
+
+    def __init__(self, store: Store, name: str, etag: str | None, size: int) -> None:
+        self._object = (store, name, etag)
+        self._size, self._position = size, 0
+        self._recent: deque[int] = deque(maxlen=PLACES)
+
+    def readable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def seekable(self) -> bool:
+        """See io.RawIOBase."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """See io.RawIOBase."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        """See io.RawIOBase."""
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        if self._position >= self._size:
+            return 0
+        index, inside = divmod(self._position, BLOCK_BYTES)
+        if index not in self._recent:
+            self._fetch_behind(index)
+        data = BLOCKS.get(Block(*self._object, index, self._size))[inside : inside + len(buffer)]
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _fetch_behind(self, index: int) -> None:
+        is_next = index - 1 in self._recent
+        self._recent.append(index)
+        if not is_next:
+            return
+        for coming in range(index, min(index + 1 + AHEAD_BLOCKS, -(-self._size // BLOCK_BYTES))):
+            BLOCKS.fetch(Block(*self._object, coming, self._size))
+
+
+def open_object(store: Store, name: str) -> io.BufferedReader:
+    """Return an object as a seekable stream that fetches only the blocks it needs; NotFound if there is none.
+
+    For a Parquet file of which a reader needs one row group.
+    """
+    stat = store.stat(name)
+    if stat is None:
+        raise NotFound(f"{store.url}/{name} does not exist")
+    return io.BufferedReader(RangeFile(store, name, stat.etag, stat.size), 2**16)
+
+
+def _s3_file(file: InputFile, s3: S3Options | None) -> RangeFile:
+    assert file.size is not None, "a listing on S3 tells sizes"
+    return RangeFile(*_object(file, s3), file.size)
+
+
+def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | None]:
+    bucket, _, key = file.uri.removeprefix("s3://").partition("/")
+    return _bucket(bucket, s3), key, file.etag
+
+
+def blocks_at(file: InputFile, offsets: Iterable[int], s3: S3Options | None) -> list[Block]:
+    """The blocks of a file on S3 that are needed to read from these offsets; of a local file none."""
+    if not file.uri.startswith("s3://"):
+        return []
+    assert file.size is not None, "a listing on S3 tells sizes"
+    indexes = sorted({offset // BLOCK_BYTES for offset in offsets})
+    return [Block(*_object(file, s3), index, file.size) for index in indexes]
+
+
+@lru_cache(maxsize=4)
+def _bucket(bucket: str, s3: S3Options | None) -> Store:
+    return open_store(f"s3://{bucket}", s3=s3)

@@ -1,0 +1,172 @@
+"""One driver per run directory: `_lease.json` with owner, epoch and expiry, moved on by conditional replacement.
+
+A lease keeps two drivers from wasting each other's work; it does not make commits safe (conditional creation does),
+so a driver that wakes up late can lose work but never spoil any. Clocks of two drivers should agree to well under ttl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+
+import psutil
+
+from storage.errors import DamagedRun, StoreError
+from storage.failpoints import failpoint
+from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
+
+LEASE = "_lease.json"
+
+
+class LeaseHeld(StoreError):
+    """Another driver works in this run directory: `owner`, until `expires_at_s` (Unix time) unless it renews."""
+
+    def __init__(self, owner: str, expires_at_s: float) -> None:
+        super().__init__(owner, expires_at_s)
+        self.owner = owner
+        self.expires_at_s = expires_at_s
+
+    def __str__(self) -> str:
+        until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%H:%M:%S UTC")
+        return f"another driver holds this run directory: {self.owner}, until {until} if it does not renew"
+
+
+class LeaseLost(StoreError):
+    """This driver's lease was taken over; it must stop without writing more."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """A held lease. `epoch` grows by one with every holder; `expires_at_s` is Unix time on the holder's clock."""
+
+    store: Store
+    owner: str
+    epoch: int
+    expires_at_s: float
+    ttl_s: float
+    clock: Callable[[], float]
+    etag: str
+
+    def renew(self) -> None:
+        """Afterwards the lease is ours for another `ttl_s`; LeaseLost if another driver has taken it."""
+        failpoint("lease.before_renew")
+        self._write(self.clock() + self.ttl_s)
+
+    def release(self) -> None:
+        """Afterwards any driver may take it at once. If it was lost already, that is no error."""
+        try:
+            self._write(0.0)
+        except LeaseLost:
+            return
+
+    def withdraw(self) -> None:
+        """As `release`, and where nothing else was ever in the store, nothing is."""
+        if self.epoch > 1 or [stat.name for stat in islice(self.store.list(), 2)] != [LEASE]:
+            return self.release()
+        with suppress(LeaseLost):
+            self.check()
+            self.store.delete(LEASE)
+
+    def check(self) -> None:
+        """Return if the lease is still ours and in time, as the store has it now; else LeaseLost."""
+        if self.clock() >= self.expires_at_s or not self._is_ours():
+            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) is no longer ours")
+
+    def _is_ours(self) -> bool:
+        found, _ = _read(self.store)
+        return found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
+
+    def _write(self, expires_at_s: float) -> None:
+        if not self._is_ours():  # a store that ignores conditions would not say so
+            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over")
+        content = _Content(self.owner, self.epoch, expires_at_s)
+        try:
+            stat = self.store.replace(LEASE, content.json(), etag=self.etag)
+        except Conflict:
+            raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over") from None
+        self.etag, self.expires_at_s = stat.etag, expires_at_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    owner: str
+    epoch: int
+    expires_at_s: float
+
+    def json(self) -> bytes:
+        return json.dumps({"owner": self.owner, "epoch": self.epoch, "expires_at_s": self.expires_at_s}).encode()
+
+
+def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] = time.time) -> Lease:
+    """Of several drivers, one holds the lease: it returns, the others raise LeaseHeld(owner, expires_at_s).
+
+    A lease that has expired, was released, or whose owner is a dead process of this machine is taken over with a
+    higher epoch. Call `renew` well within `ttl_s` (seconds).
+    """
+    found, stat = _read(store)
+    if found is not None and clock() < found.expires_at_s and not process_is_dead(found.owner):
+        raise LeaseHeld(found.owner, found.expires_at_s)
+    content = _Content(owner, found.epoch + 1 if found else 1, clock() + ttl_s)
+    failpoint("lease.before_acquire")
+    try:
+        if stat is None:
+            stat = store.create(LEASE, content.json())
+        else:
+            stat = store.replace(LEASE, content.json(), etag=stat.etag)
+    except (AlreadyExists, Conflict):
+        raise _held(store) from None
+    return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
+
+
+def this_process() -> str:
+    """Name this process so that others on the same machine can see whether it lives: `host:machine:pid`."""
+    return f"{socket.gethostname()}:{_machine()}:{os.getpid()}"
+
+
+def process_is_dead(owner: str) -> bool:
+    """True only if `owner` names a process of this machine and that process is certainly gone."""
+    host, _, rest = owner.partition(":")
+    machine, _, pid = rest.partition(":")
+    if (host, machine) != (socket.gethostname(), _machine()) or not pid.isdecimal():
+        return False
+    try:
+        return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
+
+
+def _machine() -> str:
+    """Differs between boots and between containers, whose process numbers mean different processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+        return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino:x}"
+    except OSError:
+        return "-"
+
+
+def _held(store: Store) -> LeaseHeld:
+    found, _ = _read(store)
+    return LeaseHeld(found.owner, found.expires_at_s) if found else LeaseHeld("unknown", 0.0)
+
+
+def _read(store: Store) -> tuple[_Content | None, Stat | None]:
+    stat = store.stat(LEASE)
+    if stat is None:
+        return None, None
+    try:
+        found = json.loads(store.get(LEASE))
+        return _Content(found["owner"], found["epoch"], found["expires_at_s"]), stat
+    except NotFound:  # withdrawn between the two looks
+        return None, None
+    except (ValueError, KeyError, TypeError):
+        raise DamagedRun(f"{store.url}/{LEASE}", "it is not a lease", "if no job runs here, delete it") from None

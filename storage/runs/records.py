@@ -1,0 +1,246 @@
+"""The result schema, explicit and versioned, and its Parquet form. Knows nothing of where files go.
+
+Only nullable columns are ever added; SCHEMA_VERSION grows when one is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.errors import DamagedRun
+from storage.stores.promises import promised
+from storage.soundness import THREADS
+from storage.stores.verbs import Store
+
+SCHEMA_VERSION = 4
+_ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4}
+"""The version that brought a column; the others are as old as the schema."""
+
+KEEP = "keep"
+"""The last column of a run whose spec has `input.keep`: a struct of these columns of the inputs (storage/inputs/kept.py)."""
+
+KEY_PREFIX = "draftmill."
+"""Leads the names of our Parquet key-value metadata: schema_version, fingerprint, unit, pass, code_version, counts."""
+
+STATUSES = ("ok", "failed", "skipped")
+
+_WORDS = pa.dictionary(pa.int32(), pa.string())
+_FILL = pa.struct(
+    [
+        pa.field("start", pa.int32(), nullable=False),
+        pa.field("end", pa.int32(), nullable=False),
+        pa.field("text", pa.string()),
+    ]
+)
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field:
+    return pa.field(name, kind, nullable=False)
+
+
+SCHEMA: pa.Schema = pa.schema(
+    [
+        _required("id", pa.string()),
+        _required("unit", pa.int32()),
+        _required("pass", pa.int32()),
+        _required("attempt", pa.int32()),
+        _required("status", pa.string()),
+        pa.field("error_kind", pa.string()),
+        pa.field("error_stage", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("text", pa.string()),
+        pa.field("fills", pa.list_(_FILL)),
+        pa.field("tokens", pa.list_(pa.int32())),
+        pa.field("prompt_tokens", pa.int32()),
+        pa.field("new_tokens", pa.int32()),
+        pa.field("finish", pa.string()),
+        pa.field("logprob", pa.float64()),
+        pa.field("decoder", _WORDS),
+        pa.field("model", _WORDS),
+        pa.field("drafter", _WORDS),
+        pa.field("key", pa.uint64()),
+        pa.field("nfe", pa.int32()),
+        pa.field("nfe_draft", pa.int32()),
+        pa.field("iterations", pa.int32()),
+        pa.field("proposed", pa.int32()),
+        pa.field("accepted", pa.int32()),
+        pa.field("accept_hist", pa.list_(pa.int32())),
+        pa.field("wait_s", pa.float64()),
+        pa.field("prefill_s", pa.float64()),
+        pa.field("decode_s", pa.float64()),
+        pa.field("total_s", pa.float64()),
+        pa.field("device_s", pa.float64()),
+        pa.field("batch_rows", pa.float32()),
+        pa.field("pad_fraction", pa.float32()),
+        pa.field("worker", _WORDS),
+        pa.field("node", _WORDS),
+        pa.field("started_at", pa.timestamp("us", tz="UTC")),
+        pa.field("metrics", pa.map_(pa.string(), pa.float64())),
+        pa.field("token_logprobs", pa.list_(pa.float32())),
+        pa.field("nfe_kinds", pa.map_(pa.string(), pa.int32())),
+        pa.field("truncated_tokens", pa.int32()),
+        pa.field("endpoint", _WORDS),
+        pa.field("token_texts", pa.list_(pa.string())),
+    ]
+)
+"""One row per sample; docs/formats.md says what each column means."""
+
+
+def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
+    """The schema as a version up to SCHEMA_VERSION has it, with the struct `keep` of these fields, if there are any."""
+    fields = [field for field in SCHEMA if _ADDED.get(field.name, 1) <= version]
+    return pa.schema(fields if keep is None else [*fields, pa.field(KEEP, pa.struct(list(keep)))])
+
+
+TRACE_SCHEMA: pa.Schema = pa.schema(
+    [
+        _required("id", pa.string()),
+        _required("unit", pa.int32()),
+        _required("pass", pa.int32()),
+        _required("iteration", pa.int32()),
+        pa.field("nfe", pa.int32()),
+        pa.field("proposed", pa.list_(pa.int32())),
+        pa.field("committed", pa.list_(pa.int32())),
+        pa.field("positions", pa.list_(pa.int32())),
+    ]
+)
+"""One row per decoder iteration of a sample, for `trace: steps`; token ids and canvas positions."""
+
+TIMING_COLUMNS = frozenset(
+    {
+        "attempt",
+        "wait_s",
+        "prefill_s",
+        "decode_s",
+        "total_s",
+        "device_s",
+        "batch_rows",
+        "pad_fraction",
+        "worker",
+        "node",
+        "started_at",
+    }
+)
+"""The columns that may differ between two runs of one job; all others are equal to the byte."""
+
+_DICTIONARY_COLUMNS = [
+    "unit",
+    "pass",
+    "status",
+    "error_kind",
+    "error_stage",
+    "finish",
+    "decoder",
+    "model",
+    "drafter",
+    "worker",
+    "node",
+    "endpoint",
+]
+
+
+def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
+    """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
+
+    A map (`metrics`, `nfe_kinds`) may be a dict. A key that is no column, or a null where none may be, is our own mistake:
+    AssertionError.
+    """
+    names = set(schema.names)
+    for row in rows:
+        assert names.issuperset(row), f"not columns of the schema: {sorted(set(row) - names)}"
+    columns = [_column([row.get(field.name) for row in rows], field) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _column(values: list[Any], field: pa.Field) -> pa.Array:
+    if pa.types.is_map(field.type):
+        values = [list(value.items()) if isinstance(value, Mapping) else value for value in values]
+    elif pa.types.is_string(field.type):
+        values = [None if value is None else _encodable(value) for value in values]
+    array = pa.array(values, type=field.type)
+    assert field.nullable or not array.null_count, f"{field.name} may not be null"
+    return array
+
+
+def _encodable(text: str) -> str:
+    # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def write_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+    """Return the table as one closed Parquet file: zstd, page index, page checksums, statistics, and the metadata.
+
+    Keys get KEY_PREFIX. Equal tables and metadata give equal bytes.
+    """
+    sink = pa.BufferOutputStream()
+    with parquet_writer(sink, table.schema, metadata) as writer:
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def parquet_writer(sink: Any, schema: pa.Schema, metadata: Mapping[str, str]) -> pq.ParquetWriter:
+    """A writer of one such file, into which tables of `schema` go one after the other, a row group each.
+
+    Used as a context manager it publishes a whole file even where an exception unwinds it: `sink` must not be a store.
+    """
+    own = {f"{KEY_PREFIX}{key}": value for key, value in metadata.items()}
+    return pq.ParquetWriter(
+        sink,
+        schema.with_metadata(own),
+        compression="zstd",
+        use_dictionary=[name for name in _DICTIONARY_COLUMNS if name in schema.names],
+        write_statistics=True,
+        write_page_index=True,
+        write_page_checksum=True,
+    )
+
+
+def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table of a file that `write_parquet` made, every page checked against its checksum.
+
+    Raises pa.ArrowInvalid or OSError if it is damaged.
+    """
+    source = pa.BufferReader(data)
+    with pq.ParquetFile(source, page_checksum_verification=True) as file:
+        return file.read(columns=None if columns is None else list(columns), use_threads=THREADS)
+
+
+def parquet_groups(data: bytes) -> Iterator[pa.Table]:
+    """Yield the row groups of such a file one by one, every page checked. Raises as `read_parquet` does."""
+    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, use_threads=THREADS)
+
+
+def parquet_metadata(schema: pa.Schema) -> dict[str, str]:
+    """Return our own key-value metadata of a table's schema, without KEY_PREFIX."""
+    found = schema.metadata or {}
+    pairs = ((key.decode(), value.decode()) for key, value in found.items())
+    return {key.removeprefix(KEY_PREFIX): value for key, value in pairs if key.startswith(KEY_PREFIX)}
+
+
+def read_results(
+    store: Store, *, objects: Iterable[str] | None = None, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yield one table per unit file, checksums verified, one table in memory at a time, and a few files from S3.
+
+    `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units. Raises
+    DamagedRun, which names the file, where one is damaged; StoreError where it is missing.
+    """
+    names = objects if objects is not None else (stat.name for stat in store.list("data/"))
+    for name, data in promised(store, names, store.get):
+        try:
+            table = read_parquet(data.result(), columns=columns)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise damaged(store, name, error) from None
+        yield table
+
+
+def damaged(store: Store, name: str, error: Exception) -> DamagedRun:
+    """The error of a unit's file that can't be read."""
+    remedy = "delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
+    return DamagedRun(f"{store.url}/{name}", error, remedy)

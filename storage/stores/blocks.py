@@ -1,0 +1,136 @@
+"""Blocks of objects in a store: kept within a bound of bytes, and fetched ahead by a few threads.
+
+Each access of an object store takes its time, however little it asks for. Rows of a unit lie in many places, perhaps in a
+thousand files, so the places are asked for together. Nothing here knows rows or formats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeVar
+
+from storage.stores.verbs import Store
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 4 * 2**20
+KEPT_BYTES = 40 * BLOCK_BYTES
+"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have: its units read the same blocks in turn."""
+
+AHEAD_BYTES = 8 * BLOCK_BYTES
+AHEAD = 64
+"""Blocks that are asked for before they are needed, at most, and of so many bytes."""
+
+THREADS = 16
+ENTRY_BYTES = 2**10
+"""What a block costs beside its bytes: there may be very many very small files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The bytes of an object from `index` * BLOCK_BYTES on. `etag` tells versions apart; no request is bound to it."""
+
+    store: Store
+    name: str
+    etag: str | None
+    index: int
+    object_size: int
+
+    @property
+    def size(self) -> int:
+        """Number of its bytes."""
+        return max(0, min(BLOCK_BYTES, self.object_size - self.index * BLOCK_BYTES))
+
+    def read(self) -> bytes:
+        """Ask the store for it."""
+        return self.store.get_range(self.name, self.index * BLOCK_BYTES, BLOCK_BYTES)
+
+
+class Blocks:
+    """The blocks that were used last, `kept_bytes` of them. One that is being fetched is fetched once, whoever asks for it."""
+
+    def __init__(self, *, kept_bytes: int = KEPT_BYTES, threads: int = THREADS) -> None:
+        self._kept_bytes = kept_bytes
+        self._most_threads = threads
+        self._lock = threading.Lock()
+        self._futures: OrderedDict[Block, Future[bytes]] = OrderedDict()
+        self._bytes = 0
+        self._queue: SimpleQueue[tuple[Block, Future[bytes]]] = SimpleQueue()
+        self._threads = 0
+
+    def get(self, block: Block) -> bytes:
+        """Return a block's bytes; raises what the store raises."""
+        future, is_new = self._future(block)
+        if is_new:
+            self._fetch(block, future)
+        return future.result()
+
+    def fetch(self, block: Block) -> None:
+        """Let a thread fetch the block, if nobody does."""
+        future, is_new = self._future(block)
+        if is_new:
+            self._queue.put((block, future))
+            self._staff()
+
+    def _future(self, block: Block) -> tuple[Future[bytes], bool]:
+        with self._lock:
+            found = self._futures.get(block)
+            if found is not None:
+                self._futures.move_to_end(block)
+                return found, False
+            self._futures[block] = Future()
+            return self._futures[block], True
+
+    def _fetch(self, block: Block, future: Future[bytes]) -> None:
+        try:
+            data = block.read()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, others may wait for this
+            with self._lock:
+                self._futures.pop(block, None)  # the next one to ask tries again
+            future.set_exception(error)
+            return
+        future.set_result(data)
+        with self._lock:
+            self._bytes += len(data) + ENTRY_BYTES
+            while self._bytes > self._kept_bytes:
+                oldest = next(block for block, kept in self._futures.items() if kept.done())
+                self._bytes -= len(self._futures.pop(oldest).result()) + ENTRY_BYTES
+
+    def _staff(self) -> None:
+        # Daemons: whoever stops the program does not wait for what was fetched on the chance that it is needed.
+        with self._lock:
+            if self._threads < self._most_threads:
+                self._threads += 1
+                threading.Thread(target=self._work, name="blocks", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._fetch(*self._queue.get())
+
+
+BLOCKS = Blocks()
+"""The blocks of this process."""
+
+
+def ahead(items: Iterable[T], blocks_of: Callable[[T], Iterable[Block]], *, blocks: Blocks = BLOCKS) -> Iterator[T]:
+    """Yield the items, each while the blocks of the next ones are on their way."""
+    waiting: deque[tuple[T, int, int]] = deque()
+    count = num_bytes = 0
+    for item in items:
+        wanted = list(blocks_of(item))
+        size = sum(block.size for block in wanted)
+        while waiting and (max(len(waiting), count + len(wanted)) > AHEAD or num_bytes + size > AHEAD_BYTES):
+            first, its_count, its_bytes = waiting.popleft()
+            count, num_bytes = count - its_count, num_bytes - its_bytes
+            yield first
+        if len(wanted) <= AHEAD and size <= AHEAD_BYTES:
+            for block in wanted:
+                blocks.fetch(block)
+        waiting.append((item, len(wanted), size))
+        count, num_bytes = count + len(wanted), num_bytes + size
+    yield from (item for item, _, _ in waiting)

@@ -1,0 +1,223 @@
+"""A store in a local folder. Creation is a temporary file, fsync, and a hard link that fails if the name exists."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from storage.errors import StoreError, UserError
+from storage.failpoints import failpoint
+from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, checked_name
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where `replace` is then not safe between processes
+    fcntl = None  # type: ignore[assignment]
+
+_THE_USERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+TEMPORARY = ".tmp-"
+
+
+class LocalStore:
+    """A folder as a store; made when first written. Durable: data and names are fsynced before a verb returns."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(path)
+        self.root = Path(path)
+        self._made: list[Path] = []
+
+    def get(self, name: str) -> bytes:
+        """See Store."""
+        with _translated(self._path(name)) as path:
+            return path.read_bytes()
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """See Store."""
+        with _translated(self._path(name)) as path, path.open("rb") as file:
+            file.seek(start)
+            return file.read(length)
+
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+        """See Store. `metadata` is not kept."""
+        path = self._path(name)
+        with self._temporary(path, data) as temporary:
+            failpoint("local.before_link")
+            if not _linked(temporary, path):
+                raise AlreadyExists(self._stat(name, path))
+            failpoint("local.after_link")
+        _sync_folder(path.parent)
+        return self._stat(name, path)
+
+    def put(self, name: str, data: bytes) -> Stat:
+        """See Store."""
+        path = self._path(name)
+        with self._temporary(path, data) as temporary:
+            failpoint("local.before_rename")
+            os.replace(temporary, path)
+        _sync_folder(path.parent)
+        return self._stat(name, path)
+
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+        """See Store. Replacers are kept apart by a lock that the system drops when its holder dies."""
+        path = self._path(name)
+        try:
+            with _translated(path), _locked(path):
+                if self._stat(name, path).etag == etag:
+                    return self.put(name, data)
+        except NotFound:
+            pass
+        raise Conflict(f"{path} has changed")
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        """See Store."""
+        folder = prefix.rpartition("/")[0]
+        for name in self._names(folder):
+            if name.startswith(prefix):
+                # A file may go between the listing and the look; then it is not there.
+                with suppress(FileNotFoundError):
+                    yield self._stat(name, self.root / name)
+
+    def exists(self, name: str) -> bool:
+        """See Store."""
+        return self._path(name).is_file()
+
+    def stat(self, name: str) -> Stat | None:
+        """See Store."""
+        path = self._path(name)
+        try:
+            with _translated(path):
+                return self._stat(name, path)
+        except NotFound:
+            return None
+
+    def delete(self, name: str) -> None:
+        """See Store."""
+        with _translated(self._path(name)) as path:
+            path.unlink(missing_ok=True)
+
+    def sweep(self, *, older_s: float = 3600.0) -> None:
+        """Delete the temporary files that killed writers left; no living one takes so many seconds over a file."""
+        for folder, _, files in os.walk(self.root):
+            for name in files:
+                if name.startswith(TEMPORARY):
+                    path = Path(folder, name)
+                    with suppress(OSError):  # what can't be deleted does no harm
+                        if time.time() - path.stat().st_mtime > older_s:
+                            path.unlink()
+
+    def tidy(self) -> None:
+        """Remove the folders that this store made and that are empty again, the root and those above it too."""
+        while self._made:
+            with suppress(OSError):  # something lies in it
+                self._made.pop().rmdir()
+
+    def _path(self, name: str) -> Path:
+        return self.root / checked_name(name)
+
+    def _names(self, folder: str) -> Iterator[str]:
+        place = self.root / folder
+        try:
+            with _translated(place):
+                entries = sorted(os.scandir(place), key=_order)
+        except NotFound:
+            return
+        for entry in entries:
+            name = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir():
+                yield from self._names(name)
+            elif not entry.name.startswith(TEMPORARY):
+                yield name
+
+    def _stat(self, name: str, path: Path) -> Stat:
+        found = path.stat()
+        etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
+        return Stat(name, found.st_size, etag, {}, found.st_mtime)
+
+    @contextmanager
+    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
+        """A synced file with the data, in the folder of `path`; gone afterwards, if it was not renamed."""
+        temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
+        try:
+            with _translated(path):
+                self._make_folder(path.parent)
+                _write_synced(temporary, data)
+            yield temporary
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder and those above it, durably."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir()
+            self._made.append(folder)
+        _sync_folder(folder.parent)
+
+
+def _order(entry: os.DirEntry[str]) -> str:
+    # As S3 sorts whole names, a folder sorts with its slash.
+    return f"{entry.name}/" if entry.is_dir() else entry.name
+
+
+def _linked(temporary: Path, path: Path) -> bool:
+    """Give the file its name; False if the name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # A network file system may do the work and lose the answer; two names for our file tell.
+        return temporary.stat().st_nlink > 1
+    except OSError as error:
+        raise UserError(f"{path}: this file system can't link files ({error.strerror}); choose another place") from None
+    return True
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of the file that has this name now; a file that was replaced meanwhile has a lock of its own."""
+    while True:
+        with path.open("r+b") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[Path]:
+    """Turn the system's errors into ours: NotFound, UserError where the user must act, else StoreError."""
+    try:
+        yield path
+    except FileNotFoundError:
+        raise NotFound(f"{path} does not exist") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _THE_USERS:
+            raise UserError(f"{path}: {reason}") from None
+        raise StoreError(f"{path}: {reason}") from None

@@ -1,0 +1,271 @@
+"""A store under s3://bucket/prefix, through boto3: single PUTs, conditional where the verb says so.
+
+Conditional multipart completion is not used here: a widespread server overwrites silently there (exports, which may be of any
+size, go through upload.py). Retries are ours (tenacity), boto3's are off, so that a lost answer is seen for what it is: each
+conditional write carries a token of its own, and a refusal by an object with that token is our own success.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import boto3
+import tenacity
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    ParamValidationError,
+    PartialCredentialsError,
+)
+from botocore.exceptions import ConnectionError as BotoConnectionError
+
+from storage.errors import StoreError, UserError
+from storage.failpoints import failpoint
+from storage.secrets import presentable
+from storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options, Stat
+
+TOKEN = "write-token"
+ATTEMPTS = 8
+MAX_WAIT_S = 10.0
+TIMEOUT_S = 60
+MAX_PUT_BYTES = 5 * 2**30
+PAGE_KEYS = 1000
+
+_PASSING = frozenset({"SlowDown", "RequestTimeout", "Throttling", "RequestLimitExceeded", "ConditionalRequestConflict"})
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class _BeyondEnd(StoreError):
+    """A range begins at or behind the object's end."""
+
+
+class S3Store:
+    """A bucket, or a prefix in one. `sleep` (seconds) is what waits between attempts."""
+
+    def __init__(self, url: str, options: S3Options, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        if not bucket:
+            raise UserError(f"{url!r} names no bucket: s3://bucket/prefix")
+        self.url = url
+        self._bucket, self._prefix = bucket, f"{prefix.rstrip('/')}/" if prefix else ""
+        self._options, self._sleep = options, sleep
+        self._client = _client(options)
+
+    def get(self, name: str) -> bytes:
+        """See Store."""
+        return self._read(name)
+
+    def get_range(self, name: str, start: int, length: int) -> bytes:
+        """See Store."""
+        try:
+            return self._read(name, Range=f"bytes={start}-{start + length - 1}") if length else b""
+        except _BeyondEnd:
+            return b""
+
+    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+        """See Store. One PutObject with If-None-Match and a SHA-256 checksum."""
+        failpoint("s3.before_create")
+        token = secrets.token_hex(16)
+        try:
+            answer = self._write(name, data, {**(metadata or {}), TOKEN: token}, IfNoneMatch="*")
+        except ClientError as error:
+            if status_of(error) != 412:
+                raise self.failed(name, error) from None
+            found = self.stat(name)
+            if found is None:
+                raise StoreError(f"{self.where(name)} was refused as existing, but is not there") from None
+            if found.metadata.get(TOKEN) != token:
+                raise AlreadyExists(found) from None
+            return found
+        failpoint("s3.after_create")
+        return Stat(name, len(data), _etag(answer), dict(metadata or {}))
+
+    def put(self, name: str, data: bytes) -> Stat:
+        """See Store."""
+        failpoint("s3.before_put")
+        try:
+            answer = self._write(name, data, {})
+        except ClientError as error:
+            raise self.failed(name, error) from None
+        return Stat(name, len(data), _etag(answer))
+
+    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+        """See Store. One PutObject with If-Match."""
+        failpoint("s3.before_replace")
+        token = secrets.token_hex(16)
+        try:
+            answer = self._write(name, data, {TOKEN: token}, IfMatch=etag)
+        except ClientError as error:
+            if status_of(error) not in {404, 412}:
+                raise self.failed(name, error) from None
+            found = self.stat(name)
+            if found is None or found.metadata.get(TOKEN) != token:
+                raise Conflict(f"{self.where(name)} has changed") from None
+            return found
+        return Stat(name, len(data), _etag(answer))
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        """See Store. One request for each thousand objects, as they are consumed."""
+        query = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "MaxKeys": PAGE_KEYS}
+        while True:
+            page = self._call("", self._client.list_objects_v2, **query)
+            for item in page.get("Contents", ()):
+                name = item["Key"].removeprefix(self._prefix)
+                yield Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            query["ContinuationToken"] = page["NextContinuationToken"]
+
+    def exists(self, name: str) -> bool:
+        """See Store."""
+        return self.stat(name) is not None
+
+    def stat(self, name: str) -> Stat | None:
+        """See Store."""
+        try:
+            found = self._call(name, self._client.head_object, Bucket=self._bucket, Key=self.key(name))
+        except NotFound:
+            return None
+        return Stat(name, found["ContentLength"], _etag(found), found["Metadata"], found["LastModified"].timestamp())
+
+    def delete(self, name: str) -> None:
+        """See Store."""
+        self._call(name, self._client.delete_object, Bucket=self._bucket, Key=self.key(name))
+
+    # ---- for uploads in parts, too
+
+    def ask(self, operation: str, name: str, **arguments: Any) -> Any:
+        """The answer to a request, with retries; ClientErrors that stay come out as they are, for the caller to judge."""
+        function = getattr(self._client, operation)
+        return self._retried(name, lambda: function(Bucket=self._bucket, **arguments))
+
+    def key(self, name: str) -> str:
+        """The object's key in the bucket."""
+        return self._prefix + name
+
+    @property
+    def with_checksums(self) -> bool:
+        """Whether SHA-256 checksums go with what is written."""
+        return self._options.checksums != "when_required"
+
+    def where(self, name: str) -> str:
+        """The object's URL, for messages."""
+        return f"s3://{self._bucket}/{self._prefix}{name}"
+
+    def failed(self, name: str, error: ClientError) -> Exception:
+        """Our error for one of S3's: NotFound, UserError where the user must act, else StoreError."""
+        code = str(error.response["Error"].get("Code", ""))
+        if code == "NoSuchBucket":
+            return UserError(f"{self.url}: there is no bucket {self._bucket!r}")
+        if status_of(error) == 416:
+            return _BeyondEnd(f"{self.where(name)} ends before the range")
+        if status_of(error) == 404:
+            return NotFound(f"{self.where(name)} does not exist")
+        if status_of(error) in {301, 400, 401, 403}:
+            return UserError(f"{self.where(name)}: refused ({code or status_of(error)})")
+        return StoreError(f"{self.where(name)}: {code} ({status_of(error)})")
+
+    # ---- requests
+
+    def _read(self, name: str, **arguments: str) -> bytes:
+        def read(**call: Any) -> bytes:
+            # The body is read inside the attempt: it may break off, which boto3 doesn't retry.
+            return bytes(self._client.get_object(**call)["Body"].read())
+
+        return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
+
+    def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
+        """PutObject with retries; ClientErrors that stay come out as they are, for the verb to judge."""
+        assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
+        checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
+        return self.ask("put_object", name, Key=self.key(name), Body=data, Metadata=metadata, **checksum, **condition)
+
+    def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
+        try:
+            return self._retried(name, lambda: function(**arguments))
+        except ClientError as error:
+            raise self.failed(name, error) from None
+
+    def _retried(self, name: str, attempt: Callable[[], T]) -> T:
+        """Try up to ATTEMPTS times, waiting exponentially with jitter, while the failure may pass."""
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_WAIT_S),
+            retry=tenacity.retry_if_exception(_may_pass),
+            before_sleep=lambda state: self._log_once(name, state),
+            sleep=self._sleep,
+            reraise=True,
+        )
+        try:
+            return retrying(attempt)
+        except (NoCredentialsError, PartialCredentialsError):
+            raise UserError(f"{self.url}: no S3 credentials were found in the environment") from None
+        except ParamValidationError as error:
+            raise UserError(f"{self.url}: {error}") from None
+        except BotoCoreError as error:
+            raise StoreError(f"{self.where(name)}: {error}") from None
+
+    def _log_once(self, name: str, state: tenacity.RetryCallState) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            said = presentable(str(state.outcome.exception()))
+            _log.warning("%s: %s; trying again", self.where(name), said)
+
+
+@lru_cache(maxsize=8)
+def _client(options: S3Options) -> Any:
+    """A client for these options, shared by all stores and threads of the process."""
+    addressing = options.addressing
+    if addressing == "auto":
+        addressing = "path" if options.endpoint else "auto"
+    checksums = "when_supported" if options.checksums == "when_supported" else "when_required"
+    config = Config(
+        s3={"addressing_style": addressing},
+        retries={"total_max_attempts": 1},
+        connect_timeout=TIMEOUT_S,
+        read_timeout=TIMEOUT_S,
+        max_pool_connections=32,
+        request_checksum_calculation=checksums,
+        response_checksum_validation=checksums,
+    )
+    # A session of its own: boto3's default one is not safe to share between threads.
+    if options.endpoint and "@" in options.endpoint:
+        raise UserError("an endpoint may not carry credentials; give them in the environment", field="s3.endpoint")
+    session = boto3.session.Session()
+    try:
+        return session.client("s3", endpoint_url=options.endpoint, region_name=options.region, config=config)
+    except ValueError as error:
+        raise UserError(str(error), field="s3.endpoint") from None
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Timeouts, resets, broken bodies, 5xx, 429 and a conditional write that met another one on the way."""
+    if isinstance(error, ClientError):
+        code = error.response["Error"].get("Code", "")
+        return status_of(error) >= 500 or status_of(error) == 429 or code in _PASSING
+    return isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError)
+
+
+def status_of(error: ClientError) -> int:
+    """The HTTP status of an answer that refuses."""
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+def _etag(answer: Any) -> str:
+    return str(answer["ETag"]).strip('"')  # one server takes If-Match only without the quotes
+
+
+def sha256(data: bytes | bytearray) -> str:
+    """The digest as S3 wants it, in base64."""
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()

@@ -1,0 +1,64 @@
+"""Opens a store by its URL, and asks it whether it honours conditional writes."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from storage.errors import StoreError, UserError
+from storage.stores.local import LocalStore
+from storage.stores.memory import MemoryStore
+from storage.stores.verbs import AlreadyExists, S3Options, Store
+
+
+def open_store(url: str, *, s3: S3Options | None = None) -> Store:
+    """Return the store at a local path, `memory://NAME` (this process only) or `s3://bucket/prefix`.
+
+    Nothing is contacted or created yet. Raises UserError for a URL of another kind.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return LocalStore(os.path.expanduser(url))
+    if scheme == "memory":
+        return MemoryStore(rest)
+    if scheme == "s3":
+        # boto3 takes a third of a second to import, which a job on local disk need not wait for.
+        from storage.stores.s3 import S3Store
+
+        return S3Store(url, s3 or S3Options())
+    raise UserError(f"{url!r} is not a place to store: use a local path, s3://bucket/prefix or memory://NAME")
+
+
+def sweep(store: Store) -> None:
+    """Delete what killed writers of a run left half written. Only a local folder can hold such: S3 has an object whole or not
+    at all, and no upload in parts is begun in a run (exports are, which see to their own: storage/stores/upload.py).
+    """
+    if isinstance(store, LocalStore):
+        store.sweep()
+
+
+def tidy(store: Store) -> None:
+    """Remove the folders that `store` made and that are empty again; only a local folder has any."""
+    if isinstance(store, LocalStore):
+        store.tidy()
+
+
+def probe(store: Store) -> bool:
+    """True if the store honours conditional creation: of two creates of one name, the second is refused.
+
+    Leaves nothing behind. Raises UserError if the store can't be reached or written.
+    """
+    name = f"_probe-{secrets.token_hex(8)}"
+    try:
+        store.create(name, b"first")
+    except UserError as error:
+        raise UserError(error.message, field=error.field or "output.path") from None
+    except StoreError as error:
+        raise UserError(str(error), field="output.path") from None
+    try:
+        store.create(name, b"second")
+    except AlreadyExists:
+        return True
+    finally:
+        store.delete(name)
+    return False

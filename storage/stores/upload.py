@@ -1,0 +1,247 @@
+"""A file of any size that is written to S3 as it comes, in parts, and appears under its name whole or not at all.
+
+    with Upload(store, "answers.jsonl") as file:
+        file.write(...)
+
+Memory holds one part. The name is taken by the request that completes the upload, or by a single PutObject where there is no
+more than one part. An exporter that is killed leaves parts that no listing of objects shows and that cost money: whoever
+writes to that name next calls `abort_orphans`. Knows nothing of rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from email.utils import parsedate_to_datetime
+from types import TracebackType
+from typing import Any
+
+from botocore.exceptions import ClientError
+
+from storage.errors import StoreError, UserError
+from storage.stores.s3 import TOKEN, S3Store, sha256, status_of
+from storage.stores.verbs import AlreadyExists
+
+PART_BYTES = 16 * 2**20
+MAX_PARTS = 10_000
+PARTS_OF_A_SIZE = 150
+"""After so many parts they grow by another PART_BYTES: 10,000 make 5.2 TiB, more than an object may have; the last has 1 GiB."""
+
+ORPHAN_S = 3600.0
+"""A younger upload may be another exporter's that is at work."""
+
+_NOT_LISTED = frozenset({403, 405, 501})
+"""The answers of stores that list no uploads, or not for us."""
+
+_log = logging.getLogger(__name__)
+
+
+class Upload:
+    """One object under way, as a binary file that is only written, and never twice in a place.
+
+    Leaving the block publishes it; an exception, an interrupt too, leaves nothing. With `overwrite` it replaces what has the
+    name; without, AlreadyExists is raised, at the end where the name was taken meanwhile. A failed write ends the upload.
+    """
+
+    def __init__(self, store: S3Store, name: str, *, overwrite: bool = False, part_bytes: int | None = None) -> None:
+        self._store, self._name = store, name
+        self._overwrite, self._part_bytes = overwrite, part_bytes or PART_BYTES
+        self._token = secrets.token_hex(16)
+        self._upload_id: str | None = None
+        self._parts: list[dict[str, Any]] = []
+        self._sent_bytes = 0
+        self._buffer = bytearray()
+        self._ended = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Take the bytes, and send each part that is full once more is to come. Raises StoreError, or UserError."""
+        self._check_open()
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        while rest:
+            room = self._wanted() - len(self._buffer)
+            if not room:
+                self._or_nothing(self._send_part)
+                continue
+            self._buffer += rest[:room]
+            rest = rest[room:]
+        return count
+
+    def publish(self) -> None:
+        """Give the object its name. Raises AlreadyExists where it is taken and may not be overwritten."""
+        self._check_open()
+        self._or_nothing(self._complete if self._upload_id else self._put)
+        self._end()
+
+    def close(self) -> None:
+        """Give up what is not published: nothing is left of it. Does nothing after `publish`."""
+        upload_id = self._upload_id
+        self._end()
+        if upload_id is not None:
+            _abort(self._store, self._name, upload_id)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is published or given up."""
+        return self._ended
+
+    def flush(self) -> None:
+        """Nothing: what is no whole part can't be sent yet."""
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self._sent_bytes + len(self._buffer)
+
+    def writable(self) -> bool:
+        """See IO."""
+        return True
+
+    def readable(self) -> bool:
+        """See IO."""
+        return False
+
+    def seekable(self) -> bool:
+        """See IO."""
+        return False
+
+    def __enter__(self) -> Upload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.publish()
+        else:
+            self.close()
+
+    def _wanted(self) -> int:
+        return part_size(len(self._parts) + 1, self._part_bytes)
+
+    def _or_nothing(self, step: Callable[[], object]) -> None:
+        with ExitStack() as unfinished:
+            unfinished.callback(self.close)
+            step()
+            unfinished.pop_all()
+
+    def _end(self) -> None:
+        self._upload_id, self._buffer, self._ended = None, bytearray(), True
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ValueError("the upload has ended")
+
+    def _send_part(self) -> None:
+        store, number, data = self._store, len(self._parts) + 1, self._buffer
+        if number > MAX_PARTS:
+            raise StoreError(f"{store.where(self._name)}: S3 takes no more than {MAX_PARTS:,} parts")
+        if self._upload_id is None:
+            kind = {"ChecksumAlgorithm": "SHA256"} if store.with_checksums else {}
+            begun = self._ask("create_multipart_upload", Metadata={TOKEN: self._token}, **kind)
+            self._upload_id = begun["UploadId"]
+        checksum = {"ChecksumSHA256": sha256(data)} if store.with_checksums else {}
+        answer = self._ask("upload_part", UploadId=self._upload_id, PartNumber=number, Body=data, **checksum)
+        self._parts.append({"PartNumber": number, "ETag": answer["ETag"], **checksum})
+        self._sent_bytes += len(data)
+        self._buffer = bytearray()
+
+    def _put(self) -> None:
+        write = self._store.put if self._overwrite else self._store.create
+        write(self._name, bytes(self._buffer))
+
+    def _complete(self) -> None:
+        """Put the parts together. An answer that was lost, and a second one that refuses, are a success if the object is ours."""
+        self._send_part()
+        store, name = self._store, self._name
+        found = None if self._overwrite else store.stat(name)
+        if found is not None:  # a server that ignores the condition below would write over it
+            raise AlreadyExists(found)
+        condition = {} if self._overwrite else {"IfNoneMatch": "*"}
+        parts = {"Parts": self._parts}
+        place = {"Key": store.key(name), "UploadId": self._upload_id}
+        try:
+            store.ask("complete_multipart_upload", name, **place, MultipartUpload=parts, **condition)
+        except ClientError as error:
+            if status_of(error) not in {404, 412}:
+                raise store.failed(name, error) from None
+            found = store.stat(name)
+            if found is not None and found.metadata.get(TOKEN) == self._token:
+                return
+            if found is not None and status_of(error) == 412:
+                raise AlreadyExists(found) from None
+            raise self._refused(error) from None
+
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        try:
+            return self._store.ask(operation, self._name, Key=self._store.key(self._name), **arguments)
+        except ClientError as error:
+            raise self._refused(error) from None
+
+    def _refused(self, error: ClientError) -> Exception:
+        where = self._store.where(self._name)
+        if _code(error) == "NoSuchUpload":
+            return StoreError(f"{where}: somebody else has ended the upload; the file is not written")
+        if status_of(error) == 412:
+            return StoreError(f"{where} was refused as existing, but is not there")
+        return self._store.failed(self._name, error)
+
+
+def part_size(number: int, part_bytes: int) -> int:
+    """Bytes of the part of this number, from 1, where the first one has `part_bytes`."""
+    return part_bytes * (1 + number // PARTS_OF_A_SIZE)
+
+
+# ---- what killed exporters left
+
+
+def abort_orphans(store: S3Store, name: str) -> int:
+    """Abort the uploads to this very name that were begun more than ORPHAN_S ago, and return how many there were.
+
+    Raises UserError where there is no such bucket. A store that lists no uploads, or not for us, is left as it is.
+    """
+    try:
+        found = list(_uploads(store, name))
+    except ClientError as error:
+        if status_of(error) not in _NOT_LISTED:
+            raise store.failed(name, error) from None
+        _log.warning("%s: can't look for what killed exporters left (%s)", store.where(name), _code(error))
+        return 0
+    old = [upload_id for upload_id, age_s in found if age_s > ORPHAN_S]
+    for upload_id in old:
+        _abort(store, name, upload_id)
+    return len(old)
+
+
+def _uploads(store: S3Store, name: str) -> Iterator[tuple[str, float]]:
+    """The uploads to this very name: id, and age in seconds by the store's own clock."""
+    query: dict[str, Any] = {"Prefix": store.key(name)}
+    while True:
+        page = store.ask("list_multipart_uploads", name, **query)
+        now_s = _clock_s(page)
+        for upload in page.get("Uploads", ()):
+            if upload["Key"] == store.key(name):
+                yield upload["UploadId"], now_s - upload["Initiated"].timestamp()
+        if not page.get("IsTruncated"):
+            return
+        query |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _clock_s(answer: Any) -> float:
+    said = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    return parsedate_to_datetime(said).timestamp() if said else time.time()
+
+
+def _abort(store: S3Store, name: str, upload_id: str) -> None:
+    """End an upload; where that can't be done now, the next exporter to this name will."""
+    try:
+        store.ask("abort_multipart_upload", name, Key=store.key(name), UploadId=upload_id)
+    except (StoreError, UserError, ClientError) as error:
+        if not isinstance(error, ClientError) or status_of(error) != 404:
+            _log.warning("%s: the parts of an upload are left (%s)", store.where(name), error)
+
+
+def _code(error: ClientError) -> str:
+    return str(error.response["Error"].get("Code", "") or status_of(error))

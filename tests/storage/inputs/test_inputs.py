@@ -1,0 +1,270 @@
+"""From `input.path` to a list of files: names, formats, and clear refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+
+from storage.errors import UserError
+from storage.inputs.inputs import format_of, glob_pattern
+from storage.inputs.reader import InputFile, default_id, iterate, list_inputs, read_rows
+from storage.stores.s3 import S3Store
+from storage.stores.verbs import S3Options
+
+
+def write(folder: Path, *names: str, text: str = '{"text": "a"}\n') -> Path:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def names(path: str | Path, *, s3: S3Options | None = None) -> list[str]:
+    return [file.name for file in list_inputs(str(path), s3=s3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a.jsonl", ("jsonl", None)),
+        ("a.NDJSON.GZ", ("jsonl", "gzip")),
+        ("a.b.csv.zst", ("csv", "zstd")),
+        ("a.tsv", ("csv", None)),
+        ("a.parquet", ("parquet", None)),
+        ("a.parquet.gz", None),
+        ("a.arrow", ("arrow", None)),
+        ("a.txt", ("txt", None)),
+        ("a.py", ("text", None)),
+        ("a.md.gz", ("text", "gzip")),
+        ("a.gz", None),
+        ("a.png", None),
+        ("jsonl", None),
+    ],
+)
+def test_endings_tell_format_and_compression(name: str, expected: tuple[str, str | None] | None) -> None:
+    assert format_of(name) == expected
+
+
+def test_names_are_relative_to_the_inputs_root(tmp_path: Path) -> None:
+    write(tmp_path, "in/b.jsonl", "in/sub/a.jsonl", "in/a.jsonl")
+    assert names(tmp_path / "in") == ["a.jsonl", "b.jsonl", "sub/a.jsonl"]
+    assert names(tmp_path / "in" / "sub" / "a.jsonl") == ["a.jsonl"]
+    assert names(f"{tmp_path}/in/*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert names(f"{tmp_path}/in/**/*.jsonl") == ["a.jsonl", "b.jsonl", "sub/a.jsonl"]
+    assert names(f"{tmp_path}/*/sub/?.jsonl") == ["in/sub/a.jsonl"]
+
+
+def test_ids_stay_when_the_data_moves(tmp_path: Path) -> None:
+    for place in ("here", "there"):
+        write(tmp_path / place, "x/a.jsonl")
+    ids = [default_id(list_inputs(str(tmp_path / place))[0], 3) for place in ("here", "there")]
+    assert ids == ["x/a.jsonl:3", "x/a.jsonl:3"]
+
+
+def test_a_relative_path_is_found_by_workers_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "a.jsonl")
+    monkeypatch.chdir(tmp_path)
+    (file,) = list_inputs("a.jsonl")
+    monkeypatch.chdir("/")
+    assert len(list(iterate(file))) == 1
+
+
+def test_a_file_is_plain_json_and_knows_its_version(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    (file,) = list_inputs(str(tmp_path / "a.jsonl"))
+    assert InputFile(**json.loads(json.dumps(dataclasses.asdict(file)))) == file
+    assert file.size == 14 and file.mtime_s is not None
+
+
+def test_a_folder_passes_over_what_is_no_data(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", ".hidden.jsonl", ".git/x.jsonl", "_SUCCESS", "_log/b.jsonl", "state.json", "x.png")
+    write(tmp_path, "README.md", "LICENSE.txt")
+    assert names(tmp_path) == ["a.jsonl"]
+
+
+def test_what_is_no_file_is_passed_over_and_odd_names_can_be_ids(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl")
+    (tmp_path / "dangling.jsonl").symlink_to("absent")
+    (tmp_path / "folder.jsonl").mkdir()
+    with open(os.fsencode(tmp_path) + b"/caf\xe9.jsonl", "wb") as file:
+        file.write(b'{"a": 1}\n')
+    files = list_inputs(str(tmp_path))
+    assert [file.name for file in files] == ["a.jsonl", "caf\\udce9.jsonl"]
+    assert [row.values for row in iterate(files[1])] == [{"a": 1}]
+    assert InputFile(**json.loads(json.dumps(dataclasses.asdict(files[1])))) == files[1]
+
+
+def test_a_folder_of_sources_keeps_its_private_modules(tmp_path: Path) -> None:
+    write(tmp_path, "pkg/__init__.py", "pkg/_private.py", "_vendor/x.py", "README.md", "Makefile", "setup.json")
+    write(tmp_path, "pkg/__pycache__/x.py")
+    assert names(tmp_path) == ["README.md", "_vendor/x.py", "pkg/__init__.py", "pkg/_private.py"]
+
+
+def test_data_beside_sources_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", "b.py")
+    with pytest.raises(UserError, match=r"^input\.path: .*a\.jsonl.*b\.py.*glob"):
+        list_inputs(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("absent.jsonl", "nothing is at"),
+        ("*.jsonl", "nothing is at"),
+        ("empty", "nothing is at"),
+        ("x.png", "not known by its ending"),
+        ("pictures", "no file of a known format"),
+        ("builtin:nothing", "builtin:python-stdlib"),
+        ("ftp://host/a", "s3://"),
+        ("hf://absent-dataset?color=red", "not an option"),
+    ],
+)
+def test_what_cannot_be_an_input_is_refused(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path, "x.png", "pictures/y.png")
+    with pytest.raises(UserError, match=message) as refused:
+        list_inputs(path)
+    assert str(refused.value).startswith("input.path: ")
+
+
+def test_several_paths_are_read_in_turn_and_their_names_begin_where_they_part(tmp_path: Path) -> None:
+    write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl")
+    both = [f"{tmp_path}/data/en/*.jsonl", f"{tmp_path}/data/de", f"{tmp_path}/data/en/a.jsonl"]
+    assert [file.name for file in list_inputs(both)] == ["en/a.jsonl", "en/b.jsonl", "de/a.jsonl"], "each file once"
+    assert [file.name for file in list_inputs(both[:1])] == ["a.jsonl", "b.jsonl"]
+    same = [f"{tmp_path}/data/en/b.jsonl", f"{tmp_path}/data/en/a.jsonl"]
+    assert [file.name for file in list_inputs(same)] == ["b.jsonl", "a.jsonl"], "as they are listed"
+    mixed = list_inputs([f"{tmp_path}/data/de", "builtin:python-stdlib"])
+    assert mixed[0].name.endswith("data/de/a.jsonl") and mixed[1].name.startswith("builtin:python-stdlib/")
+    with pytest.raises(UserError, match=r"nothing is at '.*fr'"):
+        list_inputs([*both, f"{tmp_path}/data/fr"])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("data/{en,de}/*.jsonl", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en,de}", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en/{a,b},de/a}.jsonl", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("data/{en,de}/*.{jsonl,csv}", ["de/a.jsonl", "en/a.jsonl", "en/b.jsonl"]),
+        ("{odd,name}.jsonl", ["{odd,name}.jsonl"]),
+        ("{one}.jsonl", ["{one}.jsonl"]),
+    ],
+)
+def test_braces_stand_for_either(tmp_path: Path, pattern: str, expected: list[str]) -> None:
+    write(tmp_path, "data/en/b.jsonl", "data/en/a.jsonl", "data/de/a.jsonl", "{odd,name}.jsonl", "{one}.jsonl")
+    assert [file.name for file in list_inputs(f"{tmp_path}/{pattern}")] == expected
+
+
+def test_braces_that_name_what_is_not_there_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "train.jsonl")
+    for pattern, message in (
+        ("{train,tset}.jsonl", "nothing is at '.*tset.jsonl'"),
+        ("{a,b}/*.jsonl", "nothing is at '.*{a,b}/"),
+        ("{a,b}" * 12, "more than 1000 paths"),
+    ):
+        with pytest.raises(UserError, match=message):
+            list_inputs(f"{tmp_path}/{pattern}")
+
+
+def test_a_delimiter_is_for_csv_files(tmp_path: Path) -> None:
+    write(tmp_path, "a.csv", "b.jsonl")
+    found = list_inputs([f"{tmp_path}/a.csv", f"{tmp_path}/b.jsonl"], delimiter=";")
+    assert [file.delimiter for file in found] == [";", None]
+    with pytest.raises(UserError, match=r"input\.delimiter: ';' is for csv files"):
+        list_inputs(f"{tmp_path}/b.jsonl", delimiter=";")
+
+
+def test_the_standard_library_is_an_input_everywhere() -> None:
+    files = list_inputs("builtin:python-stdlib")
+    assert len(files) > 300 and files == sorted(files, key=lambda file: file.name)
+    assert "json/decoder.py" in {file.name for file in files}
+    assert not any("test" in file.name.split("/")[:-1] for file in files)
+    (file,) = (file for file in files if file.name == "this.py")
+    assert file.uri == "builtin:python-stdlib/this.py" and file.mtime_s is None
+    rows = list(iterate(file))
+    assert len(rows) > 1 and all(row.values and len(row.values["text"]) <= 384 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("data/*.jsonl", "data/a.jsonl", "data/sub/a.jsonl"),
+        ("data/**/*.jsonl", "data/a.jsonl", "data/a.json"),
+        ("data/**/*.jsonl", "data/x/y/a.jsonl", "other/a.jsonl"),
+        ("a[0-9].csv", "a7.csv", "ab.csv"),
+        ("a[!0-9].csv", "ab.csv", "a7.csv"),
+        ("a?.csv", "ab.csv", "a/.csv"),
+        ("a+b(1).csv*", "a+b(1).csv.gz", "aab1.csv"),
+    ],
+)
+def test_globs_on_s3_mean_what_they_mean_on_disk(pattern: str, matching: str, other: str) -> None:
+    assert glob_pattern(pattern).fullmatch(matching)
+    assert not glob_pattern(pattern).fullmatch(other)
+
+
+@pytest.mark.s3
+def test_s3_inputs_are_files_folders_and_globs(s3_store: S3Store, s3_url: str, s3_options: S3Options) -> None:
+    for name in ("in/a.jsonl", "in/sub/b.jsonl", "in/.x.jsonl", "in2/c.jsonl", "in/_SUCCESS"):
+        s3_store.put(name, b'{"text": "a"}\n')
+    assert names(f"{s3_url}/in", s3=s3_options) == names(f"{s3_url}/in/", s3=s3_options) == ["a.jsonl", "sub/b.jsonl"]
+    assert names(f"{s3_url}/in/a.jsonl", s3=s3_options) == ["a.jsonl"]
+    assert names(f"{s3_url}/in*/*.jsonl", s3=s3_options) == ["in/.x.jsonl", "in/a.jsonl", "in2/c.jsonl"]
+    braces = names(f"{s3_url}/{{in,in2}}/*.jsonl", s3=s3_options)
+    assert braces == ["in/.x.jsonl", "in/a.jsonl", "in2/c.jsonl"]
+    (file,) = list_inputs(f"{s3_url}/in2", s3=s3_options)
+    assert file.uri == f"{s3_url}/in2/c.jsonl" and file.etag and file.size == 14 and file.mtime_s
+    for path in (f"{s3_url}/absent", "s3://no-such-bucket-of-mine/x"):
+        with pytest.raises(UserError, match=r"^input\.path"):
+            list_inputs(path, s3=s3_options)
+
+
+def saved(folder: Path) -> datasets.Dataset:
+    dataset = datasets.Dataset.from_dict({"text": [f"row {index}" for index in range(10)]})
+    dataset.save_to_disk(folder, num_shards=2)
+    return dataset
+
+
+def test_a_dataset_saved_to_disk_is_its_arrow_files(tmp_path: Path) -> None:
+    saved(tmp_path / "ds")
+    files = list_inputs(f"hf://{tmp_path}/ds")
+    assert [file.format for file in files] == ["arrow", "arrow"]
+    rows = [row.values for file in files for row in iterate(file)]
+    assert rows == [{"text": f"row {index}"} for index in range(10)]
+
+
+def test_a_saved_dataset_with_splits_needs_one_named(tmp_path: Path) -> None:
+    dataset = saved(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "ds")
+    with pytest.raises(UserError, match="one of test, train"):
+        list_inputs(f"hf://{tmp_path}/ds")
+    with pytest.raises(UserError, match="no split 'dev'"):
+        list_inputs(f"hf://{tmp_path}/ds?split=dev")
+    assert len(list_inputs(f"hf://{tmp_path}/ds?split=test")) == 1
+
+
+def test_a_dataset_of_the_hub_is_one_input_read_by_row_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    write(tmp_path, "ds/a.jsonl", text="".join(f'{{"text": "row {index}", "n": {index}}}\n' for index in range(20)))
+    (file,) = list_inputs(f"hf://{tmp_path}/ds")
+    assert (file.format, file.name, file.size) == ("hf", "train", 20)
+    rows = list(iterate(file))
+    assert [row.values for row in rows] == [{"text": f"row {index}", "n": index} for index in range(20)]
+    assert list(read_rows(file, [(7, None), (3, None)], columns={"text": "text"})) == [
+        dataclasses.replace(rows[7], values={"text": "row 7"}),
+        dataclasses.replace(rows[3], values={"text": "row 3"}),
+    ]
+
+
+def test_a_dataset_that_cannot_be_had_is_the_users_error() -> None:
+    with pytest.raises(UserError, match=r"^input\.path: hf://nobody/nothing can't be loaded"):
+        list_inputs("hf://nobody/nothing")

@@ -1,0 +1,124 @@
+"""Columns of the inputs in the results: their types, also where files and rows differ, and their values."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from decimal import Decimal
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from storage.errors import RowError
+from storage.inputs.kept import KeptTypes, is_json, kept_values, read, told, written
+from storage.runs.records import read_parquet, write_parquet
+
+
+def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:
+    types = KeptTypes(names)
+    for row in rows:
+        types.see(row)
+    return types.schema()
+
+
+def round_trip(rows: list[dict[str, Any]], schema: pa.Schema) -> list[Any]:
+    """What an export says of rows that were kept and written."""
+    table = pa.table({"keep": pa.array([kept_values(row, schema) for row in rows], pa.struct(list(schema)))})
+    return [told(row, schema) for row in read_parquet(write_parquet(table, {}))["keep"].to_pylist()]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (["a", None], "string"),
+        ([1, 2], "int64"),
+        ([1, 2.5], "double"),
+        ([True, None], "bool"),
+        ([None, None], "string"),
+        ([["x"], []], "list<item: string>"),
+        ([{"n": 1}, {"n": None}], "struct<n: int64>"),
+        ([1, "a"], "json"),
+        ([True, 1], "json"),
+        ([2**53 + 1, 0.5], "json"),
+        ([[2**60], [0.5]], "json"),
+        ([2**53 + 1, 1], "int64"),
+        ([2**70, 1], "json"),
+        ([{}, {}], "json"),
+        ([[1, "a"]], "json"),
+        ([{"n": 1}, {"n": "x"}], "json"),
+        ([{str(number): number} for number in range(300)], "json"),
+        ([[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]], "json"),
+    ],
+)
+def test_a_kept_column_has_the_type_of_its_values_or_is_json(values: list[Any], expected: str) -> None:
+    rows = [{"x": value} for value in values]
+    schema = fields_of(rows, "x")
+    found = "json" if is_json(schema.field("x")) else str(schema.field("x").type)
+    assert found == expected
+    assert round_trip(rows, schema) == rows, "an export has the values that the input has"
+    assert json.dumps(round_trip(rows, schema))
+
+
+TYPES: dict[str, tuple[pa.DataType, Any]] = {
+    "int8": (pa.int8(), 7),
+    "uint64": (pa.uint64(), 2**64 - 1),
+    "float32": (pa.float32(), 0.5),
+    "a dictionary": (pa.dictionary(pa.int8(), pa.string()), "word"),
+    "seconds": (pa.timestamp("s"), datetime.datetime(2026, 1, 2, 3)),
+    "nanoseconds": (pa.timestamp("ns", tz="UTC"), datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.UTC)),
+    "a date": (pa.date64(), datetime.date(2026, 1, 2)),
+    "a time": (pa.time32("s"), datetime.time(3, 4)),
+    "a decimal": (pa.decimal128(9, 2), Decimal("1.25")),
+    "bytes": (pa.large_binary(), b"x"),
+    "a map": (pa.map_(pa.string(), pa.int64()), [("a", 1)]),
+    "structs": (pa.list_(pa.struct([pa.field("a", pa.int16(), nullable=False)]), 2), [{"a": 1}, {"a": 2}]),
+    "a duration": (pa.duration("s"), datetime.timedelta(seconds=3)),
+    "half": (pa.float16(), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_column_of_any_type_is_kept(name: str) -> None:
+    kind, value = TYPES[name]
+    types = KeptTypes(["x"])
+    types.see_types({"x": kind})
+    schema = types.schema()
+    (kept,) = round_trip([{"x": value}], schema)
+    assert json.dumps(kept) and kept["x"] is not None
+    if name in {"int8", "uint64", "float32", "nanoseconds", "a decimal"}:
+        assert schema.field("x").type == kind
+    assert is_json(schema.field("x")) == (name in {"a duration", "half"})
+
+
+def test_types_of_files_that_differ_are_joined_or_json() -> None:
+    for first, second, expected in (
+        (pa.int32(), pa.int64(), "int64"),
+        (pa.string(), pa.large_string(), "large_string"),
+        (pa.string(), pa.int64(), "json"),
+        (pa.timestamp("us"), pa.string(), "json"),
+    ):
+        types = KeptTypes(["x"])
+        types.see_types({"x": first})
+        types.see_types({"x": second})
+        field = types.schema().field("x")
+        assert ("json" if is_json(field) else str(field.type)) == expected
+
+
+def test_a_column_that_is_nowhere_is_named_and_a_null_one_is_not() -> None:
+    types = KeptTypes(["a", "b", "c.d"])
+    types.see({"a": None, "c": {"d": 1}})
+    assert types.absent() == ["b"]
+
+
+def test_a_value_of_another_type_than_planned_fails_its_row() -> None:
+    with pytest.raises(RowError, match="the kept column 'x' is no longer int64"):
+        kept_values({"x": "a"}, pa.schema([("x", pa.int64())]))
+
+
+def test_a_plan_has_the_fields_in_words_and_exactly() -> None:
+    schema = fields_of([{"a": 1, "b": 1, "m": {"x": "y"}}, {"b": "t"}], "a", "b", "m.x")
+    content = json.loads(json.dumps(written(schema)))
+    assert content["columns"] == {"a": "int64", "b": "json", "m.x": "string"}
+    again = read(content)
+    assert again is not None and again.equals(schema, check_metadata=True) and read(None) is None

@@ -1,0 +1,241 @@
+"""One unit, one file, once; the manifest and `_SUCCESS` only when nothing is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.runs.commit import (
+    MANIFEST,
+    SUCCESS,
+    CommittedUnit,
+    ForeignUnit,
+    commit_unit,
+    done_units,
+    read_manifest,
+    read_unit,
+    record_commit,
+    trace_name,
+    unit_name,
+    write_manifest,
+)
+from storage.errors import StoreError
+from storage.failpoints import VARIABLE
+from storage.runs.lease import LeaseLost, acquire
+from storage.runs.records import TRACE_SCHEMA, parquet_metadata, read_parquet, read_results, table_from_rows
+from storage.stores.s3 import S3Store
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
+from tests.storage.stores.s3_server import S3Server
+from tests.storage.inputs.tables import unit_table
+
+
+@dataclasses.dataclass
+class StandsStill:
+    """A lease whose holder stands still as soon as it has looked at it; `check` is what happens meanwhile."""
+
+    check: Callable[[], Any]
+
+
+def commit(store: Store, unit: int = 17, **changes: Any) -> CommittedUnit:
+    arguments: dict[str, Any] = {
+        "unit": unit,
+        "table": unit_table(unit=unit),
+        "fingerprint": "f00",
+        "code_version": "1",
+    }
+    return commit_unit(store, **(arguments | changes))
+
+
+def test_a_commit_is_one_checked_file_with_its_facts(store: Store) -> None:
+    committed = commit(store)
+    assert committed.object == unit_name(17) == "data/unit-00000017.parquet"
+    assert (committed.rows, committed.ok, committed.failed, committed.skipped) == (4, 3, 1, 0)
+    data = store.get(committed.object)
+    assert len(data) == committed.bytes
+    stored = parquet_metadata(read_parquet(data).schema)
+    assert stored["fingerprint"] == "f00" and stored["unit"] == "17" and stored["pass"] == "1"
+    assert stored["schema_version"] == "4" and stored["code_version"] == "1"
+    assert set(done_units(store)) == {17}
+
+
+def test_a_second_attempt_finds_the_first_and_reports_its_facts(store: Store) -> None:
+    first = commit(store)
+    second = commit(store, table=unit_table(unit=17, attempt=2), attempt=2)
+    assert second == first
+    assert next(iter(read_results(store))).column("attempt").to_pylist() == [1, 1, 1, 1]
+
+
+def test_facts_are_read_again_from_the_store_alone(store: Store) -> None:
+    assert read_unit(store, commit(store).object) == commit(store)
+
+
+@pytest.mark.parametrize("changes", [{"fingerprint": "bad"}, {"pass_": 2}])
+def test_another_jobs_file_is_a_hard_error_and_stays(store: Store, changes: dict[str, Any]) -> None:
+    first = commit(store)
+    with pytest.raises(ForeignUnit, match="another job"):
+        commit(store, **changes)
+    assert read_unit(store, first.object) == first
+
+
+def test_a_file_that_is_not_ours_is_never_taken_for_done(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    store.create(unit_name(17), b"PAR1 not really")
+    with pytest.raises(StoreError, match="damaged"):
+        commit(store)
+
+
+def test_of_many_twins_one_commits_and_all_agree(store: Store) -> None:
+    tables = [unit_table(unit=17, attempt=attempt) for attempt in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        receipts = list(pool.map(lambda table: commit(store, table=table), tables))
+    assert len(set(receipts)) == 1
+    assert len(list(store.list("data/"))) == 1
+
+
+def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None) -> None:
+    row = {"id": "a", "unit": 17, "pass": 1, "iteration": 0, "nfe": 1, "committed": [1]}
+    trace = table_from_rows([row], schema=TRACE_SCHEMA)
+    monkeypatch.setenv(VARIABLE, "commit.before_data=raise")
+    with pytest.raises(RuntimeError):
+        commit(store, trace=trace)
+    assert store.exists(trace_name(17)) and not done_units(store)
+    commit(store, trace=trace)
+    assert read_parquet(store.get(trace_name(17))).column("id").to_pylist() == ["a"]
+
+
+@pytest.mark.parametrize("point", ["commit.before_data", "local.before_link", "local.after_link", "commit.after_data"])
+def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point: str, tmp_path: Path) -> None:
+    code = "import sys\nfrom storage.stores.store import open_store\nfrom tests.storage.runs.test_commit import commit\n"
+    code += "commit(open_store(sys.argv[1]))"
+    environment = os.environ | {VARIABLE: f"{point}=kill"}
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    store = open_store(str(tmp_path))
+    assert bool(done_units(store)) == ("after" in point)
+    assert commit(store).rows == 4
+    assert len(list(store.list("data/"))) == 1
+
+
+@pytest.mark.s3
+def test_a_lost_answer_is_a_commit(s3_store: S3Store, s3_server: S3Server) -> None:
+    s3_server.fail("lost", part="/data/")
+    committed = commit(s3_store)
+    assert read_unit(s3_store, committed.object) == committed
+
+
+@pytest.mark.s3
+def test_on_s3_the_facts_come_without_reading_the_file(s3_store: S3Store, s3_server: S3Server) -> None:
+    committed = commit(s3_store)
+    s3_server.calm()
+    assert read_unit(s3_store, committed.object) == committed
+    assert [method for method, _ in s3_server.app.requests] == ["HEAD"]
+
+
+@pytest.mark.s3
+def test_a_store_without_conditions_gets_names_of_each_attempts_own(s3_store: S3Store, s3_server: S3Server) -> None:
+    s3_server.fail("ignore_conditions", times=1000)
+    first, second = commit(s3_store, conditional=False), commit(s3_store, conditional=False)
+    assert first.object != second.object
+    assert record_commit(s3_store, second) == second
+    assert record_commit(s3_store, first) == second
+    assert set(done_units(s3_store, conditional=False)) == {17}
+    assert len(list(read_results(s3_store, objects=[second.object]))) == 1
+
+
+def test_the_manifest_and_success_come_when_nothing_is_missing(store: Store) -> None:
+    committed = [commit(store, unit) for unit in (1, 0, 2)]
+    manifest = write_manifest(store, committed, fingerprint="f00", units=3, rows=12)
+    assert [unit.unit for unit in manifest.units] == [0, 1, 2]
+    assert (manifest.total("ok"), manifest.total("failed")) == (9, 3)
+    assert read_manifest(store) == manifest
+    assert json.loads(store.get(MANIFEST))["totals"]["rows"] == 12
+    assert json.loads(store.get(SUCCESS)) == {"fingerprint": "f00", "rows": 12, "units": 3}
+    assert write_manifest(store, committed, fingerprint="f00", units=3, rows=12) == manifest
+
+
+def test_without_a_unit_or_a_row_nothing_is_written(store: Store) -> None:
+    committed = [commit(store, unit) for unit in (0, 1)]
+    for units, rows in ((3, 8), (2, 9)):
+        with pytest.raises(StoreError, match="not complete"):
+            write_manifest(store, committed, fingerprint="f00", units=units, rows=rows)
+    assert read_manifest(store) is None and not store.exists(SUCCESS)
+
+
+def test_success_never_comes_before_the_manifest(
+    store: Store, monkeypatch: pytest.MonkeyPatch, failpoints: None
+) -> None:
+    committed = [commit(store, 0)]
+    monkeypatch.setenv(VARIABLE, "commit.before_success=raise")
+    with pytest.raises(RuntimeError):
+        write_manifest(store, committed, fingerprint="f00", units=1, rows=4)
+    assert store.exists(MANIFEST) and not store.exists(SUCCESS)
+    write_manifest(store, committed, fingerprint="f00", units=1, rows=4)
+    assert store.exists(SUCCESS)
+
+
+def test_a_driver_that_lost_its_lease_writes_no_manifest(store: Store) -> None:
+    now = [1000.0]
+    committed = [commit(store, 0)]
+    lease = acquire(store, "first", 10, lambda: now[0])
+    now[0] += 11
+    acquire(store, "second", 10, lambda: now[0])
+    with pytest.raises(LeaseLost):
+        write_manifest(store, committed, fingerprint="f00", units=1, rows=4, lease=lease)
+    assert not store.exists(MANIFEST)
+
+
+@pytest.mark.parametrize("present", [False, True])
+def test_a_driver_that_stands_still_behind_its_last_look_writes_over_no_later_manifest(
+    store: Store, present: bool
+) -> None:
+    facts: dict[str, Any] = {"fingerprint": "f00", "units": 1, "rows": 4}
+    if present:  # of an earlier try
+        store.put(MANIFEST, b"{}")
+    late, found = commit(store, 0), commit(store, 0)
+    meanwhile = StandsStill(lambda: write_manifest(store, [dataclasses.replace(found, etag="new")], **facts))
+    with pytest.raises(LeaseLost, match="another driver"):
+        write_manifest(store, [late], lease=meanwhile, **facts)  # type: ignore[arg-type]
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.units[0].etag == "new"
+
+
+def test_a_damaged_manifest_is_named(store: Store) -> None:
+    store.put(MANIFEST, b'{"fingerprint": "f00"}')
+    with pytest.raises(StoreError, match=r"_manifest\.json"):
+        read_manifest(store)
+
+
+def test_facts_are_plain(store: Store) -> None:
+    committed = commit(store)
+    assert CommittedUnit(**json.loads(json.dumps(dataclasses.asdict(committed)))) == committed
+
+
+def test_a_unit_and_the_manifest_say_whether_results_are_exact(store: Store) -> None:
+    units = [commit(store, unit=unit, exact=exact) for unit, exact in enumerate((True, True, False))]
+    assert [unit.exact for unit in units] == [True, True, False]
+    assert [read_unit(store, unit.object).exact for unit in units] == [True, True, False]
+    write_manifest(store, units, fingerprint="f00", units=3, rows=sum(unit.rows for unit in units))
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.exact is False
+    assert json.loads(store.get(MANIFEST))["exact"] is False
+
+
+def test_a_manifest_of_an_earlier_version_does_not_know_whether_it_is_exact(store: Store) -> None:
+    units = [commit(store, unit=unit) for unit in range(2)]
+    write_manifest(store, units, fingerprint="f00", units=2, rows=sum(unit.rows for unit in units))
+    old = store.get(MANIFEST).replace(b', "exact": null', b"")
+    assert old != store.get(MANIFEST)
+    store.put(MANIFEST, old)
+    manifest = read_manifest(store)
+    assert manifest is not None and manifest.exact is None

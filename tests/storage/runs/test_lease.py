@@ -1,0 +1,117 @@
+"""One driver at a time, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from storage.errors import StoreError
+from storage.runs.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
+from storage.stores.s3 import S3Store
+from storage.stores.verbs import Store
+from tests.storage.stores.s3_server import S3Server
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_held_lease_is_refused_with_who_holds_it(store: Store) -> None:
+    clock = Clock()
+    acquire(store, "first", 30, clock)
+    with pytest.raises(LeaseHeld, match="first") as refused:
+        acquire(store, "second", 30, clock)
+    assert (refused.value.owner, refused.value.expires_at_s) == ("first", 1030.0)
+
+
+def test_renewing_keeps_it_and_expiry_gives_it_away_with_a_higher_epoch(store: Store) -> None:
+    clock = Clock()
+    first = acquire(store, "first", 30, clock)
+    clock.now += 29
+    first.renew()
+    clock.now += 29
+    with pytest.raises(LeaseHeld):
+        acquire(store, "second", 30, clock)
+    clock.now += 1
+    second = acquire(store, "second", 30, clock)
+    assert (first.epoch, second.epoch) == (1, 2)
+    for use in (first.renew, first.check):
+        with pytest.raises(LeaseLost):
+            use()
+    second.check()
+
+
+def test_a_released_lease_is_free_at_once(store: Store) -> None:
+    clock = Clock()
+    acquire(store, "first", 30, clock).release()
+    assert acquire(store, "second", 30, clock).epoch == 2
+
+
+def test_releasing_a_lost_lease_harms_nobody(store: Store) -> None:
+    clock = Clock()
+    first = acquire(store, "first", 30, clock)
+    clock.now += 31
+    second = acquire(store, "second", 30, clock)
+    first.release()
+    second.check()
+
+
+def test_a_paused_driver_knows_that_its_time_is_over(store: Store) -> None:
+    clock = Clock()
+    lease = acquire(store, "first", 30, clock)
+    clock.now += 30
+    with pytest.raises(LeaseLost):
+        lease.check()
+
+
+def test_of_many_drivers_one_gets_the_expired_lease(store: Store) -> None:
+    clock = Clock()
+    acquire(store, "old", 30, clock)
+    clock.now += 31
+
+    def attempt(index: int) -> Lease | None:
+        try:
+            return acquire(store, f"driver {index}", 30, clock)
+        except LeaseHeld:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:
+        held = [lease for lease in pool.map(attempt, range(8)) if lease]
+    assert [lease.epoch for lease in held] == [2]
+
+
+def test_the_lease_of_a_dead_process_of_this_machine_is_free(store: Store) -> None:
+    code = "from storage.runs.lease import this_process; print(this_process())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    owner = ended.stdout.strip()
+    assert process_is_dead(owner) and not process_is_dead(this_process())
+    clock = Clock()
+    acquire(store, owner, 30, clock)
+    assert acquire(store, this_process(), 30, clock).epoch == 2
+
+
+@pytest.mark.parametrize("owner", ["somebody", "other-host:1234-5:99999999", "", "a:b:c", "::"])
+def test_an_owner_elsewhere_is_never_taken_for_dead(owner: str) -> None:
+    assert not process_is_dead(owner)
+
+
+def test_a_file_that_is_no_lease_is_named(store: Store) -> None:
+    store.put(LEASE, b"{")
+    with pytest.raises(StoreError, match=r"_lease\.json"):
+        acquire(store, "first", 30)
+
+
+@pytest.mark.s3
+def test_a_renewal_whose_answer_was_lost_is_a_renewal(s3_store: S3Store, s3_server: S3Server) -> None:
+    lease = acquire(s3_store, "first", 30)
+    s3_server.fail("lost", part=LEASE)
+    lease.renew()
+    lease.renew()

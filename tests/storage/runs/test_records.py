@@ -1,0 +1,136 @@
+"""The result schema and its Parquet form."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage.runs.records import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    TIMING_COLUMNS,
+    TRACE_SCHEMA,
+    parquet_metadata,
+    read_parquet,
+    read_results,
+    schema_of,
+    table_from_rows,
+    write_parquet,
+)
+from storage.stores.store import open_store
+from tests.storage.inputs.tables import failed_row, result_row, unit_table
+
+CONTRACT_ORDER = re.findall(
+    r"\w+",
+    "id unit pass attempt status error_kind error_stage error text fills tokens prompt_tokens new_tokens finish logprob "
+    "decoder model drafter key nfe nfe_draft iterations proposed accepted accept_hist wait_s prefill_s decode_s total_s "
+    "device_s batch_rows pad_fraction worker node started_at metrics token_logprobs nfe_kinds truncated_tokens endpoint "
+    "token_texts",
+)
+
+
+def test_the_schema_is_the_contracts_in_its_order() -> None:
+    assert SCHEMA.names == CONTRACT_ORDER
+    assert TIMING_COLUMNS.issubset(SCHEMA.names)
+    assert {field.name for field in SCHEMA if not field.nullable} == {"id", "unit", "pass", "attempt", "status"}
+
+
+def test_an_older_schema_lacks_what_was_added_later() -> None:
+    assert schema_of(SCHEMA_VERSION).equals(SCHEMA)
+    added = {"token_logprobs": 2, "nfe_kinds": 3}
+    for version in (1, 2, 3):
+        known = CONTRACT_ORDER[: CONTRACT_ORDER.index("nfe_kinds") + 1]
+        assert schema_of(version).names == [name for name in known if added.get(name, 1) <= version]
+
+
+def test_rows_come_back_as_they_were() -> None:
+    started = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
+    rows = [result_row(0, started_at=started), failed_row(1)]
+    again = read_parquet(write_parquet(table_from_rows(rows), {})).to_pylist()
+    assert again[0]["key"] == 2**64 - 1
+    assert again[0]["metrics"] == [("exact", 1.0)]
+    assert again[0]["started_at"] == started
+    assert again[0]["fills"] == [{"start": 1, "end": 3, "text": "ab"}]
+    assert again[0]["text"] == "text 0 é\n"
+    assert again[1]["text"] is None and again[1]["error_kind"] == "bad_json"
+
+
+def test_an_empty_unit_is_a_file_too() -> None:
+    again = read_parquet(write_parquet(table_from_rows([]), {"unit": "1"}))
+    assert again.num_rows == 0 and again.schema.equals(SCHEMA)
+
+
+def test_our_own_mistakes_are_caught() -> None:
+    with pytest.raises(AssertionError, match="nfee"):
+        table_from_rows([{**result_row(0), "nfee": 1}])
+    with pytest.raises(AssertionError, match="status"):
+        table_from_rows([{**result_row(0), "status": None}])
+
+
+def test_text_without_a_utf8_form_does_not_lose_the_row() -> None:
+    table = table_from_rows([failed_row(0) | {"id": "bad\udce9name:0", "error": "x \ud800"}])
+    assert read_parquet(write_parquet(table, {})).column("id").to_pylist() == ["bad?name:0"]
+
+
+def test_the_file_says_what_it_is() -> None:
+    data = write_parquet(unit_table(), {"unit": "17", "fingerprint": "f00"})
+    assert parquet_metadata(read_parquet(data, columns=["id"]).schema) == {"unit": "17", "fingerprint": "f00"}
+    footer = pq.ParquetFile(pa.BufferReader(data)).metadata
+    assert footer.metadata[b"draftmill.fingerprint"] == b"f00"
+    columns = [footer.row_group(0).column(index) for index in range(footer.num_columns)]
+    by_name = {column.path_in_schema: column for column in columns}
+    assert {column.compression for column in columns} == {"ZSTD"}
+    assert by_name["id"].is_stats_set and by_name["id"].has_offset_index
+    assert "RLE_DICTIONARY" in by_name["status"].encodings
+    assert "RLE_DICTIONARY" not in by_name["text"].encodings
+
+
+def test_equal_tables_give_equal_bytes() -> None:
+    assert write_parquet(unit_table(), {"unit": "1"}) == write_parquet(unit_table(), {"unit": "1"})
+
+
+def test_every_flipped_bit_in_the_pages_is_noticed() -> None:
+    data = write_parquet(unit_table(rows=50), {})
+    end = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0).total_compressed_size
+    for position in range(40, end, 17):
+        broken = bytearray(data)
+        broken[position] ^= 4
+        with pytest.raises((OSError, pa.ArrowException)):
+            read_parquet(bytes(broken))
+
+
+def test_results_are_read_unit_by_unit(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for unit in (2, 0, 1):
+        store.create(f"data/unit-{unit:08d}.parquet", write_parquet(unit_table(unit=unit), {}))
+    tables = list(read_results(store, columns=["id", "unit"]))
+    assert [table.column("unit").to_pylist()[0] for table in tables] == [0, 1, 2]
+    assert tables[0].column_names == ["id", "unit"]
+    assert len(list(read_results(store, objects=["data/unit-00000001.parquet"]))) == 1
+
+
+def test_a_trace_has_one_row_per_iteration() -> None:
+    row = {
+        "id": "a",
+        "unit": 0,
+        "pass": 1,
+        "iteration": 2,
+        "nfe": 1,
+        "proposed": [5],
+        "committed": [5, 6],
+        "positions": [1, 2],
+    }
+    assert table_from_rows([row], schema=TRACE_SCHEMA).to_pylist() == [row]
+
+
+def test_every_column_of_the_contract_is_typed_as_it_says() -> None:
+    types = {field.name: re.sub(r"\s", "", str(field.type)) for field in SCHEMA}
+    assert types["key"] == "uint64" and types["started_at"] == "timestamp[us,tz=UTC]"
+    assert types["batch_rows"] == types["pad_fraction"] == "float"
+    assert types["metrics"].startswith("map<string,double")
+    assert types["worker"].startswith("dictionary<values=string")

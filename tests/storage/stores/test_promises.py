@@ -1,0 +1,71 @@
+"""Promises: in order, side by side where the store is far away, and each error in its place."""
+
+from __future__ import annotations
+
+from threading import Barrier, Lock
+
+import pytest
+
+from storage.errors import StoreError
+from storage.stores.memory import MemoryStore
+from storage.stores.promises import AHEAD, promised
+
+PATIENCE_S = 60.0
+
+
+def far(name: str) -> MemoryStore:
+    """A store in memory that says it is on S3."""
+    store = MemoryStore(name)
+    store.url = "s3://far"
+    return store
+
+
+@pytest.mark.parametrize("store", [MemoryStore("near"), far("far")])
+@pytest.mark.parametrize("count", [0, 1, AHEAD, 5 * AHEAD + 3])
+def test_answers_come_in_order_and_each_error_in_its_place(store: MemoryStore, count: int) -> None:
+    def ask(item: int) -> int:
+        if item % 3 == 1:
+            raise StoreError(f"no {item}")
+        return item * item
+
+    found: list[tuple[int, int | str]] = []
+    for item, promise in promised(store, range(count), ask):
+        try:
+            found.append((item, promise.result()))
+        except StoreError as error:
+            found.append((item, str(error)))
+    assert found == [(item, f"no {item}" if item % 3 == 1 else item * item) for item in range(count)]
+
+
+def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers_ahead() -> None:
+    barrier, lock = Barrier(AHEAD), Lock()
+    asked: list[int] = []
+
+    def ask(item: int) -> int:
+        with lock:
+            asked.append(item)
+        if item < AHEAD:
+            barrier.wait(PATIENCE_S)  # else nobody gets an answer
+        return item
+
+    taken = 0
+    for item, promise in promised(far("side by side"), range(10 * AHEAD), ask):
+        assert promise.result() == item
+        taken += 1
+        with lock:
+            assert len(asked) <= taken + AHEAD
+    assert taken == len(asked) == 10 * AHEAD
+
+
+def test_a_store_that_is_near_is_asked_when_its_turn_has_come() -> None:
+    asked: list[int] = []
+    for item, promise in promised(MemoryStore("near"), range(5), asked.append):
+        assert promise.done() and asked == list(range(item + 1))
+
+
+def test_who_takes_no_more_has_nothing_more_asked_for() -> None:
+    asked: list[int] = []
+    answers = promised(far("left"), range(1000), asked.append)
+    next(answers)
+    answers.close()  # type: ignore[attr-defined]
+    assert len(asked) <= AHEAD

@@ -1,0 +1,78 @@
+"""Reading starts no thread of Arrow's: one that still lets go of Python's bytes while the interpreter ends aborts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.plan_table import ROW_SCHEMA
+from jobs.plan_writer import PlanWriter
+from storage.runs.records import table_from_rows, write_parquet
+from storage.stores.store import open_store
+
+ROOT = Path(__file__).resolve().parents[3]
+
+START = """
+import json, sys
+from pathlib import Path
+import psutil
+from actors.plan_table import PlanTable, parts_of
+from storage.inputs.reader import iterate, list_inputs, read_rows
+from storage.runs.records import parquet_groups, read_parquet
+from storage.stores.store import open_store
+
+folder = Path(sys.argv[1])
+before = psutil.Process().num_threads()
+"""
+READS = {
+    "a unit's file": "assert read_parquet((folder / 'unit').read_bytes()).num_rows == 300",
+    "its groups": "assert sum(group.num_rows for group in parquet_groups((folder / 'unit').read_bytes())) == 300",
+    "a unit of the plan": """
+table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())))
+assert len(table.unit_rows(3)) == 4
+""",
+    "the plan": """
+table = PlanTable(open_store(str(folder)), parts_of(json.loads((folder / "parts").read_text())))
+assert sum(table.num_rows for table in table.tables()) == 100
+""",
+    "an input in Parquet": """
+(file,) = list_inputs(str(folder / "rows.parquet"))
+assert len(list(iterate(file))) == 5000 and len(list(read_rows(file, [(7, None), (4000, None)]))) == 2
+""",
+}
+END = """
+after = psutil.Process().num_threads()
+assert after == before, f"{after - before} threads were started"
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every kind of file that is read."""
+    folder = tmp_path_factory.mktemp("files")
+    table = pa.table({name: [f"{name} {row}" for row in range(5000)] for name in "abcdef"})
+    pq.write_table(table, folder / "rows.parquet", row_group_size=1000)
+    rows = [
+        {"id": f"{row}", "unit": 0, "pass": 1, "attempt": 1, "status": "ok", "text": "x" * row} for row in range(300)
+    ]
+    (folder / "unit").write_bytes(write_parquet(table_from_rows(rows), {}))
+    values = [dict(zip(ROW_SCHEMA.names, (0, row, None, f"{row}", 1, 1, None), strict=True)) for row in range(100)]
+    writer = PlanWriter(open_store(str(folder)), window=10, unit_rows=4)
+    writer.add(pa.Table.from_pylist(values, schema=ROW_SCHEMA))
+    writer.finish()
+    (folder / "parts").write_text(json.dumps({"parts": [asdict(part) for part in writer.parts]}))
+    return folder
+
+
+@pytest.mark.parametrize("what", READS)
+def test_reading_starts_no_thread(what: str, files: Path) -> None:
+    command = [sys.executable, "-c", START + READS[what] + END, str(files)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
