@@ -1,6 +1,6 @@
 """The pool: starts workers as Ray actors, keeps each busy with turns, and says what became of them.
 
-It decides nothing; jobs/scheduler.py does. Ray restarts and retries nothing (`max_restarts=0`, `max_task_retries=0`): a
+It decides nothing; jobs/schedule/scheduler.py does. Ray restarts and retries nothing (`max_restarts=0`, `max_task_retries=0`): a
 lost actor is reported at once and its units are leased anew. A worker that holds units always has two turns
 queued, so that it goes on while the driver reads its last report.
 """

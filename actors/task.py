@@ -1,4 +1,4 @@
-"""What a task is: the settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/spec.py embeds them.
+"""What a task is: the settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/spec/job_spec.py embeds them.
 
 They live beside the code that carries them out (canvas.py), since workers need both and know nothing of jobs.
 """

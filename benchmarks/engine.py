@@ -24,14 +24,14 @@ from actors.models import BUILTIN
 from actors.samples import Sample
 from actors.worker import build_parts
 from decoders.base import Request
-from jobs.attempts import read_sessions
 from jobs.codes import OK
-from jobs.handout import make_job
-from jobs.plan import Plan, load_plan
-from jobs.run import RunOptions, run_job
-from jobs.session import ray_session
-from jobs.spec import JobSpec, load_spec
-from jobs.totals import efficiency
+from jobs.commands.run import RunOptions, run_job
+from jobs.driving.attempts import read_sessions
+from jobs.driving.session import ray_session
+from jobs.driving.totals import efficiency
+from jobs.plan.plan import Plan, load_plan
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec, load_spec
 from storage.stores.store import open_store
 
 SPEC = Path(__file__).parents[1] / "examples" / "infill_stdlib.yaml"

@@ -18,15 +18,15 @@ import psutil
 import pyarrow as pa
 
 from actors.plan_table import ROW_SCHEMA
-from jobs.duplicates import DuplicateFinder
-from jobs.packing import (
+from jobs.plan.duplicates import DuplicateFinder
+from jobs.plan.packing import (
     longest_first,
     makespan_bound,
     padding_efficiency,
     refill_makespan,
     static_makespan,
 )
-from jobs.plan_writer import PlanWriter
+from jobs.plan.plan_writer import PlanWriter
 from storage.stores.store import open_store
 
 BATCH = 16384

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.plan_table import ROW_SCHEMA, PlanTable
-from jobs.packing import UNITS_PER_WINDOW
-from jobs.plan_writer import PlanWriter
-from jobs.waiting import UnitSize, Waiting
+from jobs.plan.packing import UNITS_PER_WINDOW
+from jobs.plan.plan_writer import PlanWriter
+from jobs.schedule.waiting import UnitSize, Waiting
 from storage.inputs.input_file import InputFile
 from storage.inputs.reader import iterate, list_inputs, read_rows
 from storage.stores.store import open_store

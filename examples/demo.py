@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.codes import OK
-from jobs.run import RunOptions, run_job
-from jobs.session import ray_session
-from jobs.spec import JobSpec, load_spec
+from jobs.commands.run import RunOptions, run_job
+from jobs.driving.session import ray_session
+from jobs.spec.job_spec import JobSpec, load_spec
 from storage.errors import UserError
 from storage.runs.records import read_results
 from storage.stores.store import open_store

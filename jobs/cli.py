@@ -20,7 +20,7 @@ from storage.secrets import presentable
 from storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
-    from jobs.run import RunOptions
+    from jobs.commands.run import RunOptions
 
 COLLECT_AFTER = 100_000
 """Objects made between two rounds of Python's garbage collector: its 700 cost a tenth of the time that imports take."""
@@ -191,17 +191,17 @@ def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jobs.driver import interruptible
+    from jobs.driving.driver import interruptible
 
     with interruptible():  # the imports take a while, too
-        from jobs.run import run_job
-        from jobs.spec import load_spec
+        from jobs.commands.run import run_job
+        from jobs.spec.job_spec import load_spec
 
         return run_job(load_spec(arguments.spec, arguments.set), _options(arguments))
 
 
 def _options(arguments: argparse.Namespace) -> RunOptions:
-    from jobs.run import RunOptions
+    from jobs.commands.run import RunOptions
 
     if arguments.local and arguments.ray_address is not None:
         raise UserError("--local runs without Ray; allowed: one of the two", field="--ray-address")
@@ -209,41 +209,41 @@ def _options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
-    from jobs.driver import interruptible
+    from jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.rerun import rerun
+        from jobs.commands.rerun import rerun
 
         return rerun(arguments.run_dir, _options(arguments), overrides=arguments.set, s3=_s3(arguments))
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from jobs.spec import load_spec
-    from jobs.validate import validate
+    from jobs.commands.validate import validate
+    from jobs.spec.job_spec import load_spec
 
     return validate(load_spec(arguments.spec, arguments.set))
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from jobs.status import status
+    from jobs.commands.status import status
 
     return status(arguments.run_dir, s3=_s3(arguments))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from jobs.verify import verify
+    from jobs.commands.verify import verify
 
     return verify(arguments.run_dir, s3=_s3(arguments), invariance=arguments.invariance)
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from jobs.compact import compact
+    from jobs.commands.compact import compact
 
     return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=_s3(arguments))
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from jobs.export import export
+    from jobs.commands.export import export
 
     return export(
         arguments.run_dir,
@@ -258,7 +258,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from jobs.catalog import print_catalog
+    from jobs.commands.catalog import print_catalog
 
     return print_catalog()
 

@@ -25,9 +25,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from jobs.codes import OK
-from jobs.run import RunOptions, run_job
-from jobs.session import ray_session
-from jobs.spec import JobSpec
+from jobs.commands.run import RunOptions, run_job
+from jobs.driving.session import ray_session
+from jobs.spec.job_spec import JobSpec
 from recipes import causal, causal_folder, corpus, distillation, jacobi_report, loop, masking, trajectories
 from recipes.packing import IDS, Trajectory
 from storage.stores.store import open_store

@@ -13,10 +13,10 @@ import torch
 from actors.messages import Failure, WorkUnit
 from actors.text import Tokenizer, load_tokenizer
 from actors.worker import build_runner
-from jobs.handout import make_job
-from jobs.prepare import make_plan, prepare
-from jobs.progress import Silence
-from jobs.spec import JobSpec, check_spec
+from jobs.driving.progress import Silence
+from jobs.plan.prepare import make_plan, prepare
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec, check_spec
 from storage.runs.records import read_results
 from storage.stores.store import open_store
 from tests.decoders.backbones.causal_models import save_random

@@ -14,7 +14,7 @@ from tests.local_pool import SiteHere
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, `draftmill run` and `rerun` decode in this process."""
-    for module in ("jobs.run", "jobs.rerun"):
+    for module in ("jobs.commands.run", "jobs.commands.rerun"):
         monkeypatch.setattr(f"{module}.site_of", lambda **_: SiteHere())
 
 

@@ -24,7 +24,7 @@ VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
 
 
 PRELOADED = [
-    "jobs.run",
+    "jobs.commands.run",
     "decoders.registry",
     "decoders.backbones.xlnet",
     "storage.stores.s3",

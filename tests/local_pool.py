@@ -11,13 +11,13 @@ from actors.job import Job, Seat
 from actors.local_pool import LocalPool
 from actors.runner import UnitRunner
 from actors.worker import build_runner
-from jobs import rerun as jobs_rerun
-from jobs import run as jobs_run
-from jobs.crew import crew
-from jobs.prepare import Prepared
-from jobs.progress import Display
-from jobs.site import LocalSite, Pool
-from jobs.spec import JobSpec
+from jobs.commands import rerun as jobs_rerun
+from jobs.commands import run as jobs_run
+from jobs.driving.crew import crew
+from jobs.driving.progress import Display
+from jobs.driving.site import LocalSite, Pool
+from jobs.plan.prepare import Prepared
+from jobs.spec.job_spec import JobSpec
 
 Build = Callable[..., UnitRunner]
 

@@ -16,7 +16,7 @@ from actors.fim import Template, template_of
 from actors.models import BUILTIN
 from actors.text import Tokenizer, load_tokenizer
 from decoders.backbones.load import inspect_model
-from jobs.spec import load_spec
+from jobs.spec.job_spec import load_spec
 from tests.causal_jobs import run_here
 
 FOLDER = BUILTIN / "fim-tiny"

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import compact
 from jobs.cli import main
-from jobs.compact import MANIFEST, Parts, read_compact
-from jobs.passes import latest_rows, passes_of
+from jobs.commands import compact
+from jobs.commands.compact import MANIFEST, Parts, read_compact
+from jobs.finished.passes import latest_rows, passes_of
 from storage.runs.records import SCHEMA, parquet_groups, table_from_rows
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options

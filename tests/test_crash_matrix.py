@@ -18,8 +18,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from jobs import keeper
 from jobs.cli import main
+from jobs.driving import lease_keeper as keeper
 from storage.failpoints import VARIABLE
 from storage.runs.lease import LEASE
 from storage.stores.s3 import S3Store

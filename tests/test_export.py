@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from jobs.export_rows import openai_answer
-from jobs.passes import latest_rows, passes_of
+from jobs.commands.export_rows import openai_answer
+from jobs.finished.passes import latest_rows, passes_of
 from storage.runs.records import SCHEMA
 from storage.stores.store import open_store
 from tests.causal_jobs import ROOM, save_model
@@ -184,7 +184,7 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    from jobs.export_rows import LineSink
+    from jobs.commands.export_rows import LineSink
     from storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
 
@@ -281,7 +281,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
 ) -> None:
     out = tmp_path / "all.parquet"
     out.write_text("the old one")
-    monkeypatch.setattr("jobs.export_rows.ParquetSink._flush", lambda self: 1 / 0)
+    monkeypatch.setattr("jobs.commands.export_rows.ParquetSink._flush", lambda self: 1 / 0)
     command = ["export", str(prompts / "run"), "--format", "parquet", "--out", str(out), "--overwrite"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import run as jobs_run
 from jobs.cli import main
-from jobs.leases import Limits
+from jobs.commands import run as jobs_run
+from jobs.schedule.unit_leases import Limits
 from storage.runs.commit import done_units
 from storage.stores import local
 from storage.stores.local import TEMPORARY

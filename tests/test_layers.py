@@ -32,7 +32,7 @@ BREACHES = [
     ("decoders/backbones/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
     ("storage/__init__.py", "import torch", "storage knows nothing of models"),
     ("decoders/settings.py", "import decoders.backbones.heads", "the decoders' nouns and settings load without torch"),
-    ("jobs/plan.py", "import torch", "the driver imports no torch and no transformers"),
+    ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
     ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
     ("jobs/__init__.py", "import recipes", "what the wheel holds imports nothing that stays in the checkout"),
 ]

@@ -20,9 +20,9 @@ from actors.pool import Pool
 from actors.runner import UnitRunner
 from actors.worker import Turns, build_runner
 from decoders.base import Request
-from jobs import run as jobs_run
 from jobs.cli import main
-from jobs.leases import Limits
+from jobs.commands import run as jobs_run
+from jobs.schedule.unit_leases import Limits
 from tests.actors.fakes import FakeDecoder
 from tests.actors.tokenizers_for_tests import model_info
 from tests.jobs_of_tests import rows_of, soak, write_spec

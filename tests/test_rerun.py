@@ -13,7 +13,7 @@ import pytest
 
 from actors.clerk import RowClerk
 from jobs.cli import main
-from jobs.passes import Pass, Rows, latest_rows, passes_of
+from jobs.finished.passes import Pass, Rows, latest_rows, passes_of
 from storage.errors import RowError, StoreError
 from storage.runs.commit import SUCCESS
 from storage.runs.records import TIMING_COLUMNS

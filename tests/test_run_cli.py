@@ -64,7 +64,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("jobs.session._init", too_busy)
+    monkeypatch.setattr("jobs.driving.session._init", too_busy)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     assert cli.main(["run", str(spec)]) == 1
     err = capsys.readouterr().err
@@ -88,7 +88,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest
 def test_something_unexpected_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jobs.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
+    monkeypatch.setattr("jobs.commands.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
     assert cli.main(["models"]) == 1
     assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
     with pytest.raises(KeyError):
@@ -104,7 +104,7 @@ def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jobs.spec.load_spec", interrupted)
+    monkeypatch.setattr("jobs.spec.job_spec.load_spec", interrupted)
     assert cli.main([command, str(tmp_path / "any.yaml")]) == 4
     assert capsys.readouterr().err == f"draftmill: {said}"
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from jobs.cli import main
-from jobs.spec import check_spec
+from jobs.spec.job_spec import check_spec
 from storage.errors import UserError
 from tests.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, results_of, run_here, save_model
 

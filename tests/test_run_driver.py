@@ -11,14 +11,14 @@ import pytest
 from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
 from actors.runner import UnitRunner
 from actors.samples import Sample, tally_of
-from jobs.attempts import AttemptsLog, read_sessions
-from jobs.driver import TOO_MANY, Driver, StopFlag
-from jobs.events import Finish
-from jobs.leases import Limits
-from jobs.progress import Lines
-from jobs.scheduler import Scheduler
-from jobs.totals import Totals
-from jobs.waiting import UnitSize
+from jobs.driving.attempts import AttemptsLog, read_sessions
+from jobs.driving.driver import TOO_MANY, Driver, StopFlag
+from jobs.driving.progress import Lines
+from jobs.driving.totals import Totals
+from jobs.schedule.events import Finish
+from jobs.schedule.scheduler import Scheduler
+from jobs.schedule.unit_leases import Limits
+from jobs.schedule.waiting import UnitSize
 from storage.runs.commit import commit_unit, done_units, record_commit
 from storage.runs.records import read_results, table_from_rows
 from storage.stores.memory import MemoryStore

@@ -20,11 +20,11 @@ from actors.text import Tokenizer, load_tokenizer
 from actors.worker import build_parts
 from decoders.base import HOLE, Request
 from decoders.draws.keys import hole_key
-from jobs.handout import make_job
-from jobs.invariance import decode_alone
-from jobs.plan import load_plan
-from jobs.prepare import prepare
-from jobs.spec import JobSpec
+from jobs.commands.invariance import decode_alone
+from jobs.plan.plan import load_plan
+from jobs.plan.prepare import prepare
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
 from storage.runs.records import TIMING_COLUMNS
 from storage.stores.store import open_store

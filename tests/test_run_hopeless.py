@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs import thresholds
 from jobs.cli import main
+from jobs.spec import thresholds
 from storage.runs.commit import SUCCESS, done_units
 from storage.stores.store import open_store
 from tests.jobs_of_tests import rows_of, write_spec

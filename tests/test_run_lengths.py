@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.run import RunOptions, run_job
-from jobs.spec import JobSpec
-from jobs.status import status
-from jobs.validate import validate
+from jobs.commands.run import RunOptions, run_job
+from jobs.commands.status import status
+from jobs.commands.validate import validate
+from jobs.spec.job_spec import JobSpec
 from tests.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.decoders.backbones.causal_models import random_tokens
 from tests.local_pool import without_ray

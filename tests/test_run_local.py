@@ -13,9 +13,9 @@ import pytest
 from ray._private.node import Node
 
 from actors.job import Seat
-from jobs import session
 from jobs.cli import main
-from jobs.crew import fitting_threads
+from jobs.driving import session
+from jobs.driving.crew import fitting_threads
 from tests.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.local_pool import without_ray
 
@@ -81,7 +81,7 @@ def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: p
 def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.session._init", lambda **options: None)
+    monkeypatch.setattr("jobs.driving.session._init", lambda **options: None)
     for given, expected in ((None, "0"), ("7", "7")):
         monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
         session._start_local(None, lambda message: None)
@@ -96,7 +96,9 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
     parts = ("start_api_server", "start_monitor", "start_log_monitor")
     before = {name: getattr(Node, name) for name in parts}
     seen: list[object] = []
-    monkeypatch.setattr("jobs.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts))
+    monkeypatch.setattr(
+        "jobs.driving.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts)
+    )
     monkeypatch.setattr("os.environ", {})
     session._start_local(None, lambda message: None)
     assert seen == [None] * 3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jobs.cli import main
-from jobs.spec import JobSpec, check_spec
+from jobs.spec.job_spec import JobSpec, check_spec
 from tests.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.jobs_here import run, without_ray
 
@@ -170,7 +170,7 @@ def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
 
 
 def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder: Path) -> None:
-    from jobs.prepare import prepare
+    from jobs.plan.prepare import prepare
     from storage.errors import UserError
     from storage.stores.store import open_store
 

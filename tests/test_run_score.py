@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.invariance import check_invariance
-from jobs.plan import load_plan
-from jobs.validate import validate
+from jobs.commands.invariance import check_invariance
+from jobs.commands.validate import validate
+from jobs.plan.plan import load_plan
 from storage.runs.commit import Manifest, done_units, read_unit
 from storage.stores.store import open_store
 from tests.causal_jobs import World, job_spec, make_world, run_here

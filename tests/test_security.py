@@ -20,8 +20,8 @@ from actors.prompts import PromptMaker
 from actors.task import Columns, Complete
 from actors.text import load_tokenizer
 from jobs.cli import main
-from jobs.progress import Lines
-from jobs.spec import check_spec
+from jobs.driving.progress import Lines
+from jobs.spec.job_spec import check_spec
 from storage.errors import RowError, UserError
 from storage.inputs import sources
 from storage.inputs.reader import iterate, list_inputs
@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
     def careless() -> int:
         raise RuntimeError(f"\x1b[2J denied: {' '.join(planted.values())}")
 
-    monkeypatch.setattr("jobs.catalog.print_catalog", careless)
+    monkeypatch.setattr("jobs.commands.catalog.print_catalog", careless)
     assert main(["models"]) == 1
     Lines(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
     said = capsys.readouterr().err

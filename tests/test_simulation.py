@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from jobs.leases import Ledger, Unit
+from jobs.schedule.unit_leases import Ledger, Unit
 from tests.jobs_of_tests import soak
 from tests.simulation.disk import Broken, Handle
 from tests.simulation.schedules import drawn_job, play, simulated

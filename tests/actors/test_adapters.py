@@ -18,8 +18,8 @@ from actors.adapters import check_files
 from actors.merge_adapter import Refused, merge
 from actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
 from decoders.base import ModelInfo
-from jobs.fingerprint import Hashes, results_key
-from jobs.spec import check_spec
+from jobs.plan.fingerprint import Hashes, results_key
+from jobs.spec.job_spec import check_spec
 from storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 

@@ -22,8 +22,8 @@ from decoders.base import HOLE, Request
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from decoders.settings import Autoregressive, Sampling
-from jobs.crew import crew
-from jobs.spec import WorkerSettings
+from jobs.driving.crew import crew
+from jobs.spec.job_spec import WorkerSettings
 from storage.errors import UserError
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.support import token_info

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from jobs.waiting import UnitSize
+from jobs.schedule.waiting import UnitSize
 from storage.errors import StoreError
 from storage.runs.commit import MANIFEST, SUCCESS
 from storage.runs.lease import LEASE

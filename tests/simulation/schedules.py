@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from jobs import run as jobs_run
-from jobs.attempts import AttemptsLog
-from jobs.driver import Driver
+from jobs.commands import run as jobs_run
+from jobs.driving.attempts import AttemptsLog
+from jobs.driving.driver import Driver
 from storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
@@ -35,7 +35,7 @@ def simulated() -> Iterator[dict[str, Any]]:
             stack.enter_context(patch.object(jobs_run, name, fake))
         stack.enter_context(patch.object(committer, "_checked_file", unit_file))
         stack.enter_context(
-            patch("jobs.attempts.redacted", str, create=True)
+            patch("jobs.driving.attempts.redacted", str, create=True)
         )  # there are no secrets here, and it looks long
         yield at_work
 

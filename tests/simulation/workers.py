@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
-from jobs.crew import crew
+from jobs.driving.crew import crew
 from storage.errors import StoreError
 from storage.runs.commit import CommittedUnit, commit_unit
 from tests.simulation.disk import Crash, Handle, Job, Process
@@ -73,11 +73,11 @@ class SimSite:
         return nullcontext()
 
     def seats(self, spec: Any, *, units: int) -> tuple[int, Any]:
-        """See jobs.site.Site."""
+        """See jobs.driving.site.Site."""
         return crew(spec.workers, num_cpus=self.world.cpus(), num_gpus=0, units=units, device="cpu")
 
     def pool(self, job: tuple[World, Process], seat: Any) -> SimPool:
-        """See jobs.site.Site; the job is who hires, as `make_job` is faked."""
+        """See jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
         return SimPool(job, seat)
 
 

@@ -25,11 +25,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
-from jobs import run as jobs_run
-from jobs.driver import StopFlag
-from jobs.keeper import give_back, keep_once
-from jobs.progress import Silence
-from jobs.spec import ErrorSettings, WorkerSettings
+from jobs.commands import run as jobs_run
+from jobs.driving.driver import StopFlag
+from jobs.driving.lease_keeper import give_back, keep_once
+from jobs.driving.progress import Silence
+from jobs.spec.job_spec import ErrorSettings, WorkerSettings
 from storage.errors import StoreError
 from storage.runs.commit import SUCCESS
 from storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
@@ -158,7 +158,7 @@ class World:
                 give_back(lease)
 
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
-        """What `jobs.run.decode` wants to know."""
+        """What `jobs.commands.run.decode` wants to know."""
         spec = SimpleNamespace(
             workers=WorkerSettings(count=self.job.workers, stall_s=STALL_S),
             errors=ErrorSettings(attempts=self.job.attempts),

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.plan_table import ROW_SCHEMA
-from jobs.plan_writer import PlanWriter
+from jobs.plan.plan_writer import PlanWriter
 from storage.runs.records import table_from_rows, write_parquet
 from storage.stores.store import open_store
 

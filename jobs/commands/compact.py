@@ -1,0 +1,246 @@
+"""`draftmill compact`: the results of a finished run in files of a chosen size, with a manifest of their own.
+
+    RUN/compact/part-00000-1f3a9c2e.parquet      every row once, in the plan's order, as the last pass has it
+    RUN/compact/_manifest.json                   written when all files are there; it alone says which of them count
+
+The unit files stay: resuming, verifying and further passes rest on them. A file's name carries what it was made from, so that
+compacting again, after another pass or to another size, never changes a file that someone reads. Traces stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.codes import INTERRUPTED, OK
+from jobs.driving.driver import StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from jobs.plan.fingerprint import code_version, digest
+from storage.errors import DamagedRun, StoreError
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from storage.runs.records import parquet_groups, parquet_writer
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+FOLDER = "compact/"
+MANIFEST = f"{FOLDER}_manifest.json"
+GROUP_BYTES = 32 * 2**20
+"""Arrow bytes of a row group: what is held, besides the file under way, while a run is compacted or its files are checked."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class CompactFile:
+    """The facts of one file, as the manifest lists them; `bytes` of the file."""
+
+    object: str
+    etag: str
+    rows: int
+    ok: int
+    failed: int
+    skipped: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompactManifest:
+    """What a compacted run holds. `source` tells from which passes, and to which size, its files were made."""
+
+    fingerprint: str
+    schema_version: int
+    passes: int
+    file_bytes: int
+    source: str
+    files: tuple[CompactFile, ...]
+
+
+def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
+    """Write the run's rows into files of about `file_mb` MiB, at most; returns the exit code. Raises UserError where the
+    run is not finished.
+    """
+    store = open_store(run_dir, s3=s3)
+    finished(passes_of(store, s3=s3))
+    stop = StopFlag()
+    try:
+        with kept_lease(store, stop.set) as lease:
+            passes = finished(passes_of(store, s3=s3))
+            found = current(store, source_of(passes, file_mb * MIB))
+            found = found or write_compact(store, passes, file_bytes=file_mb * MIB, lease=lease)
+            sweep(store, found, lease)
+    except (LeaseHeld, LeaseLost) as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return INTERRUPTED
+    units = sum(len(one.manifest.units) for one in passes if one.manifest is not None)
+    print(f"{store.url}/{FOLDER}: {described(found)}, from {units:,} unit files of {_counted_passes(found.passes)}")
+    return OK
+
+
+def current(store: Store, source: str) -> CompactManifest | None:
+    """The compaction that is there, where it was made from this `source` and its files are as they were written."""
+    try:
+        found = read_compact(store)
+        if found is None or found.source != source or not all(_is_sound(store, file) for file in found.files):
+            return None
+    except StoreError:  # damaged, or gone
+        return None
+    return found
+
+
+def _is_sound(store: Store, file: CompactFile) -> bool:
+    stat = store.stat(file.object)
+    if stat is None or stat.size != file.bytes:
+        return False
+    return stat.etag == file.etag or hashlib.sha256(store.get(file.object)).hexdigest() == file.sha256
+
+
+def source_of(passes: Sequence[Pass], file_bytes: int) -> str:
+    """A hash of every unit file of the finished passes, and of the size that files are to have."""
+    hashes = [[unit.sha256 for unit in one.manifest.units] for one in passes if one.manifest is not None]
+    return digest([hashes, file_bytes])
+
+
+def write_compact(
+    store: Store, passes: Sequence[Pass], *, file_bytes: int, lease: Lease | None = None
+) -> CompactManifest:
+    """Write the files, each checked, and then the manifest, which makes them count. With `lease`, raises LeaseLost
+    where another driver has taken it.
+    """
+    plan, source = passes[0].plan, source_of(passes, file_bytes)
+    version = plan.results["schema_version"]
+    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(version), "code_version": code_version()}
+    parts = Parts(plan.schema, metadata | {"passes": str(len(passes))}, file_bytes)
+    files = []
+    for number, part in enumerate(parts.of(latest_rows(passes))):
+        name = f"{FOLDER}part-{number:05d}-{source[:8]}.parquet"
+        stat = store.put(name, part.data)
+        counts = {status: part.statuses[status] for status in ("ok", "failed", "skipped")}
+        sha256 = hashlib.sha256(part.data).hexdigest()
+        files.append(CompactFile(name, stat.etag, part.rows, **counts, bytes=len(part.data), sha256=sha256))
+    manifest = CompactManifest(plan.fingerprint, version, len(passes), file_bytes, source, tuple(files))
+    if lease is not None:
+        lease.check()
+    store.put(MANIFEST, _json(manifest))
+    return manifest
+
+
+def read_compact(store: Store) -> CompactManifest | None:
+    """The manifest of the compacted files, None where there are none; DamagedRun where it can't be understood."""
+    if not store.exists(MANIFEST):
+        return None
+    try:
+        found = json.loads(store.get(MANIFEST))
+        del found["totals"]
+        return CompactManifest(**found | {"files": tuple(CompactFile(**file) for file in found["files"])})
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "delete it, and `draftmill compact` makes the files anew"
+        raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
+
+
+def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:
+    """Delete what lies in the folder and does not count: files of an earlier size or pass, or of a run that broke off."""
+    counting = {MANIFEST, *(file.object for file in manifest.files)}
+    for name in [stat.name for stat in store.list(FOLDER) if stat.name not in counting]:
+        lease.check()  # what does not count for a driver that lost it may count for the next
+        store.delete(name)
+
+
+# ---- files
+
+
+@dataclass(slots=True)
+class Part:
+    """A closed file that was read back, and what it holds."""
+
+    data: bytes
+    rows: int
+    statuses: Counter[str]
+
+
+@dataclass(slots=True)
+class Parts:
+    """Cuts tables into files of at most `file_bytes`, more only where a single row group is larger."""
+
+    schema: pa.Schema
+    metadata: dict[str, str]
+    file_bytes: int
+    _sink: Any = None
+    _writer: Any = None
+    _rows: int = 0
+    _largest: int = 0
+    _statuses: Counter[str] = field(default_factory=Counter)
+
+    def of(self, tables: Iterable[pa.Table]) -> Iterator[Part]:
+        """Yield the files, one at a time."""
+        for group in _groups(tables, min(GROUP_BYTES, self.file_bytes)):
+            self._write(group)
+            if self._sink.tell() + self._largest > self.file_bytes:
+                yield self._closed()
+        if self._writer is not None:
+            yield self._closed()
+
+    def _write(self, group: pa.Table) -> None:
+        if self._writer is None:
+            self._sink = pa.BufferOutputStream()
+            self._writer = parquet_writer(self._sink, self.schema, self.metadata)
+            self._rows, self._largest, self._statuses = 0, 0, Counter()
+        before = self._sink.tell()
+        self._writer.write_table(group.cast(self.schema), row_group_size=group.num_rows)
+        self._largest = max(self._largest, self._sink.tell() - before)
+        self._rows += group.num_rows
+        self._statuses.update(group["status"].to_pylist())
+
+    def _closed(self) -> Part:
+        self._writer.close()
+        self._writer = None
+        data = bytes(self._sink.getvalue().to_pybytes())
+        again = sum(group.num_rows for group in parquet_groups(data))  # every page against its checksum
+        assert again == self._rows, "rows were lost in writing"
+        return Part(data, self._rows, self._statuses)
+
+
+def _groups(tables: Iterable[pa.Table], group_bytes: int) -> Iterator[pa.Table]:
+    held: list[pa.Table] = []
+    num_bytes = 0
+    for table in tables:
+        held.append(table)
+        num_bytes += table.nbytes
+        if num_bytes >= group_bytes:
+            yield _joined(held)
+            held, num_bytes = [], 0
+    if held:
+        yield _joined(held)
+
+
+def _joined(tables: list[pa.Table]) -> pa.Table:
+    return pa.concat_tables(tables).unify_dictionaries().combine_chunks()
+
+
+def described(manifest: CompactManifest) -> str:
+    """How much it holds, in a few words."""
+    rows, size = sum(file.rows for file in manifest.files), sum(file.bytes for file in manifest.files)
+    return f"{rows:,} rows in {len(manifest.files):,} files, {size:,} bytes"
+
+
+def _counted_passes(count: int) -> str:
+    return "one pass" if count == 1 else f"{count} passes"
+
+
+def _json(manifest: CompactManifest) -> bytes:
+    """One file a line, as the run's own manifest has its units."""
+    totals = {
+        fact: sum(getattr(file, fact) for file in manifest.files)
+        for fact in ("rows", "ok", "failed", "skipped", "bytes")
+    }
+    head = {key: value for key, value in asdict(manifest).items() if key != "files"} | {"totals": totals}
+    lines = ",\n".join(json.dumps(asdict(file)) for file in manifest.files)
+    return f'{json.dumps(head)[:-1]}, "files": [\n{lines}\n]}}\n'.encode()

@@ -1,0 +1,135 @@
+"""Where an export may go, and how a file gets there whole or not at all: to a local file, to S3, or to the standard output.
+
+Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from jobs.commands.export_rows import Target
+from jobs.spec.places import path_problem
+from storage.errors import StoreError, UserError
+from storage.stores.verbs import AlreadyExists, S3Options
+
+STDOUT = "-"
+OUT, ERRORS = "--out", "--errors"
+S3 = "s3://"
+
+
+# ---- what may be asked for
+
+
+def errors_beside(out: str) -> str:
+    """`answers.jsonl` -> `answers.errors.jsonl`, in the same folder or under the same prefix."""
+    if out == STDOUT:
+        raise UserError("failed samples of an OpenAI batch need a file of their own; name one", field=ERRORS)
+    folder, slash, name = out.rstrip("/").rpartition("/")
+    stem, suffix = os.path.splitext(name)
+    return f"{folder}{slash}{stem}.errors{suffix}"
+
+
+def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
+    """Raise UserError for a place that can't be written, or must not be. Nothing is contacted."""
+    for field, place in ((OUT, out), (ERRORS, errors)):
+        if place is None or place == STDOUT:
+            continue
+        problem = "'' is no place" if not place else path_problem(place, ("s3",)) or _key_problem(place)
+        if problem is None and _inside(place, run_url):
+            problem = f"{place!r} lies inside of the run directory, which holds the run's own files only"
+        if problem is not None:
+            raise UserError(problem, field=field)
+    if errors is not None and errors in {out, STDOUT}:
+        raise UserError(f"{errors!r} can't take the failed samples; name a file of their own", field=ERRORS)
+    if kind == "parquet" and out == STDOUT:
+        raise UserError("Parquet does not go to the standard output; name a file", field=OUT)
+
+
+def _key_problem(place: str) -> str | None:
+    if not place.startswith(S3):
+        return None
+    bucket, _, key = place.removeprefix(S3).partition("/")
+    if not bucket or {"", ".", ".."} & set(key.split("/")):
+        return f"{place!r} names no object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
+    return None
+
+
+def _inside(place: str, run_url: str) -> bool:
+    if place.startswith(S3) or "://" in run_url:
+        return f"{place}/".startswith(f"{run_url.rstrip('/')}/")
+    return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
+
+
+# ---- files under way
+
+
+def written(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
+    """A file that gets its name when the block has ended well; where it raises, nothing is left. UserError where it can't be.
+
+    `field` is the argument that names the place.
+    """
+    if place == STDOUT:
+        return _standard_output()
+    if place.startswith(S3):
+        return _object(place, field, overwrite, s3 or S3Options())
+    return _local_file(place, field, overwrite)
+
+
+@contextmanager
+def _standard_output() -> Iterator[IO[bytes]]:
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
+    # boto3 takes a third of a second to import, which an export to local disk need not wait for.
+    from storage.stores.s3 import S3Store
+    from storage.stores.upload import Upload, abort_orphans
+
+    bucket, _, key = place.removeprefix(S3).partition("/")
+    store = S3Store(f"{S3}{bucket}", options)
+    abort_orphans(store, key)
+    if not overwrite and store.exists(key):
+        raise _taken(place, field)
+    try:
+        with Upload(store, key, overwrite=overwrite) as file:
+            yield file
+    except AlreadyExists:
+        raise _taken(place, field) from None
+
+
+@contextmanager
+def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
+    path = Path(place).expanduser().resolve()  # of a link the target is written, and the link stays
+    temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
+    try:
+        if path.is_dir():
+            raise UserError(f"{place!r} is a folder", field=field)
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:  # a pipe or a device, which takes what comes and is never replaced
+                yield file
+            return
+        if path.exists() and not overwrite:
+            raise _taken(place, field)
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        kind = UserError if error.filename is not None else StoreError
+        raise kind(f"{place}: {error.strerror or error}") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _taken(place: str, field: str) -> UserError:
+    return UserError(f"{place!r} is there already; --overwrite replaces it", field=field)

@@ -1,0 +1,180 @@
+"""What the dry run found, and how it is said: the job, the first canvas, sizes, padding, rate, memory and time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from actors.canvas import Canvas
+from actors.memory import Room
+from actors.task import Infill, Task
+from actors.text import Tokenizer
+from decoders.base import HOLE, Request
+from jobs.driving.progress import duration
+from jobs.driving.totals import exactness
+from jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
+from jobs.plan.prepare import Prepared
+from jobs.spec.job_spec import JobSpec
+from storage.errors import printable
+
+SHOWN_CHARS = 1200
+BATCH = 32
+"""Samples of a batch for which the padding is estimated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The first rows of the input as the planner sees them; `total` is how many rows there are, `exact` or estimated."""
+
+    table: pa.Table
+    total: int
+    exact: bool
+
+    def lengths(self) -> NDArray[np.int32]:
+        """Canvas tokens of each row, int32 [rows]."""
+        return np.asarray(self.table["length"].to_numpy(), dtype=np.int32)
+
+    def masked(self) -> NDArray[np.int32]:
+        """Tokens to generate of each row, int32 [rows]."""
+        return np.asarray(self.table["holes"].to_numpy(), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A row and its canvas."""
+
+    id: str
+    key: int
+    canvas: Canvas
+
+    def request(self, handle: int) -> Request:
+        """What a decoder is asked for."""
+        canvas = self.canvas
+        return Request(handle, self.key, canvas.tokens, score_from=canvas.score_from, settings=canvas.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU.
+
+    `longest` is the length in tokens to which longer canvases were cut, None where none was. `room` is what a worker that is
+    alone on this machine may hold.
+
+    `exact` says whether results are the same to the bit in any batch.
+    """
+
+    exact: bool
+    rows: int
+    tokens: int
+    took_s: float
+    memory_bytes: int
+    where: str
+    longest: int | None = None
+    room: Room | None = None
+
+
+def header(prepared: Prepared) -> Iterator[str]:
+    """The job, its model and its inputs."""
+    spec, info = prepared.spec, prepared.info
+    longest = "any length" if info.max_length is None else f"up to {info.max_length} tokens"
+    num_bytes = sum(file.size or 0 for file in prepared.inputs)
+    mask = f", mask {spec.task.mask.kind}" if isinstance(spec.task, Infill) else ""
+    yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
+    yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
+    yield f"input     {spec.input.shown}: {len(prepared.inputs):,} files, {num_bytes / 1e6:,.1f} MB"
+    planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
+    yield f"output    {spec.output.path}{planned}"
+
+
+def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
+    """The first canvas, with each hole as its number of tokens in brackets."""
+    if not canvases:
+        yield "canvas    none of the rows looked at has one"
+        return
+    canvas = canvases[0].canvas
+    todo = wanted(prepared.spec.task, canvas)
+    yield f"canvas    {printable(canvases[0].id)}: {len(canvas.tokens)} tokens, {todo}, key {canvases[0].key:#018x}"
+    yield f"  tokens  {' '.join('_' if token == HOLE else str(token) for token in canvas.tokens[:40].tolist())}"
+    if cut := [made.canvas.truncated for made in canvases if made.canvas.truncated]:
+        yield f"  cut     {len(cut)} of the first {len(canvases)} prompts do not fit: {sum(cut):,} of their tokens"
+    if prepared.tokenizer is not None:
+        shown = prompt_text(canvas, prepared.tokenizer)
+        yield "  prompt (a hole is [its tokens])"
+        yield from (f"  | {printable(line)}" for line in shown[:SHOWN_CHARS].splitlines())
+        if len(shown) > SHOWN_CHARS:
+            yield "  | ..."
+
+
+def wanted(task: Task, canvas: Canvas) -> str:
+    """What a decoder is to do with the canvas."""
+    if canvas.score_from is not None:
+        return f"{canvas.size.masked} to score from position {canvas.score_from} on"
+    if canvas.infilling is not None:
+        holes = len(canvas.infilling.limits)
+        return f"up to {canvas.num_masked} to generate in {holes} holes, of which this is the first"
+    if isinstance(task, Infill):
+        return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
+    return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"
+
+
+def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
+    """What the model sees, as text; each hole as [number of tokens]."""
+    parts: list[str] = []
+    shown = 0
+    for start, end in canvas.holes:
+        parts += [tokenizer.decode(canvas.tokens[shown:start].tolist()), f"[{end - start}]"]
+        shown = end
+    return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
+
+
+def size_lines(prepared: Prepared, sample: Sample) -> Iterator[str]:
+    """Rows, tokens, units and padding, of the sample and of the whole."""
+    lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
+    scale = sample.total / len(lengths)
+    yield f"samples   {about}{sample.total:,}; looked at {len(lengths):,}"
+    errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
+    if errors:
+        kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
+        yield f"  fail    {len(errors)} of those looked at: {kinds}"
+    yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
+    todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
+    yield f"  new     {masked.mean():.1f} a sample, {todo}"
+    unit_rows = rows_per_unit(prepared.spec, sample.total)
+    yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {unit_rows} samples"
+    by_length = lengths[longest_first(lengths)]
+    yield (
+        f"padding   {padding_efficiency(by_length, batch_rows=BATCH):.1%} of token positions are useful in batches of "
+        f"{BATCH} sorted by length, {padding_efficiency(lengths, batch_rows=BATCH):.1%} in the order of the file"
+    )
+
+
+def rows_per_unit(spec: JobSpec, rows: int) -> int:
+    """Rows of a unit: the spec's, or what the planner will choose."""
+    if spec.output.unit_rows != "auto":
+        return spec.output.unit_rows
+    return auto_unit_rows(min(rows, spec.batching.window))
+
+
+def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[str]:
+    """Memory and time, measured and extrapolated."""
+    yield f"exact     {exactness(trial.exact)}"
+    yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
+    if trial.room is not None:
+        room = trial.room
+        yield (
+            f"  room    {room.free_bytes / 2**30:.2f} GiB free on {room.device} with the model loaded: "
+            f"{room.rows:,} samples of {room.length} tokens at once"
+        )
+    rate = trial.tokens / trial.took_s if trial.took_s else 0.0
+    todo = float(sample.masked().mean()) * sample.total
+    cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
+    yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, measured over {trial.took_s:.1f} s{cut}"
+    if rate:
+        count = prepared.spec.workers.count
+        shared = "; divide by the number of workers" if count == "auto" else f" on {count} workers"
+        workers = 1 if count == "auto" else count
+        yield f"time      ~{duration(todo / rate / workers)}{shared}"

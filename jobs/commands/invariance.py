@@ -1,0 +1,94 @@
+"""`verify --invariance N`: decode N samples again, each alone in its batch, and compare with what the run stored.
+
+Results must not depend on what a sample was batched with, beyond floating-point effects; this measures the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.compute as pc
+
+from actors.messages import WorkUnit
+from actors.samples import Sample
+from actors.worker import build_parts
+from decoders.base import Decoder, Outcome, Request
+from jobs.plan.plan import Plan
+from jobs.plan.worker_job import make_job
+from storage.runs.commit import CommittedUnit, Manifest
+from storage.runs.records import read_parquet
+from storage.stores.verbs import Store
+
+Said = tuple[list[int], list[float] | None]
+"""The tokens of a sample, and the log-probability of each where they were scored."""
+
+
+def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
+    """Decode `samples` stored samples alone and print the share that came out equal; returns it."""
+    job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
+    decoder, clerk = build_parts(job, name="verify", node="", threads=1)
+    equal = compared = 0
+    for unit, index, stored in pick(store, manifest, samples):
+        (sample,) = clerk.open_unit(alone(unit, index))
+        if sample.canvas is None:
+            continue
+        compared += 1
+        equal += said(decode_alone(decoder, sample)) == stored
+    share = equal / compared if compared else 1.0
+    print(f"  decoded {compared} samples again, each alone: {equal} equal ({share:.1%})")
+    return share
+
+
+def said(outcome: Outcome) -> Said:
+    """What an outcome says, as `pick` has it of a stored row."""
+    scores = outcome.token_logprobs
+    return outcome.tokens.tolist(), None if scores is None else scores.tolist()
+
+
+def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, Said]]:
+    """(unit, row in it, what it says) of `samples` samples that are ok, or of all where there are fewer, spread evenly."""
+    total = manifest.total("ok")
+    wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
+    first = 0  # of the samples that are ok, counted over all units
+    for unit in manifest.units:
+        inside = [number - first for number in wanted if first <= number < first + unit.ok]
+        first += unit.ok
+        if not inside:
+            continue
+        table = read_parquet(store.get(unit.object))
+        good = np.flatnonzero(pc.equal(table.column("status"), "ok").to_numpy())
+        for row in good[inside].tolist():
+            scores = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+            yield unit, row, (table.column("tokens")[row].as_py(), scores)
+
+
+def alone(unit: CommittedUnit, index: int) -> WorkUnit:
+    """A unit of which only one row is wanted."""
+    return WorkUnit(
+        lease=0,
+        unit=unit.unit,
+        rows=unit.rows,
+        tokens=0,
+        attempt=1,
+        pass_=1,
+        start=index,
+        stop=index + 1,
+        probe=True,
+    )
+
+
+def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:
+    """The outcome of one sample in an empty decoder, with all its holes where it has several to be asked for."""
+    while sample.take(_decoded(decoder, sample.request(0))):
+        pass
+    assert sample.outcome is not None
+    return sample.outcome
+
+
+def _decoded(decoder: Decoder, request: Request) -> Outcome:
+    decoder.admit([request])
+    while True:
+        for outcome in decoder.step():
+            return outcome

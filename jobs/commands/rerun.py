@@ -1,0 +1,93 @@
+"""`draftmill rerun --failed`: a new pass over the samples that are failed, or the rest of one that was interrupted.
+
+The pass is a run directory inside the run's own (jobs/finished/passes.py): planned, decoded, committed and closed as any run,
+under the run's lease. Nothing of earlier passes is changed. The job must be the same: what a spec may change between two runs
+(batching, workers, errors, where model and inputs lie) may be changed here too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from jobs.codes import INTERRUPTED
+from jobs.commands.run import Run, RunOptions, broken_off, decode, judge, print_table
+from jobs.driving.driver import StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.progress import Display, make_display
+from jobs.driving.site import site_of
+from jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
+from jobs.plan.plan import Plan, create_plan
+from jobs.plan.plan_writer import PlanWriter
+from jobs.plan.prepare import prepare
+from jobs.spec.job_spec import JobSpec, check_overridden
+from storage.runs.lease import LeaseHeld, LeaseLost
+from storage.stores.store import open_store, probe
+from storage.stores.verbs import S3Options
+
+
+def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
+    """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
+
+    Raises UserError where the run is not finished, or `overrides` (KEY=VALUE), the model or the inputs make another job.
+    """
+    store = open_store(run_dir, s3=s3)
+    spec = spec_of(require_plan(store), run_dir, overrides, s3)
+    finished(passes_of(store, s3=s3))
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
+    site = site_of(address=options.ray_address, local=options.local)
+    site.check(spec)
+    conditional = probe(store)
+    stop = StopFlag()
+    try:
+        with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+            passes = passes_of(store, s3=s3)  # as they are now that nobody else can begin one
+            plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
+            if plan is None:
+                print(f"{store.url}: no sample is failed")
+                return judge(spec, passes)
+            inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
+            finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, site))
+    except (LeaseHeld, LeaseLost) as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return INTERRUPTED
+    if finish.how != "done":
+        return broken_off(plan.store, plan, finish, conditional=conditional)
+    print_table(inside, plan.store)
+    return judge(spec, passes_of(store, s3=s3))
+
+
+def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:
+    """The spec that the run was planned with, at the place where the run directory is now, with `overrides`.
+
+    What of `s3` was asked for holds for the workers too.
+    """
+    data = plan.spec.model_dump(mode="json")
+    data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
+    spec = check_overridden(data, overrides)
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"path": run_dir})})
+
+
+def unfinished(passes: Sequence[Pass]) -> Plan | None:
+    """The plan of a pass that was interrupted."""
+    return passes[-1].plan if passes[-1].manifest is None else None
+
+
+def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
+    """Plan a pass over the failed rows of the last one, in their order; None where there are none."""
+    if not left_failed(passes):
+        return None
+    first, last = passes[0].plan, passes[-1]
+    store = pass_store(first.store, last.number + 1, s3)
+    unit_rows = None if first.spec.output.unit_rows == "auto" else first.spec.output.unit_rows
+    window = first.spec.batching.window
+    writer = PlanWriter(store, window=window, unit_rows=unit_rows, keep_order=True, epoch=epoch)
+    writer.discard()
+    for table in failed_rows(last):
+        writer.add(table)
+    writer.finish()
+    plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
+    display.note(f"pass {plan.pass_}: {plan.rows:,} failed samples in {plan.units:,} units")
+    return plan

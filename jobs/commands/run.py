@@ -1,0 +1,291 @@
+"""`draftmill run`: plan or resume, decode what is missing, close the run. Idempotent: run it again and it goes on.
+
+    spec -> model, inputs -> Ray -> plan (or the plan that is there, compared) -> done set -> driver -> manifest, _SUCCESS
+
+Nothing is written to the run directory before the spec, the model, the inputs and what the cluster has were found usable.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from jobs.driving.attempts import AttemptsLog, read_sessions
+from jobs.driving.crew import fitting_threads
+from jobs.driving.driver import Driver, StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.progress import Display, counted, make_display, size_text
+from jobs.driving.session import RayDidNotStart
+from jobs.driving.site import Site, site_of
+from jobs.driving.totals import Totals
+from jobs.finished.passes import Pass, finished, left_failed, passes_of
+from jobs.finished.summary import read_summary, table_lines
+from jobs.plan.plan import Plan, load_plan
+from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
+from jobs.plan.worker_job import make_job
+from jobs.schedule.events import Finish
+from jobs.schedule.scheduler import Scheduler
+from jobs.schedule.unit_leases import Limits
+from jobs.schedule.waiting import UnitSize
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
+from storage.errors import StoreError, UserError
+from storage.runs.commit import (
+    SUCCESS,
+    CommittedUnit,
+    done_units,
+    is_closed,
+    read_manifest,
+    read_record,
+    read_unit,
+    record_commit,
+    write_manifest,
+)
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from storage.stores.promises import promised
+from storage.stores.store import open_store, probe, sweep
+from storage.stores.verbs import Store
+
+SETTLE_S = 1.0
+"""How long a store that ignores conditions is left alone before its files are looked over a last time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run, as opposed to what: nothing here changes a result."""
+
+    ray_address: str | None = None
+    local: bool = False
+    quiet: bool = False
+    grace_s: float = 30.0
+
+
+@dataclass(slots=True)
+class Run:
+    """One run of one job: what its steps share."""
+
+    spec: JobSpec
+    options: RunOptions
+    prepared: Prepared
+    store: Store
+    plan: Plan
+    conditional: bool
+    lease: Lease
+    stop: StopFlag
+    display: Display
+    site: Site
+
+
+def run_job(spec: JobSpec, options: RunOptions) -> int:
+    """Run or resume a job; returns the exit code. Raises UserError where the spec, an input or the directory is unusable."""
+    store = open_store(spec.output.path, s3=spec.s3.options())
+    with make_display(quiet=options.quiet) as display:
+        prepared = prepare(spec, store, display)
+    if prepared.plan is not None and is_closed(store):
+        print(f"{store.url} is finished already")
+        return close(spec, store)
+    site = site_of(address=options.ray_address, local=options.local)
+    site.check(spec)
+    conditional = probe(store)
+    stop = StopFlag()
+    try:
+        with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+            sweep(store)
+            if not conditional:
+                display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
+            with ExitStack() as stack:
+                if prepared.plan is None:  # what the cluster has not is missed before anything is written
+                    stack.enter_context(site.opening(display, prepared))
+                plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
+                finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site))
+    except (LeaseHeld, LeaseLost) as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return INTERRUPTED
+    except RayDidNotStart as error:
+        raise without_ray(error, store) from error
+    return close(spec, store) if finish.how == "done" else broken_off(store, plan, finish, conditional=conditional)
+
+
+def without_ray(error: StoreError, store: Store) -> StoreError:
+    """The same error, and whether there is anything to go on with."""
+    planned = load_plan(store) is not None
+    hint = "the plan is made: run it again to go on" if planned else "nothing has been written yet"
+    return StoreError(f"{error}; {hint}")
+
+
+def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
+    """Say how a run ended that did not finish; returns the exit code."""
+    if finish.how == "failed":
+        raise StoreError(f"{finish.message}; run it again to go on")
+    done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
+    if finish.how == "hopeless":
+        print(f"draftmill: stopped with {done}: {finish.message}; allow more to go on", file=sys.stderr)
+        return TOO_MANY_FAILED
+    print(f"draftmill: interrupted with {done}; run it again to go on", file=sys.stderr)
+    return INTERRUPTED
+
+
+def decode(run: Run) -> Finish:
+    """Decode the units that are not done yet, and write the manifest if that completes the plan."""
+    done = done_units(run.store, conditional=run.conditional)
+    totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
+    left = [size for size in run.plan.sizes() if size.unit not in done]
+    totals.rows_before = run.plan.rows - sum(size.rows for size in left)
+    if done:
+        run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
+    committed: dict[int, CommittedUnit] = {}
+    finish = Finish("done")
+    if left:
+        with run.site.opened(run.display), run.stop.on_signals():
+            finish, committed = _drive(run, left, totals)
+    if finish.how == "done":
+        _write_manifest(run, committed, [name for unit, name in done.items() if unit not in committed])
+    return finish
+
+
+def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict[int, CommittedUnit]]:
+    count, seat = run.site.seats(run.spec, units=len(left))
+    seat = fitting_threads(seat, run.prepared.info.num_parameters)
+    log = AttemptsLog(run.store, run.lease.epoch)
+    size = size_text(weight_bytes(run.prepared.folder))
+    run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
+    pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
+    driver = Driver(
+        scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
+        pool=pool,
+        display=run.display,
+        totals=totals,
+        log=log,
+        stop=run.stop,
+        grace_s=run.options.grace_s,
+        record=lambda unit: recorded(run, unit),
+        hopeless=hopelessness(run),
+        room=lambda: room_for(run, len(left)),
+    )
+    try:
+        finish = driver.run()
+    finally:
+        totals.stop()
+        log.flush(totals)
+        pool.close()
+    return finish, driver.committed
+
+
+def room_for(run: Run, units: int) -> int:
+    """How many workers there is room for by now; none where the cluster has lost too much for even one."""
+    try:
+        return run.site.seats(run.spec, units=units)[0]
+    except UserError:
+        return 0
+
+
+def hopelessness(run: Run) -> Callable[[int], bool]:
+    """Whether so many failed samples of this session, and those on record of earlier ones, leave no point in going on."""
+    try:
+        before = read_sessions(run.store).committed.failed
+    except StoreError:  # the log is best effort
+        before = 0
+    is_first = run.plan.pass_ == 1  # a later pass has nothing but samples that failed
+    return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
+
+
+def limits_of(spec: JobSpec) -> Limits:
+    """What the scheduler bears before it does something about it, where a spec may say so."""
+    workers = spec.workers
+    return Limits(attempts=spec.errors.attempts, lease_s=workers.stall_s, start_s=workers.start_s)
+
+
+def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
+    """Take note of a unit that a worker says it committed; StoreError if it wrote to a disk that is not ours."""
+    if not run.conditional:
+        return record_commit(run.store, unit, epoch=run.lease.epoch)
+    if "://" not in run.store.url and not run.store.exists(unit.object):
+        raise StoreError(
+            f"a worker wrote {unit.object}, but not here: on several machines output.path must be shared, or s3://"
+        )
+    return unit
+
+
+def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
+    """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
+    units = list(committed.values())
+    for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name)):
+        units.append(facts.result())
+    if not run.conditional:
+        _sweep(run, units)
+    write_manifest(
+        run.store,
+        units,
+        fingerprint=run.plan.fingerprint,
+        units=run.plan.units,
+        rows=run.plan.rows,
+        lease=run.lease,
+    )
+
+
+def _sweep(run: Run, units: Iterable[CommittedUnit]) -> None:
+    """Delete the files of attempts that came second: the names that count are on record, and no worker is left.
+
+    The last write of a worker that was ended may still be under way in the store: look again until nothing more has come.
+    """
+    counting = {unit.object.removeprefix("data/") for unit in units}
+    _delete_others(run, counting)
+    time.sleep(SETTLE_S)
+    while _delete_others(run, counting):
+        time.sleep(SETTLE_S)
+
+
+def _delete_others(run: Run, counting: set[str]) -> int:
+    """Delete unit files and traces of other names, and say how many; a trace has the name of its data, in its own folder."""
+    others = [
+        stat.name
+        for folder in ("data/", "traces/")
+        for stat in run.store.list(folder)
+        if stat.name.removeprefix(folder) not in counting
+    ]
+    for name in others:
+        run.lease.check()  # whoever has lost it deletes nothing: what does not count for him may count for another
+        run.store.delete(name)
+    return len(others)
+
+
+def committed_facts(run: Run, name: str) -> CommittedUnit:
+    """The facts of a unit that an earlier session committed, from its data file or its record."""
+    if run.conditional:
+        return read_unit(run.store, name, expected={"fingerprint": run.plan.fingerprint})
+    return read_record(run.store, name)
+
+
+def close(spec: JobSpec, store: Store) -> int:
+    """Print the table of a finished run; returns 0, or 3 where too many samples are left failed."""
+    print_table(spec, store)
+    return judge(spec, passes_of(store, s3=spec.s3.options()))
+
+
+def print_table(spec: JobSpec, store: Store) -> None:
+    """Print the sums of one finished pass."""
+    manifest = read_manifest(store)
+    if manifest is None:
+        raise StoreError(f"{store.url} has {SUCCESS}, but no manifest")
+    results = read_summary(store, [unit.object for unit in manifest.units])
+    sessions = read_sessions(store)
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+
+
+def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
+    """Say what is left failed after the finished passes, where it has to be said; returns 0, or 3 where it is too much."""
+    rows, failed, count = passes[0].plan.rows, left_failed(passes), len(finished(passes))
+    if count > 1:
+        print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
+    if not too_many_failed(failed, rows, spec.errors):
+        return OK
+    most = most_failed(rows, spec.errors)
+    print(
+        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); the table says which",
+        file=sys.stderr,
+    )
+    return TOO_MANY_FAILED

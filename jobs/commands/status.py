@@ -1,0 +1,85 @@
+"""`draftmill status`: how far a run is, from its directory alone; touches nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+from jobs.codes import OK
+from jobs.driving.attempts import read_sessions
+from jobs.driving.progress import duration, rate_text
+from jobs.driving.totals import exactness, ratio
+from jobs.finished.passes import Pass, left_failed, passes_of, require_plan
+from jobs.plan.plan import Plan
+from storage.errors import StoreError
+from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
+from storage.runs.lease import LEASE, process_is_dead
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+
+def status(run_dir: str, *, s3: S3Options | None = None) -> int:
+    """Print done, running and failed units and samples, the rate and the time to go; returns the exit code."""
+    store = open_store(run_dir, s3=s3)
+    plan = require_plan(store)
+    lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
+    if store.exists(SUCCESS):
+        lines += [pass_line(one) for one in passes_of(store, s3=s3)[1:]]
+    print("\n".join(lines))
+    return OK
+
+
+def pass_line(one: Pass) -> str:
+    """How far a later pass is."""
+    if one.manifest is not None:
+        return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
+    done = len(done_units(one.store, conditional=False) or done_units(one.store))
+    return (
+        f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` goes on with it"
+    )
+
+
+def status_lines(store: Store, plan: Plan) -> Iterator[str]:
+    """The report, line by line."""
+    done = done_units(store, conditional=False) or done_units(store)
+    sizes = {size.unit: size.rows for size in plan.sizes()}
+    rows = sum(sizes[unit] for unit in done if unit in sizes)
+    driver = driver_of(store)
+    sessions = read_sessions(store)
+    running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)
+    yield f"  state    {state_of(store, driver)}"
+    yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
+    yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    manifest = read_manifest(store)
+    if done:
+        yield f"  exact    {exactness(manifest.exact if manifest else sessions.exact)}"
+    rate = ratio(sessions.committed.rows, sessions.wall_s)
+    if rate:
+        tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)
+        yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
+    if rate and rows < plan.rows:
+        yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
+
+
+def state_of(store: Store, driver: str | None) -> str:
+    """In a few words."""
+    if is_closed(store):
+        return "finished"
+    return f"running, driver {driver}" if driver else "not running; `draftmill run` goes on with it"
+
+
+def driver_of(store: Store) -> str | None:
+    """Who holds an unexpired lease, and is not known to be dead."""
+    try:
+        lease = json.loads(store.get(LEASE))
+        owner, is_held = str(lease["owner"]), lease["expires_at_s"] > time.time()
+    except (StoreError, ValueError, KeyError, TypeError):
+        return None
+    return owner if is_held and not process_is_dead(owner) else None
+
+
+def failed_so_far(store: Store) -> int:
+    """Failed samples: the manifest's, or what the sessions have on record."""
+    manifest = read_manifest(store)
+    return manifest.total("failed") if manifest else read_sessions(store).committed.failed

@@ -1,0 +1,230 @@
+"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas, says how large the job is, decodes a sample.
+
+Writes nothing. What is estimated from a sample is marked with ~; rates and memory are measured by decoding for a moment.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actors.canvas import Canvas, runs
+from actors.clerk import guarded
+from actors.job import Seat
+from actors.loading import build, load_networks
+from actors.makers import Maker
+from actors.memory import fit
+from actors.models import user_error
+from actors.rows import row_id, row_key
+from actors.stop_text import stops_of
+from decoders.base import HOLE, Decoder, Request
+from jobs.codes import OK
+from jobs.commands.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
+from jobs.driving.crew import fitting_threads
+from jobs.plan.plan import lacks_a_column, make_maker, no_column
+from jobs.plan.prepare import Prepared, prepare
+from jobs.plan.survey import survey
+from jobs.plan.worker_job import decoder_of, place_of
+from jobs.spec.job_spec import JobSpec
+from storage.errors import RowError, UserError
+from storage.inputs.inputs import local_path
+from storage.inputs.reader import InputFile, Row, default_id, iterate
+from storage.stores.store import open_store
+
+SAMPLE_ROWS = 512
+TRIAL_ROWS = 64
+TRIAL_S = 5.0
+
+FIRST_FLOP = 2e10
+LONGEST_FLOP = 2e11
+"""The trial's first forward, and the longest canvas in it, by 2 FLOP a token and parameter: under a second, and a few seconds, on
+one slow core. A forward can't be interrupted, so what is asked of it has to be bounded."""
+
+QUICK_S = 0.5
+LEAST_TOKENS = 16
+"""A step that took less than QUICK_S is followed by one that may take in twice as many tokens."""
+
+
+def validate(spec: JobSpec) -> int:
+    """Print what the job would do; returns the exit code. Raises UserError where something is unusable."""
+    store = open_store(spec.output.path, s3=spec.s3.options())
+    prepared = prepare(spec, store)
+    sample = take_sample(prepared)
+    canvases = first_canvases(prepared, TRIAL_ROWS)
+    for line in header(prepared):
+        print(line)
+    for line in canvas_lines(prepared, canvases):
+        print(line)
+    for line in size_lines(prepared, sample):
+        print(line)
+    if canvases:
+        print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
+        for line in trial_lines(prepared, sample, try_out(prepared, canvases)):
+            print(line)
+    return OK
+
+
+def take_sample(prepared: Prepared) -> Sample:
+    """Survey the first rows; UserError where there is none, or none has the columns."""
+    spec, inputs = prepared.spec, prepared.inputs
+    limit = min(SAMPLE_ROWS, spec.input.limit or SAMPLE_ROWS)
+    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
+    tables = list(survey(few, maker_of(prepared), inputs))
+    if not tables:
+        raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
+    table = pa.concat_tables(tables)
+    if lacks_a_column(Counter(table["error_kind"].to_pylist())):
+        raise no_column(spec, inputs)
+    exact = table.num_rows < limit or limit == spec.input.limit
+    total = table.num_rows if exact else estimated_rows(inputs, table)
+    return Sample(table, total if spec.input.limit is None else min(total, spec.input.limit), exact)
+
+
+def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
+    """Rows of all inputs: Parquet files say theirs, others hold as many per byte as the sampled ones, at least the sample's."""
+    if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
+        return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
+    # The sample's last row begins at `offset`: all rows in front of it lie in the bytes up to there.
+    files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
+    last = inputs[files[-1]]
+    inside, rows = (last.size or 0, table.num_rows)
+    if offset and last.compression is None:
+        inside, rows = offset, table.num_rows - 1
+    read = inside + sum(inputs[file].size or 0 for file in files[:-1])
+    return max(table.num_rows, round(rows * sum(file.size or 0 for file in inputs) / max(1, read)))
+
+
+def maker_of(prepared: Prepared) -> Maker:
+    """What makes this job's canvases."""
+    return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
+
+
+def first_canvases(prepared: Prepared, count: int) -> list[Made]:
+    """The first rows that have a canvas."""
+    tried = islice(_canvases(prepared), SAMPLE_ROWS)
+    return list(islice((made for made in tried if isinstance(made, Made)), count))
+
+
+def _canvases(prepared: Prepared) -> Iterator[Made | RowError]:
+    spec, maker = prepared.spec, maker_of(prepared)
+    columns = spec.input.columns.wanted(spec.task)
+    for file in prepared.inputs:
+        for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options()):
+            yield guarded(partial(_made, spec, maker, row, default_id(file, row.row)), "tokenize", "tokenize_error")
+
+
+def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
+    if row.error is not None:
+        raise row.error
+    values = row.values or {}
+    name = row_id(values, spec.input.columns) or name
+    key = row_key(values, spec.input.columns, job_seed=spec.seed, sample_id=name)
+    return Made(name, key, maker.make(values, key))
+
+
+# ---- a moment of decoding
+
+
+def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
+    """Load the model and decode these rows for about TRIAL_S; raises UserError where the weights are unusable.
+
+    Short rows are taken first and long ones are cut, so that no forward takes long on a slow machine; the clock is looked at
+    after each step.
+    """
+    _use_threads(prepared.info.num_parameters)
+    most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
+    try:
+        decoder, exact = _build(prepared, max_rows=len(cut))
+    except ValueError as error:
+        raise user_error(error, "model.path") from None
+    room = fit(decoder, threads=_num_threads())
+    try:
+        tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+    except MemoryError as error:
+        raise UserError(str(error), field="model.device") from None
+    longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
+    return Trial(exact, len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest, room)
+
+
+def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
+    """Decode for about TRIAL_S; returns tokens and seconds. `budget` is how many tokens of canvases the first step takes in."""
+    waiting = deque(row.request(number) for number, row in enumerate(rows))
+    began_s = time.perf_counter()
+    since_s, before = began_s, 0
+    while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < TRIAL_S:
+        _step(decoder, waiting, budget)
+        if not before:  # the first forward allocates and chooses kernels
+            since_s, before = time.perf_counter(), decoder.stats.committed
+        if time.perf_counter() - now_s < QUICK_S:
+            budget *= 2
+    if decoder.stats.committed > before:
+        return decoder.stats.committed - before, time.perf_counter() - since_s
+    return decoder.stats.committed, time.perf_counter() - began_s  # there was time for nothing but the first one
+
+
+def shortened(row: Made, most: int) -> Made:
+    """The row with at most `most` tokens of its canvas: those around the first that is generated, or scored."""
+    canvas = row.canvas
+    if len(canvas.tokens) <= most:
+        return row
+    wanted = canvas.holes[0][0] if canvas.score_from is None else canvas.score_from
+    start = max(0, min(wanted - most // 2, len(canvas.tokens) - most))
+    tokens = canvas.tokens[start : start + most]
+    if canvas.score_from is not None:
+        return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
+    return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))
+
+
+def _use_threads(num_parameters: int) -> None:
+    """As many torch threads as a worker of a run would have."""
+    import torch
+
+    torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
+
+
+def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:
+    """The job's decoder, and whether its results are the same to the bit in any batch."""
+    spec, batching = prepared.spec, prepared.spec.batching
+    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
+    decoder = build(
+        networks,
+        prepared.info,
+        spec.task,
+        spec.decoder,
+        spec.sampling,
+        stops=stops_of(spec.task, prepared.folder, prepared.tokenizer, prepared.info),
+        max_rows=max_rows if batching.max_rows == "auto" else batching.max_rows,
+        max_tokens=2**20 if batching.max_tokens == "auto" else batching.max_tokens,
+    )
+    return decoder, networks.exact
+
+
+def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
+    """Take in rows of `budget` tokens together, one at least where no other is decoded, and make one step."""
+    while waiting and decoder.room(size := len(waiting[0].canvas)) and (size <= budget or not decoder.active):
+        decoder.admit([waiting.popleft()])
+        budget -= size
+    decoder.step()
+
+
+def _num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _memory(device: str) -> tuple[int, str]:
+    import torch
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "CPU memory"
+    return torch.cuda.max_memory_allocated(), "GPU memory"

@@ -1,0 +1,249 @@
+"""`draftmill verify`: a run's promises, re-checked from the store alone. Trusts no one: every file is read and hashed.
+
+Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both; the same for
+each later pass, and that it has just the rows that the one before it left failed; and compacted files against all of these.
+With --invariance N, N samples are decoded again, each alone, and compared token for token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.codes import OK, UNEXPECTED
+from jobs.commands.compact_check import check_compact
+from jobs.finished.passes import Pass, Rows, failed_rows, finished, passes_of
+from jobs.plan.plan import Plan
+from storage.errors import DamagedRun, StoreError
+from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
+from storage.runs.records import parquet_metadata, read_parquet
+from storage.stores.promises import promised
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+SHOWN = 20
+"""Problems that are printed; the rest are counted."""
+
+ROWS_AT_ONCE = 4096
+"""Planned rows of two passes that are compared together."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was checked, and what was found wrong.
+
+    `same`: unit files whose bytes are the manifest's; `moved`: those of them whose etag is another.
+    """
+
+    units: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+    same: int = 0
+    moved: list[str] = field(default_factory=list)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the run was copied: then every file is a new one to its store, with the bytes of the old."""
+        return bool(self.moved) and len(self.moved) == self.same
+
+
+def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
+    """Check the run and print what was checked; returns 0 where every promise holds, else 1.
+
+    How many samples failed plays no part: each came back with its reason, which is the promise. `invariance` is how many
+    samples that are ok are decoded again.
+    """
+    store = open_store(run_dir, s3=s3)
+    try:
+        passes = passes_of(store, s3=s3)
+    except DamagedRun as error:  # for this command that is a finding
+        print(f"{store.url}\n  BROKEN: {error}")
+        return UNEXPECTED
+    done = finished(passes)
+    plan, manifest = passes[0].plan, passes[0].manifest
+    assert manifest is not None
+    findings = check_run(store, plan, manifest)
+    lines = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
+    if not findings.problems:
+        line, problems = check_compact(store, done)
+        lines += [line] if line else []
+        findings.problems += problems
+    _print_findings(store, plan, findings, lines)
+    if invariance and not findings.problems:
+        from jobs.commands.invariance import check_invariance
+        from jobs.plan.prepare import prepare
+
+        prepare(plan.spec, store)  # what is decoded again must be what was decoded
+        check_invariance(store, plan, manifest, samples=invariance)
+    return UNEXPECTED if findings.problems else OK
+
+
+def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
+    """Check a finished pass as a run, and its rows against those that the one before left failed; returns a line about it."""
+    assert after.manifest is not None
+    found = check_run(after.store, after.plan, after.manifest)
+    if after.plan.fingerprint != before.plan.fingerprint:
+        found.problems.append("its fingerprint is not the run's")
+    if not found.problems and not findings.problems:
+        found.problems += _row_differences(before, after)
+    findings.problems += [f"pass {after.number}: {problem}" for problem in found.problems]
+    return f"pass {after.number}: {after.plan.rows:,} samples again, {_counted(found.statuses)}"
+
+
+def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
+    left, planned = Rows(failed_rows(before)), Rows(after.plan.tables(["id"]))
+    try:
+        while (table := left.take(ROWS_AT_ONCE)) is not None:
+            other = planned.take(table.num_rows)
+            if other is None or not other["id"].equals(table["id"]):
+                yield "its rows are not those that the pass before it left failed"
+                return
+    except StoreError as error:
+        yield str(error)
+        return
+    if planned.take(1) is not None:
+        yield "it has rows that the pass before it did not leave failed"
+
+
+def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
+    """Check every unit of the plan against its file and the manifest, and the run as a whole."""
+    findings = Findings()
+    listed = {unit.unit: unit for unit in manifest.units}
+    if len(listed) != len(manifest.units):
+        findings.problems.append("the manifest lists a unit twice")
+    if manifest.fingerprint != plan.fingerprint:
+        findings.problems.append("the manifest is of another job: its fingerprint is not the plan's")
+    missing = [unit for unit in range(plan.units) if unit not in listed]
+    findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
+    planned = ((listed.pop(unit), ids) for unit, ids in plan.unit_ids() if unit in listed)
+    for (committed, ids), file in promised(store, planned, lambda one: _read(store, one[0].object)):
+        findings.problems += check_unit(plan, committed, ids, file, findings)
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
+    if not findings.is_copy:
+        findings.problems += findings.moved
+    findings.problems += check_whole(store, plan, manifest)
+    return findings
+
+
+def _read(store: Store, name: str) -> tuple[bytes, str | None]:
+    data, stat = store.get(name), store.stat(name)
+    return data, stat.etag if stat is not None else None
+
+
+def check_unit(
+    plan: Plan, committed: CommittedUnit, ids: list[str], file: Future[tuple[bytes, str | None]], findings: Findings
+) -> list[str]:
+    """Check one unit's file, of which the bytes and the etag are promised: its hash, metadata, schema, its rows one by one."""
+    name = committed.object
+    try:
+        data, etag = file.result()
+        table = read_parquet(data)
+    except (StoreError, pa.ArrowInvalid, OSError) as error:
+        return [f"{name}: can't be read: {' '.join(str(error).split())}"]
+    findings.units += 1
+    findings.bytes += len(data)
+    if "status" in table.column_names:
+        findings.statuses.update(table.column("status").to_pylist())
+    is_same = hashlib.sha256(data).hexdigest() == committed.sha256
+    if is_same:
+        findings.same += 1
+        if etag is not None and etag != committed.etag:
+            findings.moved.append(f"{name}: its etag is {etag}, the manifest has {committed.etag}")
+    problems = [] if is_same else ["its SHA-256 is not the manifest's"]
+    problems += _unit_problems(plan, committed, ids, data, table)
+    return [f"{name}: {problem}" for problem in problems]
+
+
+def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: bytes, table: pa.Table) -> Iterator[str]:
+    if len(data) != committed.bytes:
+        yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
+    version = plan.results["schema_version"]
+    if not table.schema.remove_metadata().equals(plan.schema):
+        yield "its schema is not that of the result table"
+        return
+    expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
+    expected["schema_version"] = str(version)
+    found = parquet_metadata(table.schema)
+    yield from (
+        f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value
+    )
+    yield from _row_problems(committed, ids, table, plan.pass_)
+
+
+def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pass_: int) -> Iterator[str]:
+    found = table.column("id").to_pylist()
+    if found != ids:
+        missing, surplus = Counter(ids) - Counter(found), Counter(found) - Counter(ids)
+        if missing:
+            yield f"{missing.total()} planned rows are missing, first {next(iter(missing))!r}"
+        if surplus:
+            yield f"{surplus.total()} rows are there twice or were never planned, first {next(iter(surplus))!r}"
+        if not missing and not surplus:
+            yield "its rows are not in the order of the plan"
+    statuses = Counter(table.column("status").to_pylist())
+    for status in ("ok", "failed", "skipped"):
+        if statuses[status] != getattr(committed, status):
+            yield f"{statuses[status]} rows are {status}, the manifest has {getattr(committed, status)}"
+    if set(table.column("unit").to_pylist()) - {committed.unit}:
+        yield "rows name another unit"
+    if set(table.column("pass").to_pylist()) - {pass_}:
+        yield "rows name another pass"
+
+
+def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
+    """Totals, `_SUCCESS`, and files that no one asked for."""
+    problems = []
+    held = (len(manifest.units), manifest.total("rows"))
+    if held != (plan.units, plan.rows):
+        problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
+    summed = {"units": held[0]} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
+    if _said_in(store, MANIFEST).get("totals") != summed:
+        problems.append("the manifest's totals are not the sums over its units")
+    if not store.exists(SUCCESS):
+        problems.append("there is no _SUCCESS")
+    elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
+        problems.append("_SUCCESS is damaged or of another job")
+    objects = {unit.object for unit in manifest.units}
+    files = [stat.name for stat in store.list("data/") if stat.name.endswith(".parquet")]
+    strangers = sorted(name for name in files if name not in objects)
+    if strangers:
+        problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
+    return problems
+
+
+def _said_in(store: Store, name: str) -> dict[str, Any]:
+    """A JSON file; empty if it is none."""
+    try:
+        found = json.loads(store.get(name))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _counted(statuses: Counter[str]) -> str:
+    return ", ".join(f"{statuses[status]:,} {status}" for status in ("ok", "failed", "skipped"))
+
+
+def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence[str]) -> None:
+    print(f"{store.url}: {plan.rows:,} planned samples in {plan.units:,} units")
+    print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_counted(findings.statuses)}")
+    for line in more:
+        print(f"  {line}")
+    print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
+    print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
+    if findings.is_copy:
+        print("  the run was copied: its files have other etags than the manifest says, and the same bytes")
+    for problem in findings.problems[:SHOWN]:
+        print(f"  BROKEN: {problem}")
+    if len(findings.problems) > SHOWN:
+        print(f"  and {len(findings.problems) - SHOWN} more")
+    print("  " + (f"{len(findings.problems)} problems" if findings.problems else "all promises hold"))

@@ -1,0 +1,121 @@
+"""The attempts log: RUN/attempts/*.jsonl, who tried what, when, and why it failed. Best effort: never stops a job.
+
+An object store can't append, so a log is a series of files, each rewritten until it is full:
+
+    attempts/epoch-0003-part-0000.jsonl     one line per receipt, failure, death or quarantine
+    attempts/epoch-0003-session.jsonl       one line: the sums of this driver's session so far
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from actors.messages import Effort, Tally
+from decoders.base import EngineStats
+from jobs.driving.totals import Totals, add_effort
+from storage.errors import StoreError
+from storage.runs.commit import all_exact
+from storage.secrets import redacted
+from storage.stores.verbs import Store
+
+LINES_PER_FILE = 2000
+FLUSH_EVERY_S = 10.0
+
+
+class AttemptsLog:
+    """Collects lines and writes them every so often."""
+
+    def __init__(self, store: Store, epoch: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._epoch = epoch
+        self._clock = clock
+        self._part = 0
+        self._lines: list[str] = []
+        self._dirty = False
+        self._flushed_s = clock()
+
+    def add(self, what: str, **facts: Any) -> None:
+        """Add one line: `what` happened, and the facts."""
+        told = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._lines.append(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
+        self._dirty = True
+
+    def maybe_flush(self, totals: Totals) -> None:
+        """Write what is new, if it is time."""
+        if self._clock() - self._flushed_s >= FLUSH_EVERY_S:
+            self.flush(totals)
+
+    def flush(self, totals: Totals) -> None:
+        """Write what is new, and the session's sums."""
+        self._flushed_s = self._clock()
+        try:
+            if self._dirty:
+                self._put(f"part-{self._part:04d}", self._lines)
+            if totals.started_s is not None:
+                self._put("session", [json.dumps(session_record(totals))])
+        except StoreError:
+            return  # best effort: the results don't depend on it
+        self._dirty = False
+        if len(self._lines) >= LINES_PER_FILE:
+            self._part, self._lines = self._part + 1, []
+
+    def _put(self, part: str, lines: list[str]) -> None:
+        text = "\n".join(lines) + "\n"
+        self._store.put(f"attempts/epoch-{self._epoch:04d}-{part}.jsonl", text.encode())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sessions:
+    """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
+
+    `units_held` is how many units were in hand when the latest session was last heard of.
+    """
+
+    wall_s: float = 0.0
+    worker_s: float = 0.0
+    committed: Tally = dataclasses.field(default_factory=Tally)
+    effort: Effort = dataclasses.field(default_factory=Effort)
+    units_held: int = 0
+    exact: bool | None = None
+
+
+def session_record(totals: Totals) -> dict[str, Any]:
+    """What is kept of a session."""
+    return {
+        "wall_s": totals.wall_s,
+        "worker_s": totals.worker_s,
+        "units_held": totals.units_held,
+        "exact": totals.exact,
+        "committed": dataclasses.asdict(totals.committed),
+        "effort": dataclasses.asdict(totals.effort),
+    }
+
+
+def read_sessions(store: Store) -> Sessions:
+    """Sum up the sessions on record; a record that can't be read is left out."""
+    total = Sessions()
+    for stat in store.list("attempts/"):
+        if not stat.name.endswith("-session.jsonl"):
+            continue
+        try:
+            total = _add(total, json.loads(store.get(stat.name)))
+        except (ValueError, KeyError, TypeError, StoreError):
+            continue
+    return total
+
+
+def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
+    effort = record["effort"]
+    spent = Effort(EngineStats(**effort["engine"]), effort["wall_s"], effort["tail_s"])
+    return Sessions(
+        total.wall_s + record["wall_s"],
+        total.worker_s + record["worker_s"],
+        total.committed + Tally(**record["committed"]),
+        add_effort(total.effort, spent),
+        record["units_held"],
+        record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
+    )

@@ -1,0 +1,282 @@
+"""The driver's loop: what the pool reports becomes events, what the scheduler commands is done. It decides nothing.
+
+A signal only sets a flag, which the loop sees within its 0.2 s of waiting: an exception out of a signal handler does not
+interrupt Ray.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Protocol
+
+from actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
+from jobs.driving.attempts import AttemptsLog
+from jobs.driving.progress import Display
+from jobs.driving.totals import Totals
+from jobs.schedule.events import (
+    Assign,
+    Command,
+    Drain,
+    Event,
+    Finish,
+    Heard,
+    KillWorker,
+    LetGo,
+    MoreRoom,
+    ProbeDone,
+    Quarantine,
+    Revoke,
+    StartWorker,
+    Tick,
+    UnitDone,
+    UnitFailed,
+    WorkerDied,
+    WorkerLeaving,
+    WorkerUp,
+)
+from jobs.schedule.scheduler import Scheduler
+from storage.failpoints import failpoint
+from storage.runs.commit import CommittedUnit
+
+POLL_S = 0.2
+
+CLOSING_S = 5.0
+"""What is kept of the grace to end the workers, write the log and let go of Ray."""
+
+ROOM_EVERY_S = 5.0
+"""Seconds between two looks at how many workers the cluster has room for."""
+
+TOO_MANY = "more samples failed than `errors` allows"
+
+MOST_GAP_S = 10.0
+"""Seconds between two looks at the workers that count as their silence; the rest is time in which the driver stood still."""
+
+
+class Workers(Protocol):
+    """What the driver needs of a pool (actors.pool.Pool)."""
+
+    def start(self, name: str) -> None: ...
+
+    def assign(self, name: str, unit: WorkUnit) -> None: ...
+
+    def revoke(self, name: str, lease: int) -> None: ...
+
+    def kill(self, name: str) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[PoolNews]: ...
+
+
+@dataclass(slots=True)
+class StopFlag:
+    """Set by a signal or by the keeper of the lease; `reason` says which. Set twice, it is urgent: no grace."""
+
+    reason: str | None = None
+    urgent: bool = False
+    _warned: bool = False
+
+    def set(self, reason: str) -> None:
+        """Ask the driver to stop; the first reason stays."""
+        self.urgent = self.reason is not None and not self._warned
+        self._warned = False
+        self.reason = self.reason or reason
+
+    def warn(self, reason: str) -> None:
+        """Ask the driver to stop before the signal that is to come, which then is the first one and not urgent."""
+        self._warned = self._warned or self.reason is None
+        self.reason = self.reason or reason
+
+    @contextmanager
+    def on_signals(self) -> Iterator[StopFlag]:
+        """For the time of the block SIGINT and SIGTERM set the flag; must be entered after ray.init, which takes SIGTERM."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self.set(signal.Signals(number).name)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """For the time of the block SIGTERM raises KeyboardInterrupt, as SIGINT does: what is held is let go, nothing is finished.
+
+    It is for the time before and after the driver's loop; the loop has its flag.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@dataclass(slots=True)
+class Driver:
+    """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here.
+
+    `hopeless` says of a number of failed samples whether there is no point in going on: then it drains. `room` says how many
+    workers would fit now, in which those that are there are counted.
+    """
+
+    scheduler: Scheduler
+    pool: Workers
+    display: Display
+    totals: Totals
+    log: AttemptsLog
+    stop: StopFlag
+    grace_s: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+    record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
+    hopeless: Callable[[int], bool] = lambda failed: False
+    room: Callable[[], int] = lambda: 0
+    committed: dict[int, CommittedUnit] = field(default_factory=dict)
+    _looked_s: float | None = None
+    _watched_s: float = 0.0
+    _deadline_s: float | None = None
+    _loading: set[str] = field(default_factory=set)
+    _room: int | None = None
+    _room_at_s: float = 0.0
+
+    def run(self) -> Finish:
+        """Drive until the scheduler finishes, or until a stop was asked for and the grace is over."""
+        while True:
+            self._tell(Tick(self._watched()))
+            self._look_for_room()
+            if self.stop.reason is not None and self._deadline_s is None:
+                self._drain(self.stop.reason)
+            for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
+                self._take(news)
+            self.totals.loading = len(self._loading)
+            self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
+            self.display.show(self.totals)
+            self.log.maybe_flush(self.totals)
+            if self.scheduler.finished is not None:
+                return self._judged(self.scheduler.finished)
+            if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
+                return self._judged(Finish("drained", "the grace period is over"))
+
+    def _judged(self, finish: Finish) -> Finish:
+        """A job that was drained since it is hopeless ended as that."""
+        is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
+        return Finish("hopeless", TOO_MANY) if is_hopeless else finish
+
+    def _watched(self) -> float:
+        """Seconds in which the workers could make themselves heard. A driver that wakes up has not heard them for long,
+        and may not hold that against them.
+        """
+        now_s = self.clock()
+        self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
+        self._looked_s = now_s
+        return self._watched_s
+
+    def _look_for_room(self) -> None:
+        """Only more room than at the last look is told: who was given up since its machine is no good is not asked for again."""
+        if self._watched_s < self._room_at_s:
+            return
+        self._room_at_s = self._watched_s + ROOM_EVERY_S
+        before, self._room = self._room, self.room()
+        if before is not None and self._room > before:
+            self._tell(MoreRoom(self._room))
+
+    def _drain(self, reason: str) -> None:
+        run_on_s = max(0.0, self.grace_s - CLOSING_S)
+        self._deadline_s = self.clock() + run_on_s
+        self.display.note(f"{reason}: finishing the units that run, for at most {run_on_s:.0f} s")
+        self._tell(Drain())
+
+    # ---- news in
+
+    def _take(self, news: PoolNews) -> None:
+        match news:
+            case Up(worker, node, pid, facts):
+                self._loading.discard(worker)
+                self.totals.worker_up()
+                self.log.add("worker_up", worker=worker, node=node, pid=pid, **facts)
+                self._tell(WorkerUp(worker))
+            case Died():
+                self._worker_died(news)
+            case Leaving(worker, left_s):
+                self.log.add("worker_leaving", worker=worker, left_s=left_s)
+                self.display.note(f"worker {worker} is on a node that is drained{within(left_s)}")
+                self._tell(WorkerLeaving(worker))
+            case HomeLeaving(left_s):
+                self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
+                self.stop.warn("this node is drained")
+            case Reported(worker, report):
+                self.totals.reported(report)
+                for item in report.news:
+                    self._answer(item)
+                self._tell(Heard(worker, report.spent, report.moved))
+
+    def _worker_died(self, died: Died) -> None:
+        self._loading.discard(died.worker)
+        if self.scheduler.finished is None:
+            self.totals.worker_died()
+            self.log.add("worker_died", worker=died.worker, reason=died.reason)
+            self.display.note(f"worker {died.worker} died: {died.reason}")
+        self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
+
+    def _answer(self, item: Receipt | Failure) -> None:
+        if isinstance(item, Failure):
+            self.log.add(
+                "failed", unit=item.unit, worker=item.worker, kind=item.kind, stage=item.stage, error=item.error
+            )
+            self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
+        elif item.committed is None:
+            self._tell(ProbeDone(item.lease, item.unit))
+        else:
+            failpoint("driver.receipt")
+            self._committed(item, item.committed)
+            self._tell(UnitDone(item.lease, item.unit))
+
+    def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
+        if receipt.unit not in self.committed:
+            self.committed[receipt.unit] = self.record(committed)
+            self.totals.received(receipt)
+            if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
+                self.stop.set(TOO_MANY)
+            self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
+
+    # ---- commands out
+
+    def _tell(self, event: Event) -> None:
+        for command in self.scheduler.on(event):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case StartWorker(worker):
+                self._loading.add(worker)
+                self.pool.start(worker)
+            case KillWorker(worker, reason):
+                self._loading.discard(worker)
+                self.pool.kill(worker)
+                self.totals.worker_died()
+                self.log.add("worker_killed", worker=worker, reason=reason)
+                self.display.note(f"worker {worker} killed: {reason}")
+            case LetGo(worker):
+                self.pool.kill(worker)
+                self.totals.worker_left()
+                self.log.add("worker_left", worker=worker)
+            case Assign(worker, unit):
+                self.pool.assign(worker, unit)
+            case Revoke(worker, lease):
+                self.pool.revoke(worker, lease)
+            case Quarantine(unit, start, stop, kind, message):
+                self.log.add("quarantined", unit=unit, start=start, stop=stop, kind=kind, error=message)
+                self.display.note(f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})")
+            case Finish():
+                pass
+
+
+def within(left_s: float | None) -> str:
+    """How soon, as far as it is known."""
+    return "" if left_s is None else f" within {left_s:.0f} s"

@@ -1,0 +1,176 @@
+"""What a user sees while a job runs: a live line on a terminal, one line every 30 s in a pipe, nothing with --quiet.
+
+Everything goes to stderr; stdout is kept for results. Knows Totals, not how they come about.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from jobs.driving.totals import Totals, ratio
+from storage.secrets import presentable
+
+LINE_EVERY_S = 30.0
+BAR = 16
+"""Cells of the bar."""
+
+
+class Display(Protocol):
+    """A place to show progress; used as a context manager."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def show(self, totals: Totals) -> None:
+        """Show the state of things; may be called often."""
+        ...
+
+    def note(self, message: str) -> None:
+        """Tell the user of one event, now."""
+        ...
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Show how many of the bytes of `what` are done; may be called often."""
+        ...
+
+
+def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
+    """The display that suits `stream` (default stderr)."""
+    stream = stream or sys.stderr
+    if quiet:
+        return Silence()
+    return LiveLine(stream) if stream.isatty() else Lines(stream)
+
+
+class Silence:
+    """Says nothing."""
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+
+    def note(self, message: str) -> None:
+        """See Display."""
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+
+
+class Lines(Silence):
+    """One line every `every_s` seconds, for logs."""
+
+    def __init__(
+        self, stream: TextIO, *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._clock = clock
+        self._last_s = clock()
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self.note(progress_line(totals))
+
+    def note(self, message: str) -> None:
+        """See Display."""
+        print(presentable(message), file=self._stream, flush=True)
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self.note(f"{what}: {size_text(done)} of {size_text(total)}")
+
+
+class LiveLine(Silence):
+    """A bar and the figures, redrawn in place."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._console = Console(file=stream)
+        self._live = Live(Text("starting"), console=self._console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> LiveLine:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+        self._bar(ratio(totals.rows_done, totals.rows), progress_line(totals))
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Display."""
+        self._bar(ratio(done, total), f"{what}: {size_text(done)} of {size_text(total)}")
+
+    def _bar(self, share: float, line: str) -> None:
+        filled = min(BAR, int(BAR * share))
+        bar = ("█" * filled, "green"), ("░" * (BAR - filled), "dim")
+        self._live.update(Text.assemble(*bar, " ", line, no_wrap=True, overflow="ellipsis"))
+
+    def note(self, message: str) -> None:
+        """See Display."""
+        self._console.print(Text(presentable(message)))
+
+
+def progress_line(totals: Totals) -> str:
+    """Samples, tokens per second, NFE per token, errors, workers and the time to go, in one line."""
+    decoded = totals.decoded
+    parts = [
+        f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
+        f"{rate_text(totals.tokens_per_s)} tokens/s",
+        f"{ratio(decoded.nfe, decoded.new_tokens):.3f} NFE/token" if decoded.new_tokens else "- NFE/token",
+        f"{max(decoded.failed, totals.committed.failed):,} errors",
+        workers_text(totals),
+        f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
+    ]
+    return "  ".join(parts)
+
+
+def workers_text(totals: Totals) -> str:
+    """How many workers there are; before the first one is up, that they load the model."""
+    if not totals.workers and totals.loading:
+        return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
+    return counted(totals.workers, "worker")
+
+
+def counted(count: int, noun: str) -> str:
+    """1 worker, 2 workers."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def rate_text(rate: float) -> str:
+    """A rate, with a decimal where it is below 10."""
+    return f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in the unit that suits it."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

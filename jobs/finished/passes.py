@@ -1,0 +1,152 @@
+"""The passes of a run: the first one over every row and, after each `draftmill rerun`, one over the rows that were left failed.
+
+    RUN/                    pass 1
+    RUN/passes/0002/        a run directory of the same job; its rows are those that pass 1 left failed, in their order
+    RUN/passes/0003/        the same of pass 2
+
+A pass counts when it has its manifest. No file of an earlier pass is touched: a row's latest result is found by reading
+the passes side by side, which takes one unit of each in memory, since every pass keeps the order of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.plan_table import ROW_SCHEMA
+from jobs.plan.plan import Plan, load_plan
+from storage.errors import StoreError, UserError
+from storage.runs.commit import Manifest, read_manifest
+from storage.runs.records import read_results
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+FOLDER = "passes/"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass: `store` is its own run directory, `manifest` None while it is not finished."""
+
+    number: int
+    store: Store
+    plan: Plan
+    manifest: Manifest | None
+
+
+class Rows:
+    """The rows of many tables as one stream, from which any number of them is taken."""
+
+    def __init__(self, tables: Iterable[pa.Table]) -> None:
+        self._tables = iter(tables)
+        self._held: pa.Table | None = None
+
+    def take(self, count: int) -> pa.Table | None:
+        """The next `count` rows, fewer at the end; None behind it."""
+        taken = [] if self._held is None else [self._held]
+        while sum(table.num_rows for table in taken) < count:
+            table = next(self._tables, None)
+            if table is None:
+                break
+            taken.append(table)
+        if not taken:
+            return None
+        joined = pa.concat_tables(taken)
+        self._held = joined.slice(count) if joined.num_rows > count else None
+        return joined.slice(0, count)
+
+
+def require_plan(store: Store) -> Plan:
+    """The plan of a run directory; UserError if it is none."""
+    plan = load_plan(store)
+    if plan is None:
+        raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
+    return plan
+
+
+def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:
+    """The run directory of a pass inside that of the run."""
+    return store if number == 1 else open_store(f"{store.url.rstrip('/')}/{FOLDER}{number:04d}", s3=s3)
+
+
+def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
+    """Every pass that has a plan, the first one first; only the last may lack its manifest. UserError if there is no plan."""
+    found = [Pass(1, store, require_plan(store), read_manifest(store))]
+    while found[-1].manifest is not None:
+        place = pass_store(store, len(found) + 1, s3)
+        plan = load_plan(place)
+        if plan is None:
+            break
+        found.append(Pass(len(found) + 1, place, plan, read_manifest(place)))
+    return found
+
+
+def finished(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes that count; UserError where not even the first one does."""
+    if passes[0].manifest is None:
+        raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` goes on with it")
+    return [one for one in passes if one.manifest is not None]
+
+
+def left_failed(passes: Sequence[Pass]) -> int:
+    """Samples that are failed after the last finished pass: each pass has all that were left."""
+    manifest = finished(passes)[-1].manifest
+    assert manifest is not None
+    return manifest.total("failed")
+
+
+def failed_rows(one: Pass) -> Iterator[pa.Table]:
+    """The plan's entries (ROW_SCHEMA) of the rows that a finished pass left failed, in its order."""
+    assert one.manifest is not None
+    wanted = [unit.object for unit in one.manifest.units if unit.failed]
+    tables = read_results(one.store, objects=wanted, columns=["id", "status"])
+    for unit, planned in zip(one.manifest.units, one.plan.tables(), strict=True):
+        if unit.failed:
+            found = next(tables)
+            _check_ids(one, planned["id"], found["id"])
+            yield planned.filter(pc.equal(found["status"], "failed")).select(ROW_SCHEMA.names)
+
+
+def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Every row of the run once, in the order of the plan, as the last finished pass has it; a table for each unit.
+
+    `columns` are those wanted, None for all. Raises StoreError where the passes don't fit each other.
+    """
+    wanted = None if columns is None else list(dict.fromkeys(["id", "status", *columns]))
+    streams = [_rows_of(one, wanted) for one in finished(passes)]
+    for table in reduce(_overlaid, streams):
+        yield table if columns is None else table.select(list(columns))
+
+
+def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+    assert one.manifest is not None
+    for table in read_results(one.store, objects=[unit.object for unit in one.manifest.units], columns=columns):
+        yield table.replace_schema_metadata(None)
+
+
+def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The rows of `before`, with those of `after` in the places of the failed ones, in order."""
+    later = Rows(after)
+    for table in before:
+        places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
+        yield _replaced(table, places, later.take(len(places))) if len(places) else table
+    if later.take(1) is not None:
+        raise StoreError("a later pass has rows that no earlier one left failed")
+
+
+def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
+    if fresh is None or not fresh["id"].equals(table["id"].take(places)):
+        raise StoreError("a later pass does not have the rows that the one before it left failed")
+    order = np.arange(table.num_rows)
+    order[places] = table.num_rows + np.arange(len(places))
+    return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
+
+
+def _check_ids(one: Pass, planned: pa.ChunkedArray, found: pa.ChunkedArray) -> None:
+    if planned.to_pylist() != found.to_pylist():
+        raise StoreError(f"{one.store.url}: the rows of a unit are not the planned ones; `draftmill verify` says more")

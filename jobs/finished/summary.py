@@ -1,0 +1,180 @@
+"""The table at the end of a run, made of counted numbers only.
+
+What the samples are (tokens, NFE, errors) is read from the result files, so that it is the same after a resume, after a
+crash, and for a run that finished long ago. What the machines did (rates, efficiency) comes from the sessions on record.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.messages import Tally
+from jobs.driving.attempts import Sessions
+from jobs.driving.progress import duration, rate_text
+from jobs.driving.totals import efficiency, exactness, ratio
+from storage.errors import printable
+from storage.runs.commit import Manifest
+from storage.runs.records import read_results
+from storage.stores.verbs import Store
+
+COUNTED = (
+    "prompt_tokens",
+    "new_tokens",
+    "nfe",
+    "nfe_draft",
+    "iterations",
+    "proposed",
+    "accepted",
+)
+
+
+TRUNCATED = "truncated_tokens"
+
+KINDS = 5
+"""Kinds of errors that the table names, the most frequent ones."""
+
+EXAMPLES = 3
+"""Failed samples that it names of each kind."""
+
+SHOWN_CHARS = 100
+
+MIN_TURNS = 4
+MIN_S = 10.0
+"""A job that has not even so many samples for each slot, or decodes for less than so many seconds, has filled its slots once and
+run dry: how well they were used says how small the job is, and nothing of the machine. Its table leaves these figures out."""
+
+
+@dataclass(slots=True)
+class Results:
+    """Sums over the result rows of a run; `longest_s` is the decoding time of its slowest sample.
+
+    `examples` has the first few failed samples of each kind: id and message.
+    """
+
+    tally: Tally = field(default_factory=Tally)
+    errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    longest_s: float = 0.0
+    cut_rows: int = 0
+    cut_tokens: int = 0
+
+
+def read_summary(store: Store, objects: Iterable[str]) -> Results:
+    """Sum up result files, one in memory at a time."""
+    results = Results()
+    columns = ["id", "status", "error_kind", "error", "decode_s", TRUNCATED, *COUNTED]
+    for table in read_results(store, objects=objects, columns=columns):
+        results.tally += _tally(table)
+        _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
+        if TRUNCATED in table.column_names:  # runs of earlier versions have no such column
+            results.cut_rows += pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
+            results.cut_tokens += pc.sum(table[TRUNCATED]).as_py() or 0
+        results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
+    return results
+
+
+def _note_errors(results: Results, failed: pa.Table) -> None:
+    """Count failed rows by kind, and keep the first of each kind."""
+    for row in failed.select(["id", "error_kind", "error"]).to_pylist():
+        kind = row["error_kind"] or "unknown"
+        results.errors[kind] += 1
+        examples = results.examples.setdefault(kind, [])
+        if len(examples) < EXAMPLES:
+            examples.append((row["id"], row["error"] or ""))
+
+
+def _tally(table: pa.Table) -> Tally:
+    statuses = Counter(table.column("status").to_pylist())
+    sums = {name: pc.sum(table.column(name)).as_py() or 0 for name in COUNTED}
+    return Tally(rows=table.num_rows, ok=statuses["ok"], failed=statuses["failed"], skipped=statuses["skipped"], **sums)
+
+
+def table_lines(
+    name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions, *, done: str = "generated"
+) -> list[str]:
+    """The table, one line a figure, aligned; `done` says what was done to the new tokens."""
+    rows = [
+        *_sample_rows(results, done),
+        ("exact", exactness(manifest.exact)),
+        *_machine_rows(results, sessions),
+        *_error_rows(results),
+    ]
+    rows.append(("results", f"{url}/data  ({len(manifest.units):,} files, {manifest.total('bytes'):,} bytes)"))
+    width = max(len(label) for label, _ in rows)
+    return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
+
+
+def _sample_rows(results: Results, done: str) -> list[tuple[str, str]]:
+    tally = results.tally
+    rows = [
+        ("samples", f"{tally.rows:,}  ({tally.ok:,} ok, {tally.failed:,} failed, {tally.skipped:,} skipped)"),
+        ("tokens", f"{tally.new_tokens:,} {done}, {tally.prompt_tokens:,} given"),
+    ]
+    if results.cut_rows:
+        rows.append(("cut to fit", f"{results.cut_rows:,} samples, {results.cut_tokens:,} tokens of them"))
+    if tally.new_tokens:
+        rows.append(("NFE per token", f"{tally.nfe / tally.new_tokens:.3f}"))
+    if tally.proposed:
+        accepted = f"{tally.accepted / tally.proposed:.1%} of {tally.proposed:,} draft tokens"
+        rows.append(("acceptance", accepted))
+    if tally.iterations:
+        rows.append(("tokens per iteration", f"{tally.new_tokens / tally.iterations:.2f}"))
+    return rows
+
+
+def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+    if not sessions.wall_s:
+        return []
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    rows = [("tokens/s", f"{rate_text(rate)}  ({duration(sessions.wall_s)} of decoding)")]
+    if is_small(results.tally.rows, sessions):
+        return rows
+    figures = efficiency(sessions.effort)
+    named = [
+        ("padding efficiency", "token_padding_eff", "useful token rows, of those computed"),
+        ("lane efficiency", "lane_eff", "slots occupied"),
+        ("engine efficiency", "engine_eff", "workers' time in forwards"),
+        ("tail", "tail_frac", "workers' time with slots idle and no sample left"),
+    ]
+    rows += [(label, f"{figures[key]:.1%}  ({what})") for label, key, what in named if key in figures]
+    workers = ratio(sessions.worker_s, sessions.wall_s)
+    bound_s = max(ratio(sessions.effort.wall_s - sessions.effort.tail_s, workers), results.longest_s)
+    if bound_s:
+        rows.append(
+            ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the best that {workers:.0f} workers can do)")
+        )
+    return rows
+
+
+def is_small(rows: int, sessions: Sessions) -> bool:
+    """Whether a job is too small for figures of how well the machine was used."""
+    engine, workers = sessions.effort.engine, ratio(sessions.worker_s, sessions.wall_s)
+    slots = ratio(engine.slot_steps, engine.steps) * workers
+    return sessions.wall_s < MIN_S or rows < MIN_TURNS * slots
+
+
+def _error_rows(results: Results) -> list[tuple[str, str]]:
+    """How many samples failed of each kind and, below, the first of each kind with its reason."""
+    if not results.errors:
+        return [("errors", "none")]
+    worst = heapq.nlargest(KINDS, results.errors.items(), key=lambda item: (item[1], item[0]))
+    rest = len(results.errors) - len(worst)
+    text = ", ".join(f"{count:,} {kind}" for kind, count in worst)
+    rows = [("errors", text + (f" and {rest} more kinds" if rest > 0 else ""))]
+    for kind, count in worst:
+        named = results.examples.get(kind, [])
+        rows += [(f"  {kind}", f"{_brief(name)}: {_brief(reason)}") for name, reason in named]
+        if count > len(named):
+            rows.append(("", f"and {count - len(named):,} more of status failed and error_kind {kind}"))
+    return rows
+
+
+def _brief(text: str) -> str:
+    text = printable(" ".join(text.split()))
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."

@@ -1,0 +1,146 @@
+"""What makes two jobs the same: the fingerprint covers all that changes results, and nothing that does not. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from actors.task import Infill
+from decoders.base import ModelInfo
+from jobs.spec.job_spec import JobSpec
+from storage.inputs.reader import InputFile
+from storage.runs.records import SCHEMA_VERSION
+
+_NO_IDENTITY = ("uri", "delimiter")
+"""What says where an input is and how the spec reads it; the latter is in the fingerprint by itself."""
+
+SHOWN = 8
+"""Differing keys that are named; the rest are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, a draft head from elsewhere, and the model
+    that drafts, a LoRA adapter; the ids that begin and end a text, which may come from the checkpoint's generation config; and
+    those that ask a causal model to fill in the middle.
+    """
+
+    model: str
+    tokenizer: str
+    head: str | None = None
+    drafter: str | None = None
+    adapter: str | None = None
+    begin: int | None = None
+    ends: tuple[int, ...] = ()
+    fim: dict[str, Any] | None = None
+
+
+def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
+    """Everything that results depend on, plain and JSON-able; where the checkpoint or the inputs lie is no part of it."""
+    key = spec.results_key()
+    if not isinstance(spec.task, Infill):
+        key["task"] |= {"begin": hashes.begin, "ends": list(hashes.ends)}
+    elif hashes.fim is not None:
+        key["task"] |= {"fim": hashes.fim, "ends": list(hashes.ends)}
+    if hashes.drafter is not None:
+        key["decoder"]["drafter"] |= {"weights": hashes.drafter}
+    if hashes.adapter is not None:
+        key["model"] |= {"adapter": hashes.adapter}
+    key["model"] |= {
+        "weights": hashes.model,
+        "tokenizer": hashes.tokenizer,
+        "head": hashes.head,
+        "family": info.family,
+        "mask_id": info.mask_id,
+    }
+    key["input"] |= {"files": digest([identity(file) for file in inputs])}
+    return key | {"schema_version": SCHEMA_VERSION}
+
+
+def fingerprint(key: Mapping[str, Any]) -> str:
+    """SHA-256 of a results key, 64 hexadecimal digits."""
+    return digest(key)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a plain value in canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity(file: InputFile) -> dict[str, Any]:
+    """What tells one version of an input from another: name, format, size and content (hash or etag); without these, its date."""
+    known = {
+        key: value
+        for key, value in asdict(file).items()
+        if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
+    }
+    if file.sha256 is not None or file.etag is not None:
+        del known["mtime_s"]  # a file that was touched, or uploaded again, is the same
+    return known
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`decoder.k was 5, is 4`: one for each dotted key whose value differs, sorted."""
+    old, new = dict(_flat(before)), dict(_flat(now))
+    return [
+        f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `before` has a key in `now`, at every level."""
+    return {
+        key: common(value, now[key]) if isinstance(value, Mapping) and isinstance(now[key], Mapping) else value
+        for key, value in before.items()
+        if key in now
+    }
+
+
+def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
+    """`a.jsonl (size was 10, is 12)`: one for each input that is new, gone or another version."""
+    old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            found.append(f"{name} (gone)")
+        elif name not in old:
+            found.append(f"{name} (new)")
+        elif old[name] != new[name]:
+            found.append(f"{name} ({', '.join(differences(old[name], new[name]))})")
+    return found
+
+
+def shortened(items: Sequence[str]) -> str:
+    """The first of many, and how many more there are."""
+    more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
+    return "; ".join(items[:SHOWN]) + more
+
+
+def code_version() -> str:
+    """The version of draftmill that runs."""
+    try:
+        return version("draftmill")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "not there"
+    text = json.dumps(values[key])
+    return text if len(text) <= 60 else f"{text[:12]}..."

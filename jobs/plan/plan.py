@@ -1,0 +1,356 @@
+"""The plan of a job: which rows there are, which unit each belongs to, and the fingerprint of all that results depend on.
+
+    inputs --survey--> rows with lengths --PlanWriter--> plan/part-*.parquet, then _plan.json, once and for ever
+
+A plan depends on the spec and the inputs alone: not on workers, devices or batch sizes. Building it twice gives the same
+bytes. Memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from actors.makers import Maker, maker_for
+from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
+from actors.rows import row_id
+from actors.task import Complete, Infill, Task
+from actors.text import Tokenizer
+from decoders.base import ModelInfo
+from jobs.plan.duplicates import DuplicateFinder, Place
+from jobs.plan.fingerprint import (
+    Hashes,
+    changed_files,
+    code_version,
+    common,
+    differences,
+    fingerprint,
+    results_key,
+    shortened,
+)
+from jobs.plan.plan_writer import PlanWriter
+from jobs.plan.survey import survey
+from jobs.schedule.waiting import UnitSize
+from jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
+from storage.errors import UserError, brief, listed
+from storage.failpoints import failpoint
+from storage.inputs.fields import field_of
+from storage.inputs.kept import KeptTypes, written
+from storage.inputs.kept import read as read_kept
+from storage.inputs.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
+from storage.runs.records import SCHEMA_VERSION, schema_of
+from storage.stores.verbs import AlreadyExists, NotFound, Store
+
+UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
+"""Error kinds of rows that can't be read: they tell nothing of the columns that the input has."""
+
+FORMAT = 1
+"""Of `_plan.json` itself; SCHEMA_VERSION is that of the results."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A plan as it stands in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
+
+    A first pass (`pass_` 1) has every row of the inputs, a later one those that the pass before it left failed.
+    """
+
+    fingerprint: str
+    code_version: str
+    spec: JobSpec
+    results: dict[str, Any]
+    files: tuple[InputFile, ...]
+    rows: int
+    units: int
+    tokens: int
+    holes: int
+    errors: dict[str, int]
+    parts: list[dict[str, Any]] = field(repr=False)
+    store: Store = field(repr=False)
+    pass_: int = 1
+    keep: pa.Schema | None = None
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The schema of the result rows."""
+        return schema_of(self.results["schema_version"], self.keep)
+
+    def sizes(self) -> Iterator[UnitSize]:
+        """Rows, tokens and window of every unit, in order."""
+        window = 0
+        for part in self.parts:
+            pairs = zip(part["unit_rows"], part["unit_tokens"], strict=True)
+            begins = set(part.get("windows", ())) - {0}  # plans of earlier versions do not tell
+            for number, (rows, tokens) in enumerate(pairs, start=part["first"]):
+                window += number in begins
+                yield UnitSize(number, rows, tokens, window)
+
+    def unit_rows(self, unit: int) -> list[PlannedRow]:
+        """The rows of one unit, in the order in which its file holds them."""
+        return self._table().unit_rows(unit)
+
+    def unit_ids(self) -> Iterator[tuple[int, list[str]]]:
+        """Every unit with the ids of its rows, one part in memory at a time."""
+        for unit, table in enumerate(self.tables(["id"])):
+            yield unit, table["id"].to_pylist()
+
+    def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
+        """The unit table, one table for each unit in order, one part in memory at a time."""
+        return self._table().tables(columns)
+
+    def _table(self) -> PlanTable:
+        return PlanTable(self.store, parts_of({"parts": self.parts}))
+
+
+def build_plan(
+    spec: JobSpec,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    hashes: Hashes,
+    inputs: Sequence[InputFile],
+    store: Store,
+    *,
+    epoch: int = 0,
+    progress: Callable[[int], None] = lambda rows: None,
+) -> Plan:
+    """Read and measure every row, write the unit table and, last, `_plan.json`. `progress` hears how many rows were read.
+
+    `epoch` is that of the lease under which this is done.
+
+    Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
+    the spec names, or a file is damaged.
+    """
+    maker = make_maker(spec, tokenizer, info, hashes)
+    unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
+    writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
+    writer.discard()
+    kept = KeptTypes(spec.input.keep) if spec.input.keep else None
+    try:
+        for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
+            writer.add(table)
+            progress(table.num_rows)
+        writer.finish()
+        if kept is not None and (absent := kept.absent()):
+            raise UserError(f"no row has a column {absent[0]!r}", field="input.keep")
+    except UserError:
+        writer.discard()
+        raise
+    failpoint("plan.before_plan")
+    keep = None if kept is None else kept.schema()
+    return create_plan(store, spec, results_key(spec, info, hashes, inputs), inputs, writer, keep=keep)
+
+
+def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hashes: Hashes) -> Maker:
+    """What makes the canvases of a spec."""
+    return maker_for(
+        spec.task,
+        spec.input.columns,
+        tokenizer,
+        info,
+        decoder=spec.decoder,
+        sampling=spec.sampling,
+        ends=hashes.ends,
+        truncate=spec.input.truncate,
+    )
+
+
+def create_plan(
+    store: Store,
+    spec: JobSpec,
+    results: dict[str, Any],
+    inputs: Sequence[InputFile],
+    writer: PlanWriter,
+    *,
+    pass_: int = 1,
+    keep: pa.Schema | None = None,
+) -> Plan:
+    """Write `_plan.json`, once all parts are written: from then on there is a plan. `results` is its results_key.
+
+    `keep` has the types of the columns that are carried into the results, None where there are none.
+    """
+    content = _content(spec, results, inputs, writer, pass_) | {"keep": written(keep)}
+    try:
+        store.create(PLAN, _text(content).encode())
+    except AlreadyExists:  # another driver's; it is ours if it says the same
+        plan = load_plan(store)
+        assert plan is not None
+        compare_plan(plan, results, inputs)
+        return plan
+    return _plan_of(content, store)
+
+
+def load_plan(store: Store) -> Plan | None:
+    """Return the plan of a run directory, None if it has none; UserError if it can't be understood."""
+    try:
+        content = json.loads(store.get(PLAN))
+        if content["format"] != FORMAT:
+            raise UserError(f"{store.url}/{PLAN} has format {content['format']}; this draftmill reads {FORMAT}")
+        return _plan_of(content, store)
+    except NotFound:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{store.url}/{PLAN} is damaged: {error}") from None
+
+
+def compare_settings(plan: Plan, spec: JobSpec) -> None:
+    """Raise UserError, naming what differs, where the settings alone make `spec` another job than the plan's.
+
+    Contents (weights, tokenizer, inputs) are not looked at: `compare_plan` does that once they are hashed.
+    """
+    now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
+    newer = dict.fromkeys(NEWER_INPUT_KEYS)
+    now["input"] = newer | now["input"]
+    before = plan.results | {"input": newer | plan.results["input"]}
+    changed = differences(common(before, now), now)
+    if changed:
+        raise _another_job(plan, changed)
+
+
+def compare_inputs(plan: Plan, inputs: Sequence[InputFile]) -> None:
+    """Raise UserError, naming what differs, where the inputs are not those of the plan."""
+    files = changed_files(plan.files, inputs)
+    if files:
+        raise UserError(
+            f"the inputs changed since {plan.store.url} was planned: {shortened(files)}; use another output.path",
+            field="input.path",
+        )
+
+
+def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
+    return UserError(
+        f"{plan.store.url} holds another job: {shortened(changed)}; use another directory, or the old settings",
+        field="output.path",
+    )
+
+
+def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
+    """Raise UserError, naming what differs, unless `results` (results_key) is what the plan was made for."""
+    if fingerprint(results) == plan.fingerprint:
+        return
+    compare_inputs(plan, inputs)
+    raise _another_job(
+        plan, [item for item in differences(plan.results, results) if not item.startswith("input.files ")]
+    )
+
+
+def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
+    """Pass the survey on; UserError for no rows at all, an id that occurs twice, or a column that no readable row has."""
+    rows, kinds = 0, Counter[str | None]()
+    with DuplicateFinder() as finder:
+        for table in tables:
+            finder.add(table["id"].to_pylist(), table["file"].to_numpy(), table["row"].to_numpy())
+            rows += table.num_rows
+            kinds.update(table["error_kind"].to_pylist())
+            if rows >= spec.batching.window and lacks_a_column(kinds):
+                break
+            yield table
+        if rows == 0:
+            raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
+        if lacks_a_column(kinds):
+            raise no_column(spec, inputs)
+        if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):
+            raise UserError(f"none of {rows:,} rows can be read{hint}", field="input.delimiter")
+        twice = finder.first()
+        if twice is not None:
+            raise _twice(spec, inputs, *twice)
+
+
+def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
+    """Whether, by the error kinds of all rows, no row that can be read has what it needs. `kinds` counts them, None if fine.
+
+    Rows that can't be read say nothing of the columns: one of them among many must not hide that the spec is wrong.
+    """
+    return bool(kinds.get("missing_column")) and set(kinds) <= {"missing_column", *UNREADABLE}
+
+
+def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
+    """The error of a job whose rows all lack what they need: then the spec is wrong, not the rows."""
+    s3 = spec.s3.options()
+    rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
+    first = next((row for row in rows if row.error is None), None)
+    there = (first.values if first is not None else None) or {}
+    if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
+        return UserError(
+            "no row has a prompt or a text, but messages, which a chat reads; allowed: true", field="task.chat"
+        )
+    expected = _expected_column(spec.task, there)
+    needed = spec.input.columns.named() or {expected: expected}
+    name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
+    return UserError(
+        f"no row has a value in a column {column!r}; the first has {listed(there)}{delimiter_hint(inputs, s3)}",
+        field=f"input.columns.{name}",
+    )
+
+
+def _expected_column(task: Task, there: dict[str, Any]) -> str:
+    """The column that such a row lacks where the spec names none."""
+    if isinstance(task, Infill):
+        return "text"
+    has_text = there.get("text") is not None or there.get("completion") is not None
+    return "prompt" if isinstance(task, Complete) or has_text else "text"
+
+
+def _twice(spec: JobSpec, inputs: Sequence[InputFile], first: Place, second: Place) -> UserError:
+    name = _id_at(spec, inputs[second[0]], second[1])
+    places = " and ".join(f"row {row} of {inputs[file].name}" for file, row in (first, second))
+    return UserError(f"the id {brief(name)} occurs twice: {places}; ids must be unique", field="input.columns.id")
+
+
+def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
+    columns = spec.input.columns.wanted(spec.task)
+    found = next(
+        read_rows(file, [(row, None)], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    )
+    return row_id(found.values or {}, spec.input.columns) or default_id(file, row)
+
+
+def _content(
+    spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter, pass_: int
+) -> dict[str, Any]:
+    """What `_plan.json` holds."""
+    return {
+        "format": FORMAT,
+        "fingerprint": fingerprint(results),
+        "schema_version": SCHEMA_VERSION,
+        "code_version": code_version(),
+        "pass": pass_,
+        "totals": {"units": len(writer.sums.rows)} | asdict(writer.totals),
+        "results": results,
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [asdict(file) for file in inputs],
+        "parts": writer.unit_table(),
+    }
+
+
+def _text(content: dict[str, Any]) -> str:
+    """JSON with a line for each part, so that a plan of a million units is neither one line nor a million."""
+    head = json.dumps({key: value for key, value in content.items() if key != "parts"}, indent=1)
+    parts = ",\n".join(f"  {json.dumps(part)}" for part in content["parts"])
+    return f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'
+
+
+def _plan_of(content: dict[str, Any], store: Store) -> Plan:
+    totals = content["totals"]
+    return Plan(
+        fingerprint=content["fingerprint"],
+        code_version=content["code_version"],
+        spec=check_spec(content["spec"]),
+        results=content["results"],
+        files=tuple(InputFile(**file) for file in content["inputs"]),
+        rows=totals["rows"],
+        units=totals["units"],
+        tokens=totals["tokens"],
+        holes=totals["holes"],
+        errors=totals["errors"],
+        parts=content["parts"],
+        store=store,
+        pass_=content.get("pass", 1),
+        keep=read_kept(content.get("keep")),
+    )

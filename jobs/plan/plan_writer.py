@@ -1,0 +1,150 @@
+"""Rows -> windows -> units -> the parts of the unit table. Memory holds one window and one part, however many rows come.
+
+Knows lengths and ids; whether they came from files or from a benchmark is all the same to it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, Part, epoch_of, part_bytes, part_name
+from jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, cut, longest_first, window_rows
+from storage.failpoints import failpoint
+from storage.stores.verbs import Store
+
+PART_UNITS = 256
+"""Units of a part: its footer, which a worker reads whole, stays below some hundred kilobytes."""
+
+
+@dataclass(slots=True)
+class UnitSums:
+    """Rows and canvas tokens of every unit, twelve bytes a unit, and the first unit of every window."""
+
+    rows: array[int] = field(default_factory=lambda: array("i"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    windows: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(slots=True)
+class PlanTotals:
+    """What a plan adds up to; `errors` counts rows that can't be read or tokenized, by kind."""
+
+    rows: int = 0
+    tokens: int = 0
+    holes: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of a table of ROW_SCHEMA."""
+        self.rows += table.num_rows
+        self.tokens += pc.sum(table["length"]).as_py() or 0
+        self.holes += pc.sum(table["holes"]).as_py() or 0
+        if table["error_kind"].null_count < table.num_rows:
+            for pair in pc.value_counts(table["error_kind"].drop_null()).to_pylist():
+                self.errors[pair["values"]] = self.errors.get(pair["values"], 0) + pair["counts"]
+
+
+class PlanWriter:
+    """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window.
+
+    With `keep_order` no window is sorted: the rows of the units are in the order in which they came. `epoch` is the
+    planning driver's.
+    """
+
+    def __init__(
+        self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False, epoch: int = 0
+    ) -> None:
+        self.parts: list[Part] = []
+        self.totals = PlanTotals()
+        self.sums = UnitSums()
+        self.unit_rows = unit_rows
+        self._store = store
+        self._window = window
+        self._keep_order = keep_order
+        self._epoch = epoch
+        self._held: list[pa.Table] = []
+        self._held_rows = self._held_tokens = 0
+        self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
+
+    def add(self, rows: pa.Table) -> None:
+        """Take rows in, in tables of any size."""
+        assert rows.schema.equals(ROW_SCHEMA), rows.schema
+        self._hold(rows)
+        while self._held_rows >= self._window or self._held_tokens >= WINDOW_TOKENS:
+            held = pa.concat_tables(self._held)
+            end = window_rows(held["length"].to_numpy(), self._window)
+            self._let_go()
+            self._close_window(held.slice(0, end))
+            self._hold(held.slice(end))
+
+    def finish(self) -> None:
+        """Pack what is left and write the last part."""
+        if self._held_rows:
+            self._close_window(pa.concat_tables(self._held))
+        self._let_go()
+        self._write_part()
+
+    def discard(self) -> None:
+        """Delete the parts of plans that came to nothing, this one's or an earlier driver's; never those of a later one."""
+        for stat in list(self._store.list(FOLDER)):
+            if epoch_of(stat.name) <= self._epoch:
+                self._store.delete(stat.name)
+
+    def unit_table(self) -> list[dict[str, Any]]:
+        """The parts with the sizes of their units and the units at which windows begin, as `_plan.json` lists them."""
+        listed = []
+        for part in self.parts:
+            end = part.first + part.units
+            units, windows = slice(part.first, end), self.sums.windows
+            sizes = {"unit_rows": self.sums.rows[units].tolist(), "unit_tokens": self.sums.tokens[units].tolist()}
+            sizes["windows"] = windows[bisect_left(windows, part.first) : bisect_left(windows, end)].tolist()
+            listed.append(asdict(part) | sizes)
+        return listed
+
+    def _hold(self, rows: pa.Table) -> None:
+        self._held.append(rows)
+        self._held_rows += rows.num_rows
+        self._held_tokens += pc.sum(rows["length"]).as_py() or 0
+
+    def _let_go(self) -> None:
+        self._held, self._held_rows, self._held_tokens = [], 0, 0
+
+    def _close_window(self, rows: pa.Table) -> None:
+        self.totals.add(rows)
+        if self.unit_rows is None:
+            self.unit_rows = auto_unit_rows(rows.num_rows)
+        lengths = rows["length"].to_numpy()
+        order = np.arange(len(lengths)) if self._keep_order else longest_first(lengths)
+        ordered = rows.take(pa.array(order)).combine_chunks()
+        units = cut(lengths[order], max_rows=self.unit_rows)
+        sizes = [end - start for start, end in units]
+        self.sums.windows.append(len(self.sums.rows))
+        numbers = np.repeat(np.arange(len(self.sums.rows), len(self.sums.rows) + len(units), dtype=np.int32), sizes)
+        numbered = ordered.add_column(0, TABLE_SCHEMA.field("unit"), pa.array(numbers))
+        sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
+        for start, end in units:
+            self._close_unit(numbered, start, end, int(sums[end] - sums[start]))
+
+    def _close_unit(self, window: pa.Table, start: int, end: int, tokens: int) -> None:
+        self.sums.rows.append(end - start)
+        self.sums.tokens.append(tokens)
+        self._units.append((window, start, end))
+        if len(self._units) == PART_UNITS:
+            self._write_part()
+
+    def _write_part(self) -> None:
+        if not self._units:
+            return
+        name, units = part_name(len(self.parts), self._epoch), len(self._units)
+        failpoint("plan.before_part")
+        self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end in self._units))
+        rows = sum(end - start for _, start, end in self._units)
+        self.parts.append(Part(name, len(self.sums.rows) - units, units, rows))
+        self._units = []

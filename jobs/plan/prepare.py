@@ -1,0 +1,223 @@
+"""From a spec to all that has to be known before anything is written: the model, the tokenizer, the inputs, the old plan.
+
+Every problem that a user can cause is found here, as a UserError with the field path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.fim import fills_in_middle, template_of
+from actors.loading import check_drafter, fetch_drafter
+from actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from actors.plan_table import PLAN
+from actors.row_settings import RowRules
+from actors.stop_text import end_ids
+from actors.task import TASK_DECODERS, Complete, Infill, Task
+from actors.text import Tokenizer, load_tokenizer
+from decoders.base import ModelInfo
+from jobs.driving.progress import Display, Silence, counted, size_text
+from jobs.plan.fingerprint import Hashes, results_key
+from jobs.plan.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
+from jobs.plan.worker_job import place_of
+from jobs.spec.job_spec import JobSpec
+from storage.errors import UserError
+from storage.inputs.contents import hashed, num_bytes_to_hash, recognised
+from storage.inputs.reader import InputFile, list_inputs
+from storage.stores.verbs import Store
+
+HEAD_FIELD = "decoder.head"
+ROWS_PER_NOTE = 1_000_000
+
+NOTED_BYTES = 2**30
+"""As much input is hashed in a second or two; more gets a line."""
+
+LIMITED_HASH_BYTES = 2**30
+"""With `input.limit` a job may read the first few rows of a huge file: larger ones are then known by size and date alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A spec whose model and inputs are there. `plan` is the run directory's, which is of the same job, or None."""
+
+    spec: JobSpec
+    folder: Path
+    info: ModelInfo
+    tokenizer: Tokenizer | None
+    hashes: Hashes
+    inputs: list[InputFile]
+    plan: Plan | None
+
+
+def prepare(spec: JobSpec, store: Store, display: Display | None = None) -> Prepared:
+    """Look at the run directory, the model and the inputs; raises UserError where one of them is unusable.
+
+    What takes no time is compared with a plan that is there before weights are fetched or hashed, which may take long.
+    """
+    plan = load_plan(store)
+    if plan is not None:
+        compare_settings(plan, spec)
+    model = spec.model
+    folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
+    info = inspect(spec, folder)
+    tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
+    check_chat(spec, tokenizer)
+    inputs = list_inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    if plan is not None:
+        inputs = recognised(inputs, {file.name: file for file in plan.files})
+        compare_inputs(plan, inputs)
+    hashes = Hashes(
+        model=_hashed(folder, display or Silence()),
+        adapter=adapter_hash(folder),
+        tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
+        head=head_hash(spec),
+        drafter=drafter_hash(spec, folder, info, tokenizer),
+        begin=None if tokenizer is None else tokenizer.bos_id,
+        ends=end_ids(spec.task, folder, tokenizer, info),
+        fim=fim_key(spec.task, tokenizer, info),
+    )
+    check_stop(spec, tokenizer, hashes.ends)
+    if plan is not None:
+        compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
+    elif next(store.list("data/"), None) is not None:
+        raise UserError(f"{store.url} holds results, but no {PLAN} that says of what", field="output.path")
+    return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def _hashed(folder: Path, display: Display) -> str:
+    """The model's hash; says how much there is to read, and how far it is."""
+    total = weight_bytes(folder)
+    display.note(f"hashing the model: {size_text(total)}")
+    done = 0
+
+    def hashed(count: int) -> None:
+        nonlocal done
+        done += count
+        display.step("hashing the model", done, total)
+
+    return model_hash(folder, hashed)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a checkpoint's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
+    """Describe the checkpoint and check that its family does the task, and runs the decoder."""
+    from decoders.backbones.checkpoint import inspect_model
+    from decoders.fit import check_family
+
+    try:
+        info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
+        check_task(spec.task, info)
+        check_family(spec.decoder, info)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise user_error(error, "model.path") from None
+    return info
+
+
+def check_task(task: Task, info: ModelInfo) -> None:
+    """Raise UserError where no decoder that runs on the model's family does the task."""
+    from decoders.backbones.families.table import FAMILIES
+
+    wanted = set(TASK_DECODERS[task.kind])
+    if wanted.isdisjoint(info.decoders):
+        families = sorted(name for name, family in FAMILIES.items() if wanted.intersection(family.decoders))
+        tasks = [kind for kind, decoders in TASK_DECODERS.items() if set(decoders).intersection(info.decoders)]
+        raise UserError(
+            f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks) or 'none yet'}; "
+            f"families that do it: {', '.join(families) or 'none'}",
+            field="task.kind",
+        )
+
+
+def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
+    """Raise UserError where the task is a chat and the tokenizer has no chat template."""
+    if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
+        raise UserError("the tokenizer has no chat template; allowed: false", field="task.chat")
+
+
+def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
+    """The tokens that ask the model to fill in the middle; None where it is not asked so, UserError where it can't be."""
+    if not isinstance(task, Infill) or not fills_in_middle(task, info):
+        return None
+    return template_of(task.fim, tokenizer, info).key()
+
+
+def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]) -> None:
+    """Raise UserError where a stop string of the task could never be found."""
+    if isinstance(spec.task, Complete) and spec.task.stop:
+        rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
+        problem = rules.unseen_stop(spec.task.stop)
+        if problem is not None:
+            raise UserError(problem, field="task.stop")
+
+
+def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
+    """SHA-256 of the model that drafts, None where none does; UserError where it can't be had, or does not fit the model."""
+    drafter = fetch_drafter(spec.decoder, spec.s3.options())
+    if drafter is None:
+        return None
+    return check_drafter(drafter, folder, info, tokenizer, place_of(spec), decoder=spec.decoder)
+
+
+def head_hash(spec: JobSpec) -> str | None:
+    """SHA-256 of a draft head that lies outside of the model's folder; None where there is none to be had."""
+    head: Any = getattr(spec.decoder, "head", None)
+    if head in {None, "auto", "none"}:
+        return None
+    folder = Path(head).expanduser()
+    files = [folder / name for name in ("draft_head.json", "draft_head.safetensors")]
+    if not all(file.is_file() for file in files):
+        raise UserError(
+            f"{head!r} holds no draft_head.json and draft_head.safetensors; allowed: auto, none, or a folder that does",
+            field=HEAD_FIELD,
+        )
+    return hash_files(folder, files)
+
+
+def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int = 0) -> Plan:
+    """Read and measure every row of the inputs and write the plan; `epoch` is that of the lease, under which alone it is done.
+
+    Another driver may have planned since `prepare` looked: then its plan is compared, and returned.
+    """
+    plan = load_plan(store)
+    if plan is not None:
+        inputs = recognised(prepared.inputs, {file.name: file for file in plan.files})
+        compare_plan(plan, results_key(prepared.spec, prepared.info, prepared.hashes, inputs), inputs)
+        return plan
+    size = size_text(sum(file.size or 0 for file in prepared.inputs))
+    display.note(f"planning: reading {counted(len(prepared.inputs), 'input file')}, {size}")
+    most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
+    num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
+    if num_bytes >= NOTED_BYTES:
+        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, by which a resume knows it again")
+    inputs = hashed(prepared.inputs, most_bytes=most_bytes)
+    rows = said = 0
+
+    def progress(count: int) -> None:
+        nonlocal rows, said
+        rows += count
+        if rows - said >= ROWS_PER_NOTE:
+            said = rows
+            display.note(f"planning: {rows:,} rows")
+
+    plan = build_plan(
+        prepared.spec,
+        prepared.info,
+        prepared.tokenizer,
+        prepared.hashes,
+        inputs,
+        store,
+        epoch=epoch,
+        progress=progress,
+    )
+    display.note(
+        f"planned: {plan.rows:,} samples, {plan.holes:,} tokens {prepared.spec.task.goal}, {plan.units:,} units"
+    )
+    return plan

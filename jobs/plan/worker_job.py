@@ -1,0 +1,72 @@
+"""From a spec and its plan to the Job that workers are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from actors.job import Job, ModelPlace
+from decoders.settings import DecoderSettings, DrafterPlace, SpecDiff, Speculative
+from jobs.plan.plan import Plan
+from jobs.spec.job_spec import JobSpec
+
+
+def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
+    """What the workers are told of a job; local paths are made absolute, since workers may stand elsewhere."""
+    return Job(
+        store_url=absolute(spec.output.path),
+        s3=spec.s3.options(),
+        fingerprint=plan.fingerprint,
+        code_version=plan.code_version,
+        conditional=conditional,
+        trace=spec.output.trace == "steps",
+        seed=spec.seed,
+        model=place_of(spec),
+        decoder=decoder_of(spec),
+        sampling=spec.sampling,
+        max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
+        max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
+        unit_rows=max((size.rows for size in plan.sizes()), default=1),
+        task=spec.task,
+        columns=spec.input.columns,
+        chunk_chars=spec.input.chunk_chars,
+        files=tuple(plan.files),
+        truncate=spec.input.truncate,
+        keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
+    )
+
+
+def place_of(spec: JobSpec) -> ModelPlace:
+    """The model section, with local paths made absolute."""
+    model = spec.model
+    return ModelPlace(
+        path=where(model.path),
+        revision=model.revision,
+        family=model.family,
+        mask_id=model.mask_id,
+        tokenizer=model.tokenizer if model.tokenizer in {"auto", "none"} else absolute(model.tokenizer),
+        dtype=model.dtype,
+        device=model.device,
+        trust_remote_code=model.trust_remote_code,
+        adapter=None if model.adapter is None else where(model.adapter),
+    )
+
+
+def decoder_of(spec: JobSpec) -> DecoderSettings:
+    """The decoder's settings, with the folders of a draft head and of a model that drafts made absolute."""
+    head = getattr(spec.decoder, "head", None)
+    if head not in {None, "auto", "none"}:
+        return spec.decoder.model_copy(update={"head": absolute(head)})
+    if isinstance(spec.decoder, Speculative | SpecDiff) and isinstance(spec.decoder.drafter, DrafterPlace):
+        drafter = spec.decoder.drafter.model_copy(update={"path": where(spec.decoder.drafter.path)})
+        return spec.decoder.model_copy(update={"drafter": drafter})
+    return spec.decoder
+
+
+def where(path: str) -> str:
+    """A model's path: a folder that is here as an absolute one; anything else stays as it is."""
+    return absolute(path) if Path(path).exists() else path
+
+
+def absolute(path: str) -> str:
+    """A local path as an absolute one; URLs stay as they are."""
+    return path if "://" in path else str(Path(path).expanduser().absolute())

@@ -1,0 +1,310 @@
+"""Who decodes which unit, when, and what follows a failure: a state machine with one mutator, `on(event)`.
+
+It knows no Ray, no clock, no disk and no model. Events go in, commands come out (jobs/schedule/events.py); the same events always
+give the same commands. The driver (jobs/driving/driver.py) executes them.
+
+The states of a unit:
+
+* waiting   nobody holds it and it may be leased now
+* held      one worker holds a lease on it, or two do when an idle worker took a copy at the end of the job
+* resting   the store or a machine failed it; it becomes waiting again after a pause
+* inquest   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/bisection.py)
+* done      its file is committed; the unit is forgotten but for its number
+
+A unit that was under suspicion stays `alone`: its worker holds nothing else, so that nobody is blamed for a neighbour.
+
+The states of a worker: starting (asked for, not yet up), up, leaving (its machine was told to go: it ends what it decodes, gets
+nothing more, and another one is started in its place), and gone (forgotten). A worker holds at most four leases.
+A lease that is not renewed by `Heard` for `lease_s`, since its worker is silent or gets nowhere, ends the worker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Literal
+
+from actors.messages import Verdict
+from jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
+from jobs.schedule.events import (
+    Assign,
+    Command,
+    Drain,
+    Event,
+    Finish,
+    Heard,
+    KillWorker,
+    LetGo,
+    MoreRoom,
+    ProbeDone,
+    Quarantine,
+    Revoke,
+    StartWorker,
+    Tick,
+    UnitDone,
+    UnitFailed,
+    WorkerDied,
+    WorkerLeaving,
+    WorkerUp,
+)
+from jobs.schedule.staffing import Staffing
+from jobs.schedule.unit_leases import COPIES, Lease, Ledger, Limits, Unit, Worker
+from jobs.schedule.waiting import UnitSize
+
+DEFAULT = Limits()
+
+
+class Scheduler:
+    """Leases units, in the order of waiting.py, to `workers` workers, and more where there is room, until all are done."""
+
+    def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
+        assert workers > 0
+        self.limits = limits
+        self.staffing = Staffing(limits, workers)
+        self.books = Ledger(units, pass_, workers)
+        self.now_s = 0.0
+        self.draining = False
+        self.finished: Finish | None = None
+        self._out: list[Command] = []
+
+    def on(self, event: Event) -> list[Command]:
+        """Take in what happened; returns what is to be done about it, in order."""
+        if self.finished is not None:
+            return []
+        self._out = []
+        if isinstance(event, Heard) and not self._heard(event):
+            return []  # most events by far, and with many workers it is dear to settle who gets what
+        self._handle(event)
+        if self.finished is None:
+            self._settle()
+        return self._out
+
+    @property
+    def remaining(self) -> int:
+        """Number of units that are not done."""
+        return len(self.books.sizes) - len(self.books.done)
+
+    # ---- events
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Tick(now_s):
+                self._tick(now_s)
+            case WorkerUp(name) if name in self.books.workers:
+                self.books.workers[name].up = True
+                self.staffing.came_up()
+            case WorkerDied(name, reason, idle, device):
+                self._worker_died(name, reason, idle=idle, device=device)
+            case WorkerLeaving(name) if name in self.books.workers:
+                self.books.workers[name].leaving = True
+                self._unburden(self.books.workers[name])
+            case MoreRoom(workers):
+                self.staffing.wanted = max(self.staffing.wanted, workers)
+            case UnitDone(number, unit):
+                self._unit_done(number, unit)
+            case ProbeDone(number, _):
+                self._probe_done(number)
+            case UnitFailed():
+                self._unit_failed(event)
+            case Drain():
+                self.draining = True
+                for worker in self.books.workers.values():
+                    self._unburden(worker)
+
+    def _heard(self, event: Heard) -> bool:
+        """A worker goes on; returns whether what it could be given may have changed."""
+        if event.moved:
+            self.books.renew(event.worker, self.now_s + self.limits.lease_s)
+        return self.books.note_spent(event.worker, event.spent)
+
+    def _tick(self, now_s: float) -> None:
+        self.now_s = max(self.now_s, now_s)
+        self.books.wake(self.now_s)
+        for name, reason in self.books.overdue(self.now_s, self.limits):
+            self._out.append(KillWorker(name, reason))
+            self._worker_died(name, reason)
+
+    def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
+        known = self.books.dismiss(name)
+        if known is None:
+            return
+        worker, leases = known
+        hopeless = "" if worker.leaving else self.staffing.lost(was_up=worker.up, left=self.books.num_up)
+        if hopeless:
+            self._finish("failed", f"{hopeless}: {reason}")
+        cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
+        for lease in leases:
+            if worker.leaving or idle:  # as had been said, or of something else: no row is to blame
+                self._give_back(lease)
+            elif device:
+                self._lost_device(lease, cause)
+            else:
+                self._failed(lease, cause, death=True)
+
+    def _lost_device(self, lease: Lease, cause: Cause) -> None:
+        """The device broke down: the machine's fault, unless it happens to this unit wherever it is decoded."""
+        unit = self.books.touched[lease.unit]
+        unit.lost_devices += 1
+        if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
+            self._failed(lease, cause, death=True)
+        else:
+            self._rest(lease, cause.message)
+
+    def _unit_done(self, number: int, unit: int) -> None:
+        """Late answers find the unit done, waiting, resting or in an inquest: committed is committed."""
+        if unit in self.books.done or unit not in self.books.sizes:
+            return
+        self.staffing.worked()
+        for lease in self.books.finish(unit):
+            if lease.number != number:
+                self._out.append(Revoke(lease.worker, lease.number))
+
+    def _probe_done(self, number: int) -> None:
+        if number in self.books.leases:
+            self.staffing.worked()
+            self._answered(self.books.release(number), None)
+
+    def _unit_failed(self, event: UnitFailed) -> None:
+        if event.lease not in self.books.leases:
+            return
+        lease = self.books.release(event.lease)
+        if event.kind == "TASK":
+            self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
+        else:
+            self._rest(lease, f"{event.error_kind} in {event.stage}: {event.error}")
+
+    def _unburden(self, worker: Worker) -> None:
+        """Take from a worker what it has not begun, and probes, which may never end."""
+        for number in [n for n in worker.leases if not worker.runs(n) or self.books.leases[n].rows is not None]:
+            self._out.append(Revoke(worker.name, number))
+            self._give_back(self.books.release(number))
+
+    # ---- what follows a failure
+
+    def _failed(self, lease: Lease, cause: Cause, *, death: bool) -> None:
+        unit = self.books.touched[lease.unit]
+        if lease.rows is not None:
+            return self._answered(lease, cause)
+        unit.deaths += death
+        unit.task_failures += not death
+        if unit.leases:  # a twin still works on it
+            return None
+        if (death and unit.alone) or unit.task_failures >= self.limits.attempts:
+            return self._open_inquest(unit, cause)
+        unit.alone = unit.alone or unit.deaths >= self.limits.deaths
+        return self.books.enqueue(lease.unit)
+
+    def _rest(self, lease: Lease, message: str) -> None:
+        unit = self.books.touched[lease.unit]
+        unit.infra_failures += 1
+        if unit.infra_failures >= self.limits.infra:
+            self._finish("failed", f"unit {lease.unit} failed {unit.infra_failures} times: {message}")
+        if unit.inquest is not None and lease.rows is not None:
+            unit.inquest.unanswered(lease.rows)
+        elif unit.leases:  # a twin still works on it
+            return
+        pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
+        unit.resting_until_s = self.now_s + pause_s
+        self.books.delicate.discard(lease.unit)
+
+    def _open_inquest(self, unit: Unit, cause: Cause) -> None:
+        number, everything = unit.size.unit, (0, unit.size.rows)
+        unit.rounds += 1
+        unit.alone = True
+        if unit.rounds > MAX_ROUNDS + 1:
+            self._finish("failed", f"unit {number} fails even without its rows: {cause.message}")
+        elif unit.rounds > MAX_ROUNDS:
+            self._condemn(unit, cause.verdict(everything))
+        else:
+            unit.inquest = Inquest()
+            unit.inquest.accuse(everything, cause)
+        self.books.enqueue(number)
+
+    def _answered(self, lease: Lease, cause: Cause | None) -> None:
+        """A probe has ended: its rows are cleared if `cause` is None."""
+        unit = self.books.touched[lease.unit]
+        assert unit.inquest is not None and lease.rows is not None
+        unit.inquest.answered(lease.rows)
+        verdict = unit.inquest.accuse(lease.rows, cause) if cause else None
+        if verdict is not None:
+            self._condemn(unit, verdict)
+        if unit.inquest.closed:
+            unit.inquest = None
+        if unit.resting_until_s is None:
+            self.books.enqueue(lease.unit)
+
+    def _condemn(self, unit: Unit, verdict: Verdict) -> None:
+        unit.verdicts += (verdict,)
+        self._out.append(Quarantine(unit.size.unit, verdict.start, verdict.stop, verdict.kind, verdict.message))
+
+    # ---- who gets what
+
+    def _settle(self) -> None:
+        for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
+            self.books.dismiss(worker.name)
+            self._out.append(LetGo(worker.name))
+        if not self.remaining:
+            self._finish("done")
+        elif self.draining and not self.books.leases:
+            self._finish("drained")
+        elif not self.draining:
+            self._staff()
+            self._assign()
+
+    def _staff(self) -> None:
+        while self.books.num_staying < min(self.staffing.wanted, self.remaining):
+            self._out.append(StartWorker(self.books.hire(self.now_s).name))
+
+    def _assign(self) -> None:
+        """Delicate work first, on workers that hold nothing else; then the waiting units; then copies."""
+        hands = deque(self.books.hands())
+        for number in sorted(self.books.delicate):
+            while hands and number in self.books.delicate:
+                worker = hands.popleft()  # kept free for this, even while it still holds something
+                if not worker.leases:
+                    self._lease_delicate(worker, number)
+        idle = self._deal(hands)
+        if idle and not self.books.waiting and not self.books.delicate:
+            self._copy(idle)
+
+    def _deal(self, hands: deque[Worker]) -> list[Worker]:
+        """Deal the waiting units out, fewest leases first; returns the workers that are left with none."""
+        idle: list[Worker] = []
+        while hands:
+            worker = hands.popleft()
+            number = self.books.waiting.take() if worker.has_room else None
+            if number is not None:
+                self._lease(worker, number, None)
+                hands.append(worker)
+            elif not worker.leases:
+                idle.append(worker)
+        return idle
+
+    def _copy(self, idle: list[Worker]) -> None:
+        """Give idle workers what others hold."""
+        for lease in self.books.slow():
+            if idle and len(self.books.touched[lease.unit].leases) < COPIES:
+                self._lease(idle.pop(0), lease.unit, None)
+
+    def _lease_delicate(self, worker: Worker, number: int) -> None:
+        inquest = self.books.touched[number].inquest
+        rows = inquest.ask() if inquest else None
+        if inquest is None or not inquest.waiting:
+            self.books.delicate.discard(number)
+        self._lease(worker, number, rows)
+
+    def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
+        self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
+
+    def _give_back(self, lease: Lease) -> None:
+        """A lease was struck out before its work was done: that is still to do."""
+        unit = self.books.touched[lease.unit]
+        if unit.inquest is not None and lease.rows is not None:
+            unit.inquest.unanswered(lease.rows)
+        if unit.resting_until_s is None and (unit.inquest is not None or not unit.leases):
+            self.books.enqueue(lease.unit)
+
+    def _finish(self, how: Literal["done", "drained", "failed"], message: str = "") -> None:
+        if self.finished is None:
+            self.finished = Finish(how, message)
+            self._out.append(self.finished)

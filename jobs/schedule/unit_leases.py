@@ -1,0 +1,278 @@
+"""The scheduler's books: what is known of units, leases and workers, kept consistent with each other. No policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from actors.messages import MOST_UNITS, Verdict, WorkUnit
+from jobs.schedule.bisection import Inquest, Range
+from jobs.schedule.waiting import UnitSize, Waiting
+
+AHEAD = 1
+"""Leases per worker of units that still wait for slots: what it refills them from."""
+
+COPIES = 2
+"""Workers that may hold the same unit at the end of a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is borne before something is done about it.
+
+    `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers a unit may take with it before it
+    runs alone. `devices`: devices that a unit's workers may lose before each further one counts as such a death.
+    `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker wanted, and
+    `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job gives up. A
+    unit rests `rest_s` after its first INFRA failure, twice as long after each further one. `lease_s` is for a worker that
+    gets nowhere, `start_s` for one that does not come up.
+    """
+
+    attempts: int = 3
+    deaths: int = 2
+    devices: int = 2
+    infra: int = 8
+    starts: int = 2
+    fruitless: int = 30
+    lease_s: float = 600.0
+    start_s: float = 1800.0
+    rest_s: float = 1.0
+    max_rest_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Unit:
+    """What is known of a unit that is not done; made when it is first leased."""
+
+    size: UnitSize
+    leases: list[int] = field(default_factory=list)
+    task_failures: int = 0
+    infra_failures: int = 0
+    deaths: int = 0
+    lost_devices: int = 0
+    alone: bool = False
+    rounds: int = 0
+    resting_until_s: float | None = None
+    inquest: Inquest | None = None
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def suspect(self) -> bool:
+        """Whether its rows may be to blame for something."""
+        return self.alone or self.task_failures + self.deaths > 0
+
+    @property
+    def attempt(self) -> int:
+        """The number of the next attempt, from 1."""
+        return 1 + self.task_failures + self.infra_failures + self.deaths
+
+
+@dataclass(slots=True)
+class Lease:
+    """One assignment. `rows` is the probed range, None for the unit as a whole."""
+
+    number: int
+    unit: int
+    worker: str
+    rows: Range | None
+    expires_s: float
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker that is starting or up, and the leases it holds, oldest first; of the `spent` ones few samples still wait.
+
+    One that is `leaving` gets nothing more, and what it holds counts as lost if it dies, not as failed.
+    """
+
+    name: str
+    up: bool = False
+    leaving: bool = False
+    hired_s: float = 0.0
+    leases: list[int] = field(default_factory=list)
+    spent: set[int] = field(default_factory=set)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it could use another unit: those it holds have for the most part got their slots."""
+        return len(self.leases) < MOST_UNITS and len(self.leases) - len(self.spent) < AHEAD
+
+    def runs(self, lease: int) -> bool:
+        """Whether samples of the lease are being decoded, as far as is known here."""
+        return lease == self.leases[0] or lease in self.spent
+
+
+class Ledger:
+    """Every unit is in one place: among the waiting or the delicate, leased, resting, or done.
+
+    `delicate` holds the units with work to lease that must run alone on its worker. `touched` has the history of
+    every unit that was leased and is not done.
+    """
+
+    def __init__(self, units: Iterable[UnitSize], pass_: int, workers: int) -> None:
+        self.pass_ = pass_
+        self.sizes = {size.unit: size for size in units}
+        self.touched: dict[int, Unit] = {}
+        self.done: set[int] = set()
+        self.delicate: set[int] = set()
+        self.leases: dict[int, Lease] = {}
+        self.workers: dict[str, Worker] = {}
+        self.waiting = Waiting(self.sizes.values(), self.done, workers)
+        self._num_leases = 0
+        self._num_workers = 0
+
+    def hire(self, now_s: float) -> Worker:
+        """Enter a worker that is starting, under a name that was never used."""
+        worker = Worker(f"w{self._num_workers}", hired_s=now_s)
+        self._num_workers += 1
+        self.workers[worker.name] = worker
+        return worker
+
+    def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float) -> WorkUnit:
+        """Enter a lease of the unit (or, for a probe, of its `rows`); returns the message that hands it out."""
+        unit = self.touched.setdefault(number, Unit(self.sizes[number]))
+        lease = Lease(self._num_leases, number, worker.name, rows, expires_s)
+        self._num_leases += 1
+        self.leases[lease.number] = lease
+        worker.leases.append(lease.number)
+        unit.leases.append(lease.number)
+        start, stop = rows or (0, unit.size.rows)
+        return WorkUnit(
+            lease=lease.number,
+            unit=number,
+            rows=unit.size.rows,
+            tokens=unit.size.tokens,
+            attempt=unit.attempt,
+            pass_=self.pass_,
+            start=start,
+            stop=stop,
+            probe=rows is not None,
+            verdicts=unit.verdicts,
+        )
+
+    def release(self, number: int) -> Lease:
+        """Strike out a lease; the caller says what becomes of its unit."""
+        lease = self.leases.pop(number)
+        self.touched[lease.unit].leases.remove(number)
+        if lease.worker in self.workers:
+            self.workers[lease.worker].leases.remove(number)
+            self.workers[lease.worker].spent.discard(number)
+        return lease
+
+    def renew(self, name: str, expires_s: float) -> None:
+        """Let a worker's leases run until then."""
+        for number in self.workers[name].leases if name in self.workers else ():
+            self.leases[number].expires_s = expires_s
+
+    def note_spent(self, name: str, leases: Iterable[int]) -> bool:
+        """Enter which of a worker's leases have few samples left that wait, and say whether they are others than before.
+
+        Leases that it has lost meanwhile don't count.
+        """
+        worker = self.workers.get(name)
+        before = worker.spent if worker else set()
+        if worker is not None:
+            worker.spent = set(leases).intersection(worker.leases)
+        return worker is not None and worker.spent != before
+
+    def dismiss(self, name: str) -> tuple[Worker, list[Lease]] | None:
+        """Strike out a worker with its leases; None if it is unknown."""
+        worker = self.workers.pop(name, None)
+        return (worker, [self.release(number) for number in worker.leases]) if worker else None
+
+    @property
+    def num_up(self) -> int:
+        """Number of workers that are up and stay."""
+        return sum(worker.up and not worker.leaving for worker in self.workers.values())
+
+    @property
+    def num_staying(self) -> int:
+        """Number of workers that are up or starting, and stay."""
+        return sum(not worker.leaving for worker in self.workers.values())
+
+    def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
+        """The workers that hang, at work or at their start, and in what words."""
+        stuck = {lease.worker for lease in self.leases.values() if lease.expires_s < now_s}
+        waiting = {w.name for w in self.workers.values() if not w.up and w.hired_s + limits.start_s < now_s}
+        return [(name, f"no progress for {limits.lease_s:.0f} s") for name in sorted(stuck)] + [
+            (name, f"not up after {limits.start_s:.0f} s") for name in sorted(waiting)
+        ]
+
+    def hands(self) -> list[Worker]:
+        """The workers that may be given something: up, staying, and not alone with a suspect; fewest leases first."""
+        staying = [worker for worker in self.workers.values() if worker.up and not worker.leaving]
+        free = [worker for worker in staying if not any(self.is_alone(number) for number in worker.leases)]
+        return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
+
+    def slow(self) -> list[Lease]:
+        """The leases whose units may be copied: first those that may be lost, then what is hardly begun, then the oldest.
+
+        None of a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
+        """
+
+        def order(lease: Lease) -> tuple[bool, bool, int]:
+            holder = self.workers[lease.worker]
+            return not holder.leaving, holder.leases[0] == lease.number, lease.number
+
+        return sorted((x for x in self.leases.values() if not self.touched[x.unit].suspect), key=order)
+
+    def enqueue(self, number: int) -> None:
+        """Put a unit where work is leased from, if there is any that no lease covers."""
+        unit = self.touched[number]
+        if unit.inquest is not None and not unit.inquest.waiting:
+            return
+        if unit.alone:
+            self.delicate.add(number)
+        else:
+            self.waiting.put(unit.size)
+
+    def wake(self, now_s: float) -> None:
+        """Let the units whose rest is over be leased again."""
+        for number, unit in self.touched.items():
+            if unit.resting_until_s is not None and unit.resting_until_s <= now_s:
+                unit.resting_until_s = None
+                self.enqueue(number)
+
+    def finish(self, number: int) -> list[Lease]:
+        """Enter a unit as done, wherever it was, and forget its history; returns the leases that it still had."""
+        self.done.add(number)
+        self.delicate.discard(number)
+        state = self.touched.get(number)
+        leases = [self.release(lease) for lease in list(state.leases)] if state else []
+        self.touched.pop(number, None)
+        return leases
+
+    def is_alone(self, lease: int) -> bool:
+        """Whether the worker of this lease may hold nothing else."""
+        return self.touched[self.leases[lease].unit].alone
+
+    def check_integrity(self) -> None:
+        """Assert that the books agree with each other; for tests, and for whoever doubts."""
+        waiting = self.waiting.units()
+        assert len(waiting) == len(set(waiting)), "a unit waits twice"
+        resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}
+        held = {lease.unit for lease in self.leases.values()}
+        places = [set(waiting), self.delicate, resting, held, self.done]
+        assert set().union(*places) == set(self.sizes), "a unit is lost"
+        for number in self.sizes:
+            homes = [number in place for place in places]
+            probed = number in self.touched and self.touched[number].inquest is not None
+            assert sum(homes) == 1 or (probed and not homes[0] and not homes[4]), f"unit {number} is in two places"
+        self._check_leases()
+
+    def _check_leases(self) -> None:
+        for number, lease in self.leases.items():
+            assert number in self.workers[lease.worker].leases and number in self.touched[lease.unit].leases
+            assert lease.rows is None or lease.rows in (self.touched[lease.unit].inquest or Inquest()).asked
+        for worker in self.workers.values():
+            assert worker.up or not worker.leases
+            assert len(worker.leases) <= (1 if any(self.is_alone(number) for number in worker.leases) else MOST_UNITS)
+            assert worker.spent <= set(worker.leases)
+            assert all(self.leases[number].worker == worker.name for number in worker.leases)
+        for unit in self.touched.values():
+            assert all(number in self.leases for number in unit.leases)
+            assert unit.inquest is not None or len(unit.leases) <= (1 if unit.alone else COPIES)
+            if unit.inquest is not None:
+                ranges = sorted(unit.inquest.waiting + unit.inquest.asked)
+                assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "probes overlap"

@@ -1,0 +1,240 @@
+"""The job spec: every key of a job's YAML file, checked before anything is loaded. Pure pydantic, no torch.
+
+Frozen, and unknown keys are errors at every level. docs/specs.md says what each key means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+
+from actors.task import CAUSAL, Columns, Side, Task, as_tuple
+from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
+from jobs.spec.places import place_problem
+from jobs.spec.spec_errors import kind_changed, spec_error
+from jobs.spec.spec_file import apply_override, read_mapping
+from jobs.spec.task_rules import task_problem, truncate_problem
+from storage.errors import UserError
+from storage.stores.verbs import S3Options
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _delimiter(character: str) -> str:
+    character = {"\\t": "\t", "tab": "\t"}.get(character, character)
+    if len(character) != 1 or character in '"\r\n\0' or not (character.isprintable() or character == "\t"):
+        raise ValueError(f"{character!r} is not allowed; allowed: one character, for example ; or | or tab")
+    return character
+
+
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("a column is named twice")
+    return names
+
+
+class InputSettings(Settings):
+    """Where the rows are: a path, or several, of which each must be there.
+
+    `chunk_chars` cuts text files into rows of at most so many characters. `delimiter` is that of the csv files, null for a
+    comma (a tab in .tsv). `truncate` says which part of a prompt that is too long for the model is
+    cut away, null for none. `keep` names columns that are carried into the results.
+    """
+
+    path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
+    columns: Columns = Columns()
+    limit: Positive | None = None
+    chunk_chars: Positive | None = None
+    delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
+    truncate: Side | None = None
+    keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
+
+    @property
+    def shown(self) -> str:
+        """The path or paths as a message shows them."""
+        return self.path if isinstance(self.path, str) else ", ".join(self.path)
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise ValueError(f"{name!r} is not allowed; allowed: auto, cpu, cuda, cuda:N")
+    return name
+
+
+class ModelSettings(Settings):
+    """Which checkpoint, and how it is loaded."""
+
+    path: Text
+    adapter: Text | None = None
+    family: Text = "auto"
+    revision: str | None = None
+    mask_id: Annotated[int, Field(ge=0)] | None = None
+    tokenizer: Text = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    device: Annotated[str, AfterValidator(_device)] = "auto"
+    trust_remote_code: bool = False
+
+
+class BatchingSettings(Settings):
+    """How much a worker decodes at once, and how many rows are sorted together."""
+
+    max_tokens: Auto | Positive = "auto"
+    max_rows: Auto | Positive = "auto"
+    window: Positive = 65536
+
+
+class WorkerSettings(Settings):
+    """How many workers, and what each of them gets; a fraction of a GPU is allowed.
+
+    A worker that moves nothing forward for `stall_s` seconds is killed, and its units are given to others; so is one that
+    does not come up in `start_s` seconds, which include its wait for a place and its loading of the model.
+    """
+
+    count: Auto | Positive = "auto"
+    gpus: Auto | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
+    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
+    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
+    start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
+
+
+class ErrorSettings(Settings):
+    """How many samples may fail, and how often a unit is tried."""
+
+    max_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.01
+    max_count: Annotated[int, Field(ge=0)] | None = None
+    attempts: Positive = 3
+
+
+class OutputSettings(Settings):
+    """Where the results go."""
+
+    path: Text
+    trace: Literal["none", "steps"] = "none"
+    unit_rows: Auto | Positive = "auto"
+
+
+def _endpoint(url: str) -> str:
+    # The spec is copied into the run directory.
+    if "@" in url or "?" in url:
+        raise ValueError("no credentials in the spec; they come from the environment, as boto3 finds them")
+    return url
+
+
+class S3Settings(Settings):
+    """How to reach S3, for inputs, models and results alike. Credentials come from the environment."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)] | None = None
+    region: str | None = None
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    checksums: Literal["auto", "when_required", "when_supported"] = "auto"
+
+    def options(self) -> S3Options:
+        """The same as storage takes it."""
+        return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
+
+
+def _shown(name: str) -> str:
+    # It heads tables on a terminal.
+    if not name.isprintable():
+        raise ValueError("has control characters")
+    return name
+
+
+NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep")
+"""Keys of `input` that came later: in the fingerprint only where they are set, so that a job without them stays itself."""
+
+
+class JobSpec(Settings):
+    """A whole job."""
+
+    name: Annotated[Text, AfterValidator(_shown)] = "job"
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    task: Annotated[Task, Field(discriminator="kind")]
+    input: InputSettings
+    model: ModelSettings
+    decoder: DecoderSettings
+    sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
+    batching: BatchingSettings = BatchingSettings()
+    workers: WorkerSettings = WorkerSettings()
+    errors: ErrorSettings = ErrorSettings()
+    output: OutputSettings
+    s3: S3Settings = S3Settings()
+
+    @model_validator(mode="after")
+    def _places_can_be(self) -> JobSpec:
+        problem = place_problem(self)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _task_fits(self) -> JobSpec:
+        has_tokenizer = self.model.tokenizer != "none"
+        problem = task_problem(self.task, self.input.columns, self.decoder, has_tokenizer=has_tokenizer)
+        if problem is None and self.input.truncate is not None:
+            problem = truncate_problem(self.task, self.input.columns)
+        if problem:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _acceptance_fits_the_decoder(self) -> JobSpec:
+        check_acceptance(self.decoder, self.sampling)
+        return self
+
+    def results_key(self) -> dict[str, Any]:
+        """What of the spec changes results, plain and JSON-able: it enters the fingerprint, the rest does not.
+
+        Checkpoints, tokenizer and inputs are known by their content, which the planner adds.
+        """
+        full = self.model_dump(mode="json")
+        if isinstance(full["decoder"].get("drafter"), dict):
+            full["decoder"]["drafter"] = {
+                key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
+            }
+        if self.task.kind == "infill" and self.decoder.kind not in CAUSAL:
+            # No other decoder has a use for them, and runs of earlier versions don't know them.
+            full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
+        return {
+            "seed": self.seed,
+            "task": full["task"],
+            "decoder": full["decoder"],
+            "sampling": full["sampling"],
+            "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
+            | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
+            "model": {"dtype": self.model.dtype},
+        }
+
+
+def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. A job without a name takes the file's.
+
+    Raises UserError, with the field path, the value and what is allowed.
+    """
+    return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+
+
+def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
+    """Return the spec that a mapping describes once `a.b=VALUE` overrides are in it; raises UserError as `load_spec` does."""
+    before = deepcopy(data)
+    for override in overrides:
+        apply_override(data, override)
+    try:
+        return check_spec(data)
+    except UserError as error:
+        raise kind_changed(before, data, overrides, error) or error from None
+
+
+def check_spec(data: dict[str, Any]) -> JobSpec:
+    """Return the spec that a mapping describes; raises UserError as `load_spec` does."""
+    try:
+        return JobSpec.model_validate(data, strict=True)
+    except ValidationError as error:
+        raise spec_error(JobSpec, data, error) from None

@@ -1,0 +1,196 @@
+"""The dry run says what a job would do, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.canvas import Canvas, Size
+from actors.task import Complete
+from decoders.base import HOLE, EngineStats, Request
+from jobs.cli import main
+from jobs.commands.forecast import Made, Sample, Trial, canvas_lines, prompt_text, trial_lines
+from jobs.commands.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
+from jobs.plan.survey import table_of
+from jobs.spec.job_spec import check_spec
+from storage.inputs.reader import list_inputs
+from tests.actors.tokenizers_for_tests import byte_level
+
+
+def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"id": "bad"}, *({"id": f"r{number}", "text": f"x = <mask:{number + 1}>;\n"} for number in range(20))]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    spec = check_spec(
+        {
+            "name": "dry",
+            "task": {"kind": "infill", "mask": {"kind": "marker"}},
+            "input": {"path": str(file)},
+            "model": {"path": "builtin:asarm-tiny"},
+            "decoder": {"kind": "assd"},
+            "output": {"path": str(tmp_path / "run")},
+        }
+    )
+    assert validate(spec) == 0
+    said = capsys.readouterr().out
+    for part in (
+        "dry: infill, mask marker, decoder assd",
+        "3,090,944 parameters, up to 512 tokens",
+        "canvas    r0:",
+        "1 to generate in 1 holes",
+        "  | x = [1];",
+        "samples   21; looked at 21",
+        "fail    1 of those looked at: missing_column 1",
+        "10.0 a sample, 210 to generate",
+        "units     1 of at most 32 samples",
+        "useful in batches",
+        "memory",
+        "room    ",
+        "GiB free on cpu with the model loaded",
+        "samples of 512 tokens at once",
+        "tokens/s on one worker",
+        "time",
+    ):
+        assert part in said, f"{part!r} is not in\n{said}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_shows_holes_as_their_lengths() -> None:
+    a, b = byte_level().encode("a")[0], byte_level().encode("b")[0]
+    canvas = Canvas(np.asarray([HOLE, a, HOLE, HOLE, b], dtype=np.int32), ((0, 1), (2, 4)))
+    assert prompt_text(canvas, byte_level()) == "[1]a[2]b"
+
+
+def test_rows_are_estimated_from_bytes_or_known_from_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("twelve chars\n" * 1000)
+    inputs = list_inputs(str(tmp_path / "a.txt"))
+    sample = table_of(
+        0, rows=range(101), offsets=[13 * n for n in range(101)], ids=["x"] * 101, found=[Size(1, 1)] * 101
+    )
+    assert estimated_rows(inputs, sample) == 1000
+    pq.write_table(pa.table({"text": ["a"] * 77}), tmp_path / "b.parquet")
+    assert estimated_rows(list_inputs(str(tmp_path / "b.parquet")), sample) == 77
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class SlowDecoder:
+    """Commits one token a sample a step; a step takes a second for each 100 tokens of new canvases, and `rest_s`."""
+
+    clock: Clock
+    rest_s: float
+    stats: EngineStats = field(default_factory=EngineStats)
+    steps: list[list[int]] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
+    active: int = 0
+
+    def room(self, length: int) -> int:
+        return 1
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        self.new += [len(request.canvas) for request in requests]
+        self.active += len(requests)
+
+    def step(self) -> list[Any]:
+        self.clock.now_s += sum(self.new) / 100 + self.rest_s
+        self.steps.append(self.new)
+        self.new = []
+        self.stats.committed += self.active
+        return []
+
+
+def trial_rows(*lengths: int) -> list[Made]:
+    """Prompts of these lengths, each with one token to generate."""
+    return [
+        Made(f"r{length}", 0, Canvas(np.asarray([7] * (length - 1) + [HOLE], np.int32), ((length - 1, length),)))
+        for length in lengths
+    ]
+
+
+def test_a_trial_takes_short_rows_first_and_more_at_once_while_steps_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("jobs.commands.validate.time.perf_counter", clock)
+    decoder = SlowDecoder(clock, rest_s=0.1)
+    tokens, took_s = _decoded(decoder, trial_rows(10, 20, 30, 400), budget=32)  # type: ignore[arg-type]
+    assert decoder.steps == [[10, 20], [30], [], [], [400]], "the last one waits until as much is known to be quick"
+    assert clock.now_s == pytest.approx(5.1)
+    assert tokens == 3 + 3 + 3 + 4 and took_s == pytest.approx(4.7), "the first step is not counted"
+
+
+def test_a_trial_on_a_slow_machine_ends_with_the_step_that_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("jobs.commands.validate.time.perf_counter", clock)
+    decoder = SlowDecoder(clock, rest_s=TRIAL_S)
+    assert _decoded(decoder, trial_rows(200, 300), budget=8) == (1, 2.0 + TRIAL_S)  # type: ignore[arg-type]
+    assert decoder.steps == [[200]], "one row where even the first is more than the budget"
+
+
+@pytest.mark.parametrize("count", [16, 17, 40])
+def test_a_row_that_is_cut_for_a_trial_keeps_something_to_do(count: int) -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    for hole in ((0, 4), (50, 90), (98, 100)):
+        holed = tokens.copy()
+        holed[slice(*hole)] = HOLE
+        made = shortened(Made("r", 0, Canvas(holed, (hole,))), count).canvas
+        assert (
+            len(made.tokens) == count and sum(end - start for start, end in made.holes) == (made.tokens == HOLE).sum()
+        )
+        assert made.num_masked >= 1 and set(made.tokens.tolist()) <= {HOLE, *range(100)}
+    for start in (0, 1, 60, 99):
+        made = shortened(Made("r", 0, Canvas(tokens, (), score_from=start)), count).canvas
+        assert len(made.tokens) == count and made.score_from is not None and 1 <= made.score_from < count
+        assert start == 0 or made.tokens[made.score_from] == start
+    assert shortened(Made("r", 0, Canvas(tokens, (), score_from=1)), 100).canvas.tokens is tokens
+
+
+def test_a_dry_run_says_what_it_is_about_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> Trial:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobs.commands.validate.try_out", interrupted)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a <mask:2> b"}\n')
+    (tmp_path / "job.yaml").write_text(
+        f"task: {{kind: infill, mask: {{kind: marker}}}}\ninput: {{path: {tmp_path}/rows.jsonl}}\n"
+        f"model: {{path: 'builtin:asarm-tiny'}}\ndecoder: {{kind: assd}}\noutput: {{path: {tmp_path}/run}}\n"
+    )
+    assert main(["validate", str(tmp_path / "job.yaml")]) == 4
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == "trial     loading the model, then decoding for about 5 s"
+    assert said.err == "draftmill: interrupted\n"
+
+
+def test_prompts_that_will_be_cut_are_counted() -> None:
+    prepared: Any = SimpleNamespace(tokenizer=None, spec=SimpleNamespace(task=Complete(kind="complete")))
+    rows = [
+        replace(row, canvas=replace(row.canvas, truncated=cut))
+        for row, cut in zip(trial_rows(4, 5, 6), (0, 7, 9), strict=True)
+    ]
+    lines = list(canvas_lines(prepared, rows))
+    assert lines[-1] == "  cut     2 of the first 3 prompts do not fit: 16 of their tokens"
+    assert not any("cut" in line for line in canvas_lines(prepared, rows[:1]))
+
+
+def test_samples_that_were_cut_are_said_to_be() -> None:
+    sample = Sample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    prepared: Any = SimpleNamespace(spec=SimpleNamespace(workers=SimpleNamespace(count="auto")))
+    lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
+    assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]

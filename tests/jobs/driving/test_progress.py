@@ -1,0 +1,111 @@
+"""What a user sees while a job runs: counted numbers, on the right kind of stream, as often as promised."""
+
+from __future__ import annotations
+
+import io
+
+from actors.messages import Effort, Receipt, Tally, TurnReport
+from decoders.base import EngineStats
+from jobs.driving.progress import Lines, LiveLine, Silence, duration, make_display, progress_line, rate_text, size_text
+from jobs.driving.totals import Totals, efficiency
+
+
+def totals_after(seconds: float) -> Totals:
+    """Two workers since time 0; 25 of 100 samples were done before, 25 are decoded now."""
+    clock = iter([0.0] + [seconds] * 20)
+    totals = Totals(units=4, rows=100, units_before=1, rows_before=25, clock=lambda: next(clock))
+    totals.worker_up()
+    totals.worker_up()
+    decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
+    totals.reported(TurnReport((), Effort(), decoded))
+    return totals
+
+
+def test_the_line_holds_samples_rate_nfe_errors_workers_and_the_time_to_go():
+    line = progress_line(totals_after(10.0))
+    assert line == "50/100 samples (50%)  50 tokens/s  0.600 NFE/token  1 errors  2 workers  ETA 0:20"
+
+
+def test_before_anything_is_decoded_nothing_is_made_up():
+    line = progress_line(Totals(units=1, rows=10))
+    assert line == "0/10 samples (0%)  0 tokens/s  - NFE/token  0 errors  0 workers  ETA -"
+
+
+def test_tokens_count_while_their_samples_still_go_on():
+    totals = totals_after(10.0)
+    totals.reported(TurnReport((), Effort(EngineStats(committed=700)), Tally()))
+    assert totals.tokens == 700 and " 70 tokens/s " in progress_line(totals)
+
+
+def test_a_slow_rate_has_a_decimal():
+    assert [rate_text(rate) for rate in (0.0, 0.04, 0.34, 9.94, 9.96, 12.3, 4321.0)] == [
+        "0", "0.0", "0.3", "9.9", "10", "12", "4,321",
+    ]  # fmt: skip
+
+
+def test_workers_that_are_not_up_yet_load_the_model():
+    totals = Totals(units=1, rows=10)
+    for loading, text in ((1, "1 worker loads the model"), (3, "3 workers load the model")):
+        totals.loading = loading
+        assert text in progress_line(totals)
+    totals.worker_up()
+    assert "1 worker " in progress_line(totals)
+
+
+def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
+    now = iter([0.0, 10.0, 31.0, 31.0, 40.0])
+    stream = io.StringIO()
+    lines = Lines(stream, clock=lambda: next(now))
+    for done in (10**9, 2 * 10**9, 3 * 10**9):
+        lines.step("hashing the model", done, 15 * 10**9)
+    assert stream.getvalue() == "hashing the model: 2.0 GB of 15.0 GB\n"
+    assert [size_text(size) for size in (0, 999, 1234, 15_000_000)] == ["0 bytes", "999 bytes", "1.2 kB", "15.0 MB"]
+
+
+def test_samples_decoded_twice_never_make_more_than_there_are():
+    totals = totals_after(10.0)
+    totals.reported(TurnReport((), Effort(), Tally(rows=90)))
+    assert totals.rows_done == 100
+
+
+def test_a_pipe_gets_one_line_each_thirty_seconds_and_notes_at_once():
+    now = iter([0.0, 10.0, 29.0, 30.0, 30.0, 31.0])
+    stream = io.StringIO()
+    lines = Lines(stream, clock=lambda: next(now))
+    for _ in range(4):
+        lines.show(Totals(units=1, rows=10))
+    lines.note("worker w0 died")
+    assert [line.split(" ")[0] for line in stream.getvalue().splitlines()] == ["0/10", "worker"]
+
+
+def test_the_display_suits_the_stream():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(make_display(quiet=True, stream=Terminal()), Silence)
+    assert isinstance(make_display(quiet=False, stream=io.StringIO()), Lines)
+    terminal = Terminal()
+    display = make_display(quiet=False, stream=terminal)
+    assert isinstance(display, LiveLine)
+    with display:
+        display.show(totals_after(10.0))
+        display.note("resuming")
+        display.step("hashing the model", 3, 12)
+    assert "resuming" in terminal.getvalue()
+
+
+def test_a_receipt_counts_its_errors_by_kind():
+    totals = Totals(units=1, rows=3)
+    totals.received(Receipt(0, 0, "w0", "n", None, Tally(rows=3, ok=1, failed=2), {"too_long": 2}))
+    assert (totals.units_done, totals.committed.failed, totals.errors["too_long"]) == (1, 2, 2)
+
+
+def test_efficiency_leaves_out_what_was_not_counted():
+    engine = EngineStats(steps=4, forward_s=3.0, active_slot_steps=6, slot_steps=8, useful_rows=9, computed_rows=10)
+    figures = efficiency(Effort(engine, wall_s=4.0, tail_s=1.0))
+    assert figures == {"token_padding_eff": 0.9, "lane_eff": 0.75, "engine_eff": 0.75, "tail_frac": 0.25}
+
+
+def test_durations_are_short():
+    assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]

@@ -1,0 +1,74 @@
+"""The table at the end of a run: what failed and why, and figures of the machine only where they mean something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.messages import Effort, Tally
+from decoders.base import EngineStats
+from jobs.driving.attempts import Sessions
+from jobs.finished.summary import Results, is_small, read_summary, table_lines
+from storage.runs.commit import Manifest
+from storage.runs.records import table_from_rows, write_parquet
+from storage.stores.store import open_store
+
+
+def row(name: str, kind: str | None = None, error: str | None = None) -> dict[str, Any]:
+    place = {"id": name, "unit": 0, "pass": 1, "attempt": 1}
+    return place | {
+        "status": "failed" if kind else "ok",
+        "error_kind": kind,
+        "error": error,
+        "new_tokens": 0 if kind else 2,
+    }
+
+
+def table(results: Results, sessions: Sessions | None = None) -> list[str]:
+    return table_lines("job", "run", Manifest("f", 1, ()), results, sessions or Sessions())
+
+
+def test_the_table_names_the_first_failed_samples_of_each_kind_and_why() -> None:
+    store = open_store("memory://table")
+    rows = [
+        row("fine"),
+        row("big", "too_long", "2100 tokens;\n the model takes 2048"),
+        row("odd\x1b[2J", "bad_row", "x" * 500),
+    ]
+    rows += [row(f"torn {number}", "bad_json", f"at {number}") for number in range(5)]
+    store.put("data/a.parquet", write_parquet(table_from_rows(rows[:4]), {}))
+    store.put("data/b.parquet", write_parquet(table_from_rows(rows[4:]), {}))
+    lines = [line.strip() for line in table(read_summary(store, ["data/a.parquet", "data/b.parquet"]))]
+    (errors,) = [number for number, line in enumerate(lines) if line.startswith("errors")]
+    assert lines[errors].split(maxsplit=1)[1] == "5 bad_json, 1 too_long, 1 bad_row"
+    said = [" ".join(line.split()) for line in lines[errors + 1 : -1]]
+    assert said[:4] == [f"bad_json torn {number}: at {number}" for number in range(3)] + [
+        "and 2 more of status failed and error_kind bad_json"
+    ]
+    assert said[4] == "too_long big: 2100 tokens; the model takes 2048"
+    assert said[5].startswith("bad_row odd\\x1b[2J: xxx") and said[5].endswith("...") and len(said) == 6
+
+
+def test_the_table_says_how_much_was_cut_to_fit() -> None:
+    store = open_store("memory://cut")
+    rows = [row(str(cut)) | {"truncated_tokens": cut} for cut in (0, 5, 70)]
+    store.put("data/a.parquet", write_parquet(table_from_rows(rows), {}))
+    lines = table(read_summary(store, ["data/a.parquet"]))
+    assert any(" ".join(line.split()) == "cut to fit 2 samples, 75 tokens of them" for line in lines)
+    assert not any("cut to fit" in line for line in table(Results(Tally(rows=3, ok=3))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "wall_s", "small"), [(4, 60.0, True), (255, 60.0, True), (256, 60.0, False), (10**6, 5.0, True)]
+)
+def test_a_small_job_shows_no_figures_of_how_well_the_machine_was_used(rows: int, wall_s: float, small: bool) -> None:
+    engine = EngineStats(
+        steps=10, forward_s=3.0, slot_steps=320, active_slot_steps=100, useful_rows=9, computed_rows=10
+    )
+    tally = Tally(rows=rows, ok=rows, new_tokens=600)
+    sessions = Sessions(wall_s, 2 * wall_s, tally, Effort(engine, 50.0, 1.0))
+    assert is_small(rows, sessions) == small
+    labels = " ".join(line.split("  ")[1] for line in table(Results(tally), sessions)[1:])
+    assert "tokens/s" in labels and "errors" in labels
+    assert ("lane efficiency" in labels) == ("makespan ratio" in labels) == (not small)

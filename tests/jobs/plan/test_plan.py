@@ -1,0 +1,484 @@
+"""A plan holds every row once, is the same whenever it is built, and knows when it belongs to another job."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from actors.text import Tokenizer
+from jobs.driving.progress import Silence
+from jobs.plan import packing, plan_writer
+from jobs.plan.fingerprint import Hashes, changed_files, results_key
+from jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
+from jobs.plan.plan_writer import PlanWriter
+from jobs.plan.prepare import Prepared, make_plan, prepare
+from jobs.spec.job_spec import JobSpec, check_spec
+from storage.errors import StoreError, UserError
+from storage.inputs.reader import InputFile, list_inputs
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
+from tests.actors.tokenizers_for_tests import byte_level, model_info
+
+HASHES = Hashes("weights", "tokenizer")
+
+
+def spec_for(path: Path, **changes: Any) -> JobSpec:
+    data: dict[str, Any] = {
+        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
+        "input": {"path": str(path)},
+        "model": {"path": "m"},
+        "decoder": {"kind": "assd"},
+        "output": {"path": "out"},
+    }
+    for key, value in changes.items():
+        section, name = key.split("__")
+        data.setdefault(section, {})[name] = value
+    return check_spec(data)
+
+
+def plan(spec: JobSpec, store: Store) -> Plan:
+    return build_plan(spec, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), store)
+
+
+def key_of(spec: JobSpec) -> dict[str, Any]:
+    return results_key(spec, model_info(), HASHES, list_inputs(spec.input.path))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """Two files of 30 and 10 rows with texts of many lengths, one row of them damaged."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    lines = [json.dumps({"id": f"r{number}", "text": "7" * (number * 7 % 50)}) for number in range(40)]
+    lines[5] = '{"id": "r5", "text": '
+    (folder / "a.jsonl").write_text("\n".join(lines[:30]))
+    (folder / "b.jsonl").write_text("\n".join(lines[30:]))
+    return folder
+
+
+def names(store: Store) -> list[str]:
+    return [stat.name for stat in store.list()]
+
+
+def test_every_row_is_planned_once_longest_first(rows: Path) -> None:
+    store = open_store("memory://once")
+    made = plan(spec_for(rows, output__unit_rows=8), store)
+    planned = [row for unit in range(made.units) for row in made.unit_rows(unit)]
+    assert sorted((row.file, row.row) for row in planned) == [(0, n) for n in range(30)] + [(1, n) for n in range(10)]
+    assert [row.length for row in planned] == sorted((row.length for row in planned), reverse=True)
+    assert made.rows == 40 and made.units == 5 and [size.rows for size in made.sizes()] == [8] * 5
+    assert made.tokens == sum(row.length for row in planned) == sum(size.tokens for size in made.sizes())
+    assert made.holes == sum(row.holes for row in planned)
+    assert [ids for _, ids in made.unit_ids()] == [[row.id for row in made.unit_rows(unit)] for unit in range(5)]
+
+
+def test_a_damaged_row_is_planned_as_a_failed_one(rows: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=64), open_store("memory://damaged"))
+    (bad,) = [row for row in made.unit_rows(0) if row.error_kind is not None]
+    assert (bad.id, bad.error_kind, bad.length) == ("a.jsonl:5", "bad_json", 0)
+    assert made.errors == {"bad_json": 1}
+
+
+def test_a_plan_is_the_same_each_time_and_reads_back_as_it_was(rows: Path) -> None:
+    stores = [open_store("memory://first"), open_store("memory://second")]
+    spec = spec_for(rows, output__unit_rows=8)
+    first, second = (plan(spec, store) for store in stores)
+    assert [stores[0].get(name) for name in names(stores[0])] == [stores[1].get(name) for name in names(stores[1])]
+    again = load_plan(stores[0])
+    assert again == first and again.fingerprint == second.fingerprint
+    assert load_plan(open_store("memory://empty")) is None
+
+
+def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> None:
+    base = plan(spec_for(rows), open_store("memory://base"))
+    other = plan(
+        spec_for(
+            rows, workers__count=7, batching__max_rows=3, model__device="cpu", errors__attempts=9, output__trace="steps"
+        ),
+        open_store("memory://other"),
+    )
+    assert other.fingerprint == base.fingerprint
+    assert list(other.unit_ids()) == list(base.unit_ids())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"decoder__k": 3}, "decoder.k was 5, is 3"),
+        ({"sampling__temperature": 0.5}, "sampling.temperature was 1.0, is 0.5"),
+        ({"task__mask": {"kind": "random", "rate": 0.25}}, "task.mask.rate was 0.5, is 0.25"),
+        ({"input__limit": 4}, "input.limit was null, is 4"),
+        ({"input__columns": {"text": "text"}}, 'input.columns.text was null, is "text"'),
+        ({"model__dtype": "float64"}, 'model.dtype was "auto", is "float64"'),
+    ],
+)
+def test_another_job_on_the_same_directory_is_refused_by_its_keys(
+    rows: Path, changes: dict[str, Any], named: str
+) -> None:
+    store = open_store("memory://refused")
+    store.delete("_plan.json")
+    made = plan(spec_for(rows), store)
+    compare_plan(made, key_of(spec_for(rows)), list_inputs(str(rows)))
+    with pytest.raises(UserError) as caught:
+        compare_plan(made, key_of(spec_for(rows, **changes)), list_inputs(str(rows)))
+    assert caught.value.field == "output.path" and named in str(caught.value)
+
+
+def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
+    file.write_text('{"text": "def f"}')
+    same = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"))
+    make_plan(prepare(same, store), store, Silence())
+    assert prepare(same, store).plan is not None
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the model is looked at")
+
+    monkeypatch.setattr("jobs.plan.prepare.fetch_model", never)
+    monkeypatch.setattr("jobs.plan.prepare.model_hash", never)
+    other = spec_for(
+        file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"), decoder__k=2, input__limit=9
+    )
+    with pytest.raises(UserError, match=r"decoder\.k was 5, is 2; input\.limit was null, is 9") as caught:
+        prepare(other, store)
+    assert caught.value.field == "output.path"
+
+
+def test_other_weights_are_named(rows: Path) -> None:
+    made = plan(spec_for(rows), open_store("memory://weights"))
+    inputs = list_inputs(str(rows))
+    for hashes, named in ((Hashes("x", "tokenizer"), "model.weights"), (Hashes("weights", "x"), "model.tokenizer")):
+        with pytest.raises(UserError, match=named):
+            compare_plan(made, results_key(spec_for(rows), model_info(), hashes, inputs), inputs)
+
+
+def test_a_changed_input_is_named(rows: Path) -> None:
+    made = plan(spec_for(rows), open_store("memory://inputs"))
+    (rows / "b.jsonl").write_text("{}")
+    (rows / "c.jsonl").write_text("{}")
+    with pytest.raises(UserError) as caught:
+        compare_plan(made, key_of(spec_for(rows)), list_inputs(str(rows)))
+    assert caught.value.field == "input.path"
+    assert (
+        "b.jsonl (" in str(caught.value) and "c.jsonl (new)" in str(caught.value) and "a.jsonl" not in str(caught.value)
+    )
+
+
+def small_job(folder: Path, **changes: Any) -> tuple[JobSpec, Store, Path]:
+    """A job of the builtin model over one file of two rows, its run directory, and the file."""
+    file = folder / "rows.jsonl"
+    file.write_text('{"text": "def f"}\n{"text": "def g"}\n')
+    spec = spec_for(file, model__path="builtin:asarm-tiny", output__path=str(folder / "run"), **changes)
+    return spec, open_store(str(folder / "run")), file
+
+
+def test_an_input_that_was_only_touched_does_not_refuse_a_resume(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    made = make_plan(prepare(spec, store), store, Silence())
+    assert made.files[0].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    os.utime(file, (1, 1))
+    again = prepare(spec, store)
+    assert again.plan is not None and again.plan.fingerprint == made.fingerprint
+    assert make_plan(again, store, Silence()).fingerprint == made.fingerprint, "the plan that is there is taken"
+    shutil.copy(file, tmp_path / "copy")
+    (tmp_path / "copy").rename(file)
+    assert prepare(spec, store).plan is not None, "a copy has the same bytes, too"
+
+
+def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    make_plan(prepare(spec, store), store, Silence())
+    file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
+    os.utime(file, (1, 1))
+    with pytest.raises(UserError, match=r"rows\.jsonl \(sha256 was ") as caught:
+        prepare(spec, store)
+    assert caught.value.field == "input.path"
+
+
+def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, store, file = small_job(tmp_path)
+    make_plan(prepare(spec, store), store, Silence())
+
+    def never(file: InputFile) -> InputFile:
+        raise AssertionError(f"{file.name} is read")
+
+    monkeypatch.setattr("storage.inputs.contents._hashed", never)
+    prepare(spec, store)
+    file.write_text("of another size")
+    with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):
+        prepare(spec, store)
+
+
+def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
+    spec, store, file = small_job(tmp_path, input__limit=1)
+    assert make_plan(prepare(spec, store), store, Silence()).files[0].sha256 is None
+    assert prepare(spec, store).plan is not None
+    os.utime(file, (1, 1))
+    with pytest.raises(UserError, match="mtime_s was "):
+        prepare(spec, store)
+
+
+def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> None:
+    spec, store, file = small_job(tmp_path)
+    prepared = prepare(spec, store)
+    with file.open("a") as more:
+        more.write('{"text": "late"}\n')
+    with pytest.raises(UserError, match="changed while it was read"):
+        make_plan(prepared, store, Silence())
+
+
+def test_an_object_that_was_uploaded_again_is_known_by_its_etag() -> None:
+    before = InputFile("s3://b/a.jsonl", "a.jsonl", 7, '"e"', 1.0, "jsonl")
+    assert changed_files([before], [dataclasses.replace(before, mtime_s=2.0)]) == []
+    assert changed_files([before], [dataclasses.replace(before, etag='"f"')]) != []
+
+
+def test_inputs_that_moved_are_the_same_inputs(rows: Path) -> None:
+    inputs = list_inputs(str(rows))
+    moved = [dataclasses.replace(file, uri=f"/elsewhere/{file.name}") for file in inputs]
+    assert results_key(spec_for(rows), model_info(), HASHES, moved) == key_of(spec_for(rows))
+
+
+def test_limit_counts_rows_over_all_files(rows: Path) -> None:
+    made = plan(spec_for(rows, input__limit=33), open_store("memory://limit"))
+    assert made.rows == 33 and sum(row.file == 1 for unit in range(made.units) for row in made.unit_rows(unit)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "field", "message"),
+    [
+        ("", {}, "input.path", "no rows in 1 files"),
+        ('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "x"}', {}, "input.columns.id",
+         "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
+        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
+        ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first has 'text'"),
+        ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
+    ],
+)  # fmt: skip
+def test_an_unusable_input_leaves_nothing_behind(
+    tmp_path: Path, content: str, columns: dict[str, str], field: str, message: str
+) -> None:
+    file, store = tmp_path / "rows.jsonl", open_store(str(tmp_path / "run"))
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        plan(spec_for(file, input__columns=columns), store)
+    assert caught.value.field == field and message in str(caught.value)
+    assert names(store) == []
+
+
+def test_a_row_without_a_column_fails_alone(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"body": "x"}\n{"text": "y"}')
+    assert plan(spec_for(file), open_store("memory://alone")).errors == {"missing_column": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "message"),
+    [
+        (
+            "id;text\n1;x\n",
+            "input.columns.text",
+            "the header of rows.csv looks delimited by ';': set input.delimiter to ';'",
+        ),
+        ("id;text\n1;x, y\n2;a, b\n", "input.delimiter", "none of 2 rows can be read; the header of rows.csv looks"),
+    ],
+)
+def test_a_csv_with_another_delimiter_is_refused_with_a_hint(
+    tmp_path: Path, content: str, field: str, message: str
+) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        plan(spec_for(file), open_store("memory://delimited"))
+    assert caught.value.field == field and message in str(caught.value)
+    spec = spec_for(file, input__delimiter=";")
+    inputs = list_inputs(str(file), delimiter=";")
+    made = build_plan(spec, model_info(), byte_level(), HASHES, inputs, open_store(str(tmp_path / "run")))
+    assert made.errors == {} and made.results["input"]["delimiter"] == ";" and made.files[0].delimiter == ";"
+    with pytest.raises(UserError, match=r"input\.delimiter was \";\", is null"):
+        compare_settings(made, spec_for(file))
+    with pytest.raises(UserError, match=r"input\.keep was null, is \[\"id\"\]"):
+        compare_settings(made, spec_for(file, input__delimiter=";", input__keep=["id"]))
+
+
+def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"meta": {"id": "a"}, "doc": {"body": "xyz"}}\n{"meta": {"id": "b"}, "doc": {}}\n')
+    columns = {"id": "meta.id", "text": "doc.body"}
+    made = plan(spec_for(file, input__columns=columns), open_store("memory://fields"))
+    assert {row.id: row.error_kind for row in made.unit_rows(0)} == {"a": None, "b": "missing_column"}
+    with pytest.raises(UserError, match=r"no row has a value in a column 'doc\.text'; the first has 'meta', 'doc'"):
+        plan(spec_for(file, input__columns={"text": "doc.text"}), open_store("memory://nofields"))
+    with file.open("a") as more:
+        more.write('{"meta": {"id": "a"}, "doc": {"body": "again"}}\n')
+    with pytest.raises(UserError, match="the id 'a' occurs twice"):
+        plan(spec_for(file, input__columns=columns), open_store("memory://twice"))
+
+
+def test_rows_that_none_can_read_are_failed_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": \n[1]')
+    assert plan(spec_for(file), open_store("memory://unread")).errors == {"bad_json": 1, "bad_row": 1}
+
+
+def test_parts_left_by_an_interrupted_planner_are_replaced(rows: Path) -> None:
+    store = open_store("memory://stale")
+    store.put(part_name(7), b"of another plan")
+    made = plan(spec_for(rows), store)
+    assert names(store) == ["_plan.json", part_name(0)] and made.units == 2
+
+
+def test_a_planner_that_wakes_up_late_touches_nothing_of_the_next_drivers_plan(rows: Path) -> None:
+    store = open_store("memory://late")
+    late = PlanWriter(store, window=10, unit_rows=4, epoch=1)
+    late.add(rows_table([3] * 12))
+    inputs = list_inputs(str(rows))
+    made = build_plan(spec_for(rows), model_info(), byte_level(), HASHES, inputs, store, epoch=2)
+    before = {name: store.get(name) for name in names(store)}
+    late.discard()
+    late.finish()
+    assert {name: store.get(name) for name in before} == before
+    assert sum(len(made.unit_rows(unit)) for unit in range(made.units)) == made.rows == 40
+
+
+def test_a_plan_that_another_driver_has_made_meanwhile_is_taken_over(rows: Path) -> None:
+    store, spec = open_store("memory://meanwhile"), spec_for(rows)
+    looked = Prepared(spec, rows, model_info(), byte_level(), HASHES, list_inputs(spec.input.path), plan=None)
+    first = make_plan(looked, store, Silence(), epoch=1)
+    before = names(store)
+    assert make_plan(looked, store, Silence(), epoch=2).fingerprint == first.fingerprint
+    assert names(store) == before == ["_plan.json", part_name(0, 1)]
+    other = dataclasses.replace(looked, spec=spec_for(rows, task__mask={"kind": "random", "rate": 0.1}))
+    with pytest.raises(UserError, match="holds another job"):
+        make_plan(other, store, Silence(), epoch=3)
+
+
+def test_a_damaged_plan_is_refused(rows: Path) -> None:
+    store = open_store("memory://broken")
+    store.put("_plan.json", b"{")
+    with pytest.raises(UserError, match="damaged"):
+        load_plan(store)
+
+
+def rows_table(lengths: list[int], first: int = 0) -> pa.Table:
+    count = len(lengths)
+    columns = [[0] * count, list(range(first, first + count)), [None] * count, [f"r{first + n}" for n in range(count)]]
+    return pa.Table.from_arrays(
+        [
+            pa.array(values, field.type)
+            for values, field in zip([*columns, lengths, lengths, [None] * count], ROW_SCHEMA, strict=True)
+        ],
+        schema=ROW_SCHEMA,
+    )
+
+
+def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_writer, "PART_UNITS", 3)
+    store = open_store("memory://parts")
+    writer = PlanWriter(store, window=10, unit_rows=4)
+    for start in range(0, 42, 7):
+        writer.add(rows_table([(start + n) % 9 for n in range(7)], start))
+    writer.finish()
+    assert [(part.first, part.units) for part in writer.parts] == [(0, 3), (3, 3), (6, 3), (9, 3), (12, 1)]
+    table = PlanTable(store, writer.parts)
+    units = [table.unit_rows(unit) for unit in range(13)]
+    assert sorted(row.row for rows in units for row in rows) == list(range(42))
+    for number, rows in enumerate(units):
+        assert all(row.unit == number and row.row // 10 == rows[0].row // 10 for row in rows)
+        assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
+    with pytest.raises(StoreError, match="no unit 13"):
+        table.unit_rows(13)
+    assert [part["windows"] for part in writer.unit_table()] == [[0], [3], [6], [9], [12]]
+
+
+def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=4, batching__window=10), open_store("memory://windows"))
+    windows = [size.window for size in made.sizes()]
+    planned = [{(30 * row.file + row.row) // 10 for row in made.unit_rows(unit)} for unit in range(made.units)]
+    assert len(set(windows)) == 4 and [{window} for window in windows] == planned
+    for part in made.parts:
+        del part["windows"]  # as plans of earlier versions are
+    assert {size.window for size in made.sizes()} == {0}
+
+
+def test_a_window_ends_early_where_its_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "WINDOW_TOKENS", 40)
+    monkeypatch.setattr(plan_writer, "WINDOW_TOKENS", 40)
+    store = open_store("memory://long")
+    writer = PlanWriter(store, window=10, unit_rows=100)
+    lengths = [1] * 12 + [30, 5, 5, 100, 7] + [8] * 6
+    for start in range(0, len(lengths), 3):
+        writer.add(rows_table(lengths[start : start + 3], start))
+    writer.finish()
+    table = PlanTable(store, writer.parts)
+    windows = [sorted(row.row for row in table.unit_rows(unit)) for unit in range(5)]
+    # ten rows; 1 + 1 + 30 + 5 + 5 tokens; a row that has more than all by itself; 7 + 5 * 8; the rest
+    assert windows == [[*range(10)], [*range(10, 15)], [15], [*range(16, 22)], [22]]
+
+
+def test_the_unit_table_is_plain_parquet_with_a_row_group_for_each_unit(rows: Path, tmp_path: Path) -> None:
+    made = plan(spec_for(rows, output__unit_rows=8), open_store(str(tmp_path / "run")))
+    file = pq.ParquetFile(tmp_path / "run" / part_name(0))
+    assert file.num_row_groups == made.units and file.schema_arrow.equals(TABLE_SCHEMA)
+    assert pq.read_table(tmp_path / "run" / "plan").num_rows == made.rows
+
+
+def test_a_million_units_cost_twelve_bytes_each() -> None:
+    sums = plan_writer.UnitSums()
+    assert sums.rows.itemsize + sums.tokens.itemsize == 12
+
+
+class Panic(BaseException):
+    """What a fault in the tokenizer's native code looks like: no Exception."""
+
+
+@pytest.mark.parametrize("trouble", [Exception("bare"), Panic("out of bounds"), MemoryError()], ids=repr)
+def test_a_row_on_which_the_tokenizer_fails_is_planned_as_a_failed_one(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
+) -> None:
+    strange = "7" * (7 * 7 % 50)
+    encode, encode_batch = Tokenizer.encode, Tokenizer.encode_batch
+
+    def failing(self: Tokenizer, text: str) -> list[int]:
+        if text == strange:
+            raise trouble
+        return encode(self, text)
+
+    def failing_batch(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        if strange in texts:
+            raise trouble
+        return encode_batch(self, texts)
+
+    monkeypatch.setattr(Tokenizer, "encode", failing)
+    monkeypatch.setattr(Tokenizer, "encode_batch", failing_batch)
+    made = plan(spec_for(rows, output__unit_rows=64), open_store(f"memory://{trouble!r}"))
+    assert made.rows == 40 and made.errors == {"bad_json": 1, "tokenize_error": 1}
+    (bad,) = [row for row in made.unit_rows(0) if row.error_kind == "tokenize_error"]
+    assert bad.id == "r7"
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_planning_is_no_rows_error(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException]
+) -> None:
+    def interrupted(self: Tokenizer, texts: list[str]) -> list[list[int]]:
+        raise stop
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", interrupted)
+    with pytest.raises(stop):
+        plan(spec_for(rows), open_store("memory://interrupted"))

@@ -1,0 +1,94 @@
+"""The survey measures several batches at once, and what it says does not depend on that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from threading import Barrier, Lock
+
+import pytest
+
+from actors.canvas import Canvas, Size
+from actors.rows import Values
+from jobs.plan import survey as surveys
+from jobs.plan.survey import survey
+from jobs.spec.job_spec import JobSpec, check_spec
+from storage.errors import RowError, UserError
+from storage.inputs.reader import list_inputs
+
+PATIENCE_S = 60.0
+THREADS = 3
+
+
+class Measures:
+    """Says that a canvas is as long as the row's number; the first batches are measured at once, or nobody gets further."""
+
+    def __init__(self, barrier: Barrier | None = None) -> None:
+        self.barrier = barrier
+        self.lock = Lock()
+        self.batches = 0
+
+    def make(self, values: Values, key: int) -> Canvas:
+        raise AssertionError("a batch as a whole can be measured")
+
+    def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
+        with self.lock:
+            self.batches += 1
+            is_first = self.batches <= THREADS
+        if self.barrier is not None and is_first:
+            self.barrier.wait(PATIENCE_S)
+        return [
+            RowError("odd", "tokenize", "no") if values["n"] % 10 == 7 else Size(values["n"], 1) for values, _ in rows
+        ]
+
+
+@pytest.fixture(autouse=True)
+def small_batches_on_three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surveys, "BATCH_ROWS", 8)
+    monkeypatch.setattr("os.cpu_count", lambda: THREADS)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> JobSpec:
+    """Two files of 50 rows."""
+    for name, first in (("a.jsonl", 0), ("b.jsonl", 50)):
+        lines = [json.dumps({"id": f"r{n}", "n": n}) for n in range(first, first + 50)]
+        (tmp_path / name).write_text("\n".join(lines))
+    return check_spec(
+        {
+            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
+            "input": {"path": str(tmp_path)},
+            "model": {"path": "m"},
+            "decoder": {"kind": "assd"},
+            "output": {"path": "out"},
+        }
+    )
+
+
+def surveyed(spec: JobSpec, maker: Measures) -> Iterator[tuple[str, int, str | None]]:
+    for table in survey(spec, maker, list_inputs(spec.input.path)):
+        yield from zip(*(table[name].to_pylist() for name in ("id", "length", "error_kind")), strict=True)
+
+
+def test_batches_are_measured_side_by_side_and_come_in_the_order_of_the_input(spec: JobSpec) -> None:
+    maker = Measures(Barrier(THREADS))
+    found = list(surveyed(spec, maker))
+    assert found == [(f"r{n}", 0 if n % 10 == 7 else n, "odd" if n % 10 == 7 else None) for n in range(100)]
+    assert maker.batches == 14
+
+
+def test_the_limit_and_a_damaged_file_end_it_as_if_there_were_one_thread(spec: JobSpec, tmp_path: Path) -> None:
+    few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": 60})})
+    assert [name for name, _, _ in surveyed(few, Measures())] == [f"r{n}" for n in range(60)]
+    (tmp_path / "b.jsonl.gz").write_bytes(b"\x1f\x8b and no more")
+    with pytest.raises(UserError, match=r"b\.jsonl\.gz: damaged"):
+        list(surveyed(spec, Measures()))
+
+
+def test_memory_holds_a_few_batches_for_each_thread(spec: JobSpec) -> None:
+    maker = Measures()
+    tables = survey(spec, maker, list_inputs(spec.input.path))
+    next(tables)
+    tables.close()  # type: ignore[attr-defined]
+    assert maker.batches <= 2 * THREADS

@@ -1,0 +1,172 @@
+"""A task that its rows' columns, its decoder or its model do not fit is refused before any work, by the key to change."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.task import TASK_DECODERS, Complete, Score
+from decoders.base import ModelInfo
+from decoders.settings import DECODER_KINDS
+from jobs.plan.fingerprint import Hashes, fingerprint, results_key
+from jobs.plan.prepare import check_chat, check_task
+from jobs.plan.worker_job import decoder_of
+from jobs.spec.job_spec import JobSpec, check_spec
+from jobs.spec.spec_file import apply_override
+from storage.errors import UserError
+from tests.actors.tokenizers_for_tests import byte_level, model_info
+
+COMPLETE: dict[str, Any] = {
+    "task": {"kind": "complete"},
+    "input": {"path": "a.jsonl"},
+    "model": {"path": "m"},
+    "decoder": {"kind": "autoregressive"},
+    "output": {"path": "runs/a"},
+}
+SCORE = COMPLETE | {"task": {"kind": "score"}}
+INFILL = COMPLETE | {"task": {"kind": "infill", "mask": {"kind": "marker"}, "max_new_tokens": 9}}
+SPANS = COMPLETE | {
+    "task": {"kind": "infill", "mask": {"kind": "spans"}},
+    "input": {"path": "a.jsonl", "columns": {"tokens": "ids"}},
+}
+NAMED = COMPLETE | {
+    "task": {"kind": "infill", "mask": {"kind": "marker"}, "fim": {"prefix": "a", "suffix": "b", "order": "spm"}}
+}
+SMALL = "decoder={kind: speculative, drafter: {kind: model, path: small}}"
+CAUSAL = ModelInfo("qwen2", 300, None, 64, ("autoregressive", "speculative", "jacobi", "multiblock_jacobi"), 1000)
+
+
+def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
+    data = copy.deepcopy(base)
+    for override in overrides:
+        apply_override(data, override)
+    return check_spec(data)
+
+
+@pytest.mark.parametrize(
+    ("base", "override", "message"),
+    [
+        (COMPLETE, "task.mask={kind: random}", "task.mask: unknown key"),
+        (COMPLETE, "task.max_new=5", "task.max_new: unknown key; did you mean task.max_new_tokens?"),
+        (COMPLETE, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
+        (COMPLETE, "task.stop=['']", "task.stop.0: '' is not allowed"),
+        (COMPLETE, "task.stop=3", "task.stop: 3 is not allowed; allowed: a list"),
+        (COMPLETE, "task.stop=[\ufffd]", "task.stop: U+FFFD"),
+        (COMPLETE, "task.chat=1", "task.chat: 1 is not allowed; allowed: true or false"),
+        (SCORE, "task.stop=[a]", "task.stop: unknown key"),
+        (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
+        (SCORE, "decoder.kind=jacobi", "decoder.kind: 'jacobi' does not run the task 'score'; allowed: autoregressive"),
+        (COMPLETE, "task={kind: infill, mask: {kind: random}}", "task.mask.kind: 'random' leaves holes that a causal model"),
+        (COMPLETE, "task={kind: infill, mask: {kind: sentences}}", "'autoregressive': marker, spans, lines, span_fraction"),
+        (INFILL, "decoder.kind=block_diffusion", "does not run the task 'infill'; allowed: any_subset, parallel"),
+        (INFILL, "task.mask.marker=''", "task.mask.marker: '' is not allowed"),
+        (INFILL, "task.fim=psm", "task.fim: 'psm' is not allowed"),
+        (INFILL, "task.fim={prefix: a, suffix: b}", "task.fim.middle: null goes with order spm only"),
+        (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed"),
+        (INFILL, "task.fim={prefix: a, suffix: b, midle: c}", "task.fim.midle: unknown key; did you mean task.fim.middle?"),
+        (INFILL, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
+        (INFILL, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
+        (SPANS, "model.tokenizer=none", "model.tokenizer: a causal model is asked for a hole by its tokenizer's special tokens"),
+        (INFILL, "decoder={kind: assd}", "task.max_new_tokens: the decoder 'assd' does not use it, since its holes"),
+        (NAMED, "decoder={kind: assd}", "task.fim: the decoder 'assd' does not use it"),
+        (COMPLETE, "input.columns.prefix=a", "input.columns.prefix: the task 'complete' does not use it; used by: infill"),
+        (COMPLETE, "input.columns.completion=a", "input.columns.completion: the task 'complete' does not use it; used by: score"),
+        (COMPLETE, "input.columns.messages=a", "input.columns.messages: only a chat has messages; set task.chat: true"),
+        (COMPLETE, "input.columns={prompt: a, text: b}", "input.columns: text and prompt each say what a row holds"),
+        (COMPLETE, "input.columns={prompt: a, tokens: b}", "input.columns: prompt and tokens each say what a row holds"),
+        (SCORE, "input.columns={completion: a, text: b}", "input.columns: text and completion each say what a row holds"),
+        (SCORE, "input.columns={completion: a, tokens: b}", "input.columns: completion and tokens each say what a row holds"),
+        (COMPLETE, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_the_task_is_refused_by_name(base: dict[str, Any], override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(base, override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
+        (["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are looked for in"),
+        (["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each say"),
+    ],
+)  # fmt: skip
+def test_what_fits_alone_may_not_fit_together(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(COMPLETE, *overrides)
+    assert message in str(caught.value)
+
+
+def test_what_fits_is_taken() -> None:
+    task = spec_of(COMPLETE, "task.stop='\\n\\n'", "task.max_new_tokens=5", "input.columns.tokens=ids").task
+    assert isinstance(task, Complete) and task.stop == ("\\n\\n",) and task.max_new_tokens == 5
+    task = spec_of(SCORE, "task.chat=true", "input.columns={messages: m, completion: c}").task
+    assert isinstance(task, Score) and task.chat
+    spec = spec_of(COMPLETE, SMALL, "task.stop=[a, b]")
+    assert check_spec(spec.model_dump(mode="json")) == spec
+
+
+def test_every_decoder_does_some_task() -> None:
+    assert set(DECODER_KINDS) == {kind for kinds in TASK_DECODERS.values() for kind in kinds}
+
+
+def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do() -> None:
+    with pytest.raises(
+        UserError, match=r"task\.kind: 'complete' is no task for .*'xlnet', which do infill; .* llama"
+    ) as caught:
+        check_task(spec_of(COMPLETE).task, model_info())
+    assert "qwen2" in str(caught.value)
+    check_task(spec_of(COMPLETE).task, CAUSAL)
+
+
+def test_a_chat_needs_a_template() -> None:
+    with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
+        check_chat(spec_of(COMPLETE, "task.chat=true"), byte_level())
+    check_chat(spec_of(COMPLETE), byte_level())
+
+
+def test_the_fingerprint_knows_the_drafter_by_its_weights_and_not_by_its_place() -> None:
+    def of(spec: JobSpec, **known: Any) -> str:
+        return fingerprint(results_key(spec, CAUSAL, Hashes("w", "t", **known), []))
+
+    small, moved = spec_of(COMPLETE, SMALL), spec_of(COMPLETE, SMALL, "decoder.drafter.path=elsewhere")
+    assert of(small, drafter="a") == of(moved, drafter="a") != of(small, drafter="b")
+    assert of(small, drafter="a") != of(spec_of(COMPLETE, SMALL, "decoder.k=3"), drafter="a")
+    assert of(small, ends=(2,)) != of(small, ends=(2, 3)), "a changed generation config changes where completions end"
+
+
+def test_workers_are_given_the_drafters_absolute_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "small").mkdir()
+    monkeypatch.chdir(tmp_path)
+    drafter: Any = getattr(decoder_of(spec_of(COMPLETE, SMALL)), "drafter", None)
+    assert drafter.path == str(tmp_path / "small")
+    drafter = getattr(decoder_of(spec_of(COMPLETE, SMALL, "decoder.drafter.path=org/name")), "drafter", None)
+    assert drafter.path == "org/name", "no folder here: an id of the hub"
+
+
+def test_what_asks_for_a_hole_is_in_the_fingerprint_of_causal_models_alone() -> None:
+    by_canvas = spec_of(INFILL, "task={kind: infill, mask: {kind: marker}}", "decoder={kind: assd}")
+    assert by_canvas.results_key()["task"] == {
+        "kind": "infill",
+        "mask": {"kind": "marker", "marker": "<mask>", "length": 8},
+        "skip_special_tokens": True,
+    }
+    assert spec_of(INFILL).results_key()["task"]["max_new_tokens"] == 9
+
+    def of(**known: Any) -> str:
+        return fingerprint(results_key(spec_of(INFILL), CAUSAL, Hashes("w", "t", **known), []))
+
+    asked = {"prefix": 5, "suffix": 6, "middle": 7, "order": "psm"}
+    assert len({of(fim=asked, ends=(2,)), of(fim=asked, ends=(2, 3)), of(fim=asked | {"middle": 8}, ends=(2,))}) == 3
+    assert check_spec(spec_of(NAMED).model_dump(mode="json")) == spec_of(NAMED)
+
+
+def test_a_mapping_with_a_wrong_key_is_not_said_to_be_no_word() -> None:
+    with pytest.raises(UserError) as caught:
+        spec_of(INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}")
+    assert str(caught.value) == "task.fim.order: 'mps' is not allowed; allowed: psm or spm"
