@@ -23,8 +23,8 @@ from actors.stop_text import stop_strings
 from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
+from decoders.causal.settings import DrafterPlace, NgramDrafter
 from decoders.draws.keys import sample_key
-from decoders.settings import DrafterPlace, NgramDrafter
 from storage.errors import RowError
 from storage.failpoints import failpoint
 from storage.inputs.kept import from_bytes, kept_values, names_read

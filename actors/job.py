@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from actors.task import Columns, Side, Task
-from decoders.settings import DecoderSettings, Sampling
+from decoders.common_settings import Sampling
+from decoders.settings import DecoderSettings
 from storage.inputs.reader import InputFile
 from storage.stores.verbs import S3Options
 

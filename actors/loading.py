@@ -15,8 +15,10 @@ from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from actors.task import Score, Task
 from actors.text import Tokenizer, has_tokenizer, load_tokenizer
 from decoders.base import Decoder, ModelInfo
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from decoders.common_settings import Sampling
 from decoders.engine.stops import Stops
-from decoders.settings import DecoderSettings, DrafterPlace, Sampling, SpecDiff
+from decoders.settings import DecoderSettings
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
 
@@ -131,7 +133,7 @@ def check_drafter(
 
 
 def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> None:
-    if not isinstance(decoder, SpecDiff):
+    if not isinstance(decoder, SpecDiffSettings):
         if "autoregressive" not in found.decoders:
             raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
         return

@@ -14,7 +14,8 @@ from actors.rows import Values
 from actors.task import Columns, Infill, Side, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
-from decoders.settings import DecoderSettings, Sampling
+from decoders.common_settings import Sampling
+from decoders.settings import DecoderSettings
 from storage.errors import RowError
 
 

@@ -24,8 +24,8 @@ from actors.stop_text import StopStrings
 from actors.task import DRAWS_BY_ROW, KNOWS_TOKEN_LOGPROBS, MOST_NEW_TOKENS, Columns, Complete, Score, Task
 from actors.text import Tokenizer
 from decoders.base import RowSettings
+from decoders.common_settings import Sampling
 from decoders.engine.stops import NeverStops
-from decoders.settings import Sampling
 from storage.errors import RowError, brief
 
 

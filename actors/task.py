@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from decoders.settings import Settings
+from decoders.common_settings import Settings
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt that is too long is cut away."""

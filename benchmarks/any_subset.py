@@ -23,32 +23,33 @@ from transformers import PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
 import decoders.builtin
 from benchmarks.public_loop import LoopResult, PublicLoop
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.backbones.base import Backbone
 from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import ModelInfo, Outcome, Request
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.slots import SlotDecoder
 from decoders.registry import build_decoder, find_heads
-from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from recipes.corpus import encode, split, standard_library
 
 BUILTIN = Path(decoders.builtin.__path__[0]) / "asarm-tiny"
-Settings = AnySubset | Assd | Parallel
+Settings = AnySubsetSettings | AssdSettings | ParallelSettings
 NGRAM, PAPER, WITH_HEAD = "assd n-gram k=5", "assd k=5", "assd k=5 + head"
 VARIANTS: dict[str, tuple[Settings, bool]] = {
-    "any_subset": (AnySubset(kind="any_subset"), False),
-    NGRAM: (Assd(kind="assd", k=5, drafter="ngram"), False),
-    "assd k=3": (Assd(kind="assd", k=3), False),
-    PAPER: (Assd(kind="assd", k=5), False),
-    "assd k=8": (Assd(kind="assd", k=8), False),
-    WITH_HEAD: (Assd(kind="assd", k=5), True),
-    "fused rows k=2": (Assd(kind="assd", k=2, fused="rows"), True),
-    "fused rows k=3, ends": (Assd(kind="assd", k=3, fused="rows", rows="ends"), True),
-    "fused rows k=5, ends": (Assd(kind="assd", k=5, fused="rows", rows="ends"), True),
-    "fused rows k=5": (Assd(kind="assd", k=5, fused="rows"), True),
-    "fused chain k=3": (Assd(kind="assd", k=3, fused="chain"), True),
-    "fused chain k=5": (Assd(kind="assd", k=5, fused="chain"), True),
+    "any_subset": (AnySubsetSettings(kind="any_subset"), False),
+    NGRAM: (AssdSettings(kind="assd", k=5, drafter="ngram"), False),
+    "assd k=3": (AssdSettings(kind="assd", k=3), False),
+    PAPER: (AssdSettings(kind="assd", k=5), False),
+    "assd k=8": (AssdSettings(kind="assd", k=8), False),
+    WITH_HEAD: (AssdSettings(kind="assd", k=5), True),
+    "fused rows k=2": (AssdSettings(kind="assd", k=2, fused="rows"), True),
+    "fused rows k=3, ends": (AssdSettings(kind="assd", k=3, fused="rows", rows="ends"), True),
+    "fused rows k=5, ends": (AssdSettings(kind="assd", k=5, fused="rows", rows="ends"), True),
+    "fused rows k=5": (AssdSettings(kind="assd", k=5, fused="rows"), True),
+    "fused chain k=3": (AssdSettings(kind="assd", k=3, fused="chain"), True),
+    "fused chain k=5": (AssdSettings(kind="assd", k=5, fused="chain"), True),
 }
 
 
@@ -82,7 +83,7 @@ class Measured:
 def load(folder: Path, device: str) -> Loaded:
     """Load a checkpoint and its draft head."""
     backbone = cast(Backbone, load_backbone(folder, device=device))
-    return Loaded(backbone, inspect_model(folder), find_heads(Assd(kind="assd"), folder, backbone))
+    return Loaded(backbone, inspect_model(folder), find_heads(AssdSettings(kind="assd"), folder, backbone))
 
 
 def held_out_windows(length: int, count: int) -> list[NDArray[np.int32]]:

@@ -39,8 +39,9 @@ from benchmarks.public_block import PublicBlock
 from benchmarks.public_causal import Generated
 from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Settings
 from decoders.engine.stops import Stops
-from decoders.settings import Autoregressive, Settings
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"
@@ -85,7 +86,7 @@ def frontier(bench: Bench, temperature: float) -> None:
     for name, runs in baselines.items():
         print(row(name, *_cells(bench, runs, baselines, (temperature, 1, name))), flush=True)
     if bench.other is not None:
-        runs = bench.measured(Autoregressive(kind="autoregressive"), temperature, bench.other)
+        runs = bench.measured(AutoregressiveSettings(kind="autoregressive"), temperature, bench.other)
         print(row(OTHER, *_speeds(runs, baselines), *_forwards(runs[-1]), "", "", ""), flush=True)
     for size in bench.blocks:
         print(f"\n### Blocks of {size}, temperature {temperature:g}\n")

@@ -22,9 +22,9 @@ from benchmarks.causal_runs import Totals
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import HOLE, ModelInfo, Request
-from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from decoders.common_settings import Sampling, Settings
 from decoders.registry import build_decoder
-from decoders.settings import Sampling, Settings
 
 TAU = 0.85
 """What the paper's SDAR configurations reveal at without a verification."""
@@ -43,17 +43,17 @@ ROUTERS: dict[str, dict[str, Any]] = {
 _KINDS = ("prefill", "draft", "verify", "commit")
 
 
-def block_diffusion(size: int, schedule: str, **settings: Any) -> BlockDiffusion:
+def block_diffusion(size: int, schedule: str, **settings: Any) -> BlockDiffusionSettings:
     """Settings of `block_diffusion`."""
-    return BlockDiffusion.model_validate(
+    return BlockDiffusionSettings.model_validate(
         {"kind": "block_diffusion", "block_size": size, "schedule": schedule, **settings}
     )
 
 
-def s2d2(size: int, router: str, **settings: Any) -> S2d2:
+def s2d2(size: int, router: str, **settings: Any) -> S2d2Settings:
     """Settings of `s2d2` with one of ROUTERS, as the paper runs SDAR: causal caching and partly causal drafts."""
     given = {"block_size": size, "tau": TAU, "causal_cache": True, "causal_draft": True}
-    return S2d2.model_validate({"kind": "s2d2", **given, **ROUTERS[router], **settings})
+    return S2d2Settings.model_validate({"kind": "s2d2", **given, **ROUTERS[router], **settings})
 
 
 def one_by_one(*, fused: bool) -> Settings:

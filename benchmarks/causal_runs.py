@@ -17,36 +17,35 @@ from benchmarks.any_subset import drain
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, stop_ids
 from decoders.base import ModelInfo, Request
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    ModelDrafter,
+    MultiblockJacobiSettings,
+    NgramDrafter,
+    SpeculativeSettings,
+)
+from decoders.common_settings import Sampling, Settings
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import (
-    Autoregressive,
-    Jacobi,
-    ModelDrafter,
-    MultiblockJacobi,
-    NgramDrafter,
-    Sampling,
-    Settings,
-    Speculative,
-)
 from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"
 _SMALL, _NGRAM = ModelDrafter(kind="model", path="drafter"), NgramDrafter(kind="ngram")
-SPECULATIVE: dict[str, Speculative] = {
-    **{f"speculative, model, k={k}": Speculative(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
-    "speculative, model, k=auto": Speculative(kind="speculative", k="auto", drafter=_SMALL),
-    **{f"speculative, n-gram, k={k}": Speculative(kind="speculative", k=k, drafter=_NGRAM) for k in (2, 3, 5)},
-    "speculative, n-gram, k=auto": Speculative(kind="speculative", k="auto", drafter=_NGRAM),
+SPECULATIVE: dict[str, SpeculativeSettings] = {
+    **{f"speculative, model, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
+    "speculative, model, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_SMALL),
+    **{f"speculative, n-gram, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_NGRAM) for k in (2, 3, 5)},
+    "speculative, n-gram, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_NGRAM),
 }
 JACOBI: dict[str, Settings] = {
-    "jacobi, n=16": Jacobi(kind="jacobi", block_size=16),
-    "jacobi, n=auto": Jacobi(kind="jacobi", block_size="auto"),
-    "jacobi, n=16, running": Jacobi(kind="jacobi", block_size=16, window="running"),
-    "multiblock_jacobi, n=16": MultiblockJacobi(kind="multiblock_jacobi", block_size=16),
+    "jacobi, n=16": JacobiSettings(kind="jacobi", block_size=16),
+    "jacobi, n=auto": JacobiSettings(kind="jacobi", block_size="auto"),
+    "jacobi, n=16, running": JacobiSettings(kind="jacobi", block_size=16, window="running"),
+    "multiblock_jacobi, n=16": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=16),
 }
-VARIANTS: dict[str, Settings] = {AUTOREGRESSIVE: Autoregressive(kind="autoregressive"), **SPECULATIVE, **JACOBI}
+VARIANTS: dict[str, Settings] = {AUTOREGRESSIVE: AutoregressiveSettings(kind="autoregressive"), **SPECULATIVE, **JACOBI}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,30 +30,32 @@ from benchmarks.public_masked import PublicMasked
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import HOLE, ModelInfo, Request
+from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
+from decoders.common_settings import Sampling, Settings
 from decoders.engine.stops import Stops
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.registry import build_decoder, find_heads
-from decoders.settings import Autoregressive, Sampling, SelfSpeculative, Settings, SpecDiff, Stepwise, Threshold
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 STEPWISE = "stepwise"
 _SHOWN = 8
 
 
-def _ssd(**settings: Any) -> SelfSpeculative:
-    return SelfSpeculative.model_validate({"kind": "ssd", **settings})
+def _ssd(**settings: Any) -> SelfSpeculativeSettings:
+    return SelfSpeculativeSettings.model_validate({"kind": "ssd", **settings})
 
 
 DECODERS: dict[str, tuple[Settings, str]] = {
-    STEPWISE: (Stepwise(kind="stepwise"), STEPWISE),
+    STEPWISE: (StepwiseSettings(kind="stepwise"), STEPWISE),
     **{f"ssd, N={n}": (_ssd(draft_length=n), STEPWISE) for n in (1, 2, 4, 8)},
     "ssd, N=auto": (_ssd(draft_length="auto"), STEPWISE),
-    "stepwise, dual cache": (Stepwise(kind="stepwise", cache="dual_strict"), "stepwise, dual cache"),
+    "stepwise, dual cache": (StepwiseSettings(kind="stepwise", cache="dual_strict"), "stepwise, dual cache"),
     **{
         f"ssd, N={n}, dual cache": (_ssd(draft_length=n, cache="dual_strict"), "stepwise, dual cache")
         for n in (2, 4, "auto")
     },
-    "threshold 0.9": (Threshold(kind="threshold"), ""),
-    "threshold 0.9, dual cache": (Threshold(kind="threshold", cache="dual_strict"), ""),
+    "threshold 0.9": (ThresholdSettings(kind="threshold"), ""),
+    "threshold 0.9, dual cache": (ThresholdSettings(kind="threshold", cache="dual_strict"), ""),
 }
 """Name -> settings, and the baseline whose texts it must give; empty for a lossy decoder."""
 
@@ -163,7 +165,9 @@ def speed(model: Loaded, loop: PublicMasked, requests: list[Request], flags: arg
 def specdiff(target: Loaded, drafter: Loaded, requests: list[Request], flags: argparse.Namespace) -> None:
     """Tokens/s and accepted tokens per draft over gamma and steps, over autoregressive decoding of the same prompts."""
     plain = [
-        measure(target, Autoregressive(kind="autoregressive"), requests, rows=rows, temperature=flags.temperature)
+        measure(
+            target, AutoregressiveSettings(kind="autoregressive"), requests, rows=rows, temperature=flags.temperature
+        )
         for rows in flags.batches
     ]
     columns = [*(f"B={rows}" for rows in flags.batches), *(f"over autoregressive, B={rows}" for rows in flags.batches)]
@@ -173,7 +177,7 @@ def specdiff(target: Loaded, drafter: Loaded, requests: list[Request], flags: ar
     for gamma, steps, head in [(g, t, h) for g in flags.gamma for t in flags.steps for h in ("none", "auto")]:
         if gamma != "auto" and steps > int(gamma):
             continue
-        settings = SpecDiff.model_validate(
+        settings = SpecDiffSettings.model_validate(
             {
                 "kind": "specdiff",
                 "gamma": gamma if gamma == "auto" else int(gamma),

@@ -21,19 +21,20 @@ from decoders.backbones.base import TokenBackbone
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
+from decoders.common_settings import Sampling, Settings
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, NgramDrafter, Sampling, Settings, Speculative
 
 Texts = dict[int, list[int]]
 Engine = Callable[[int], Texts]
 """From how many rows at a time to new tokens by prompt."""
 
 OURS: dict[str, Settings] = {
-    "autoregressive": Autoregressive(kind="autoregressive"),
-    "n-gram, k = 5": Speculative(kind="speculative", k=5, drafter=NgramDrafter(kind="ngram")),
-    "n-gram, k = auto": Speculative(kind="speculative", k="auto", drafter=NgramDrafter(kind="ngram")),
+    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
+    "n-gram, k = 5": SpeculativeSettings(kind="speculative", k=5, drafter=NgramDrafter(kind="ngram")),
+    "n-gram, k = auto": SpeculativeSettings(kind="speculative", k="auto", drafter=NgramDrafter(kind="ngram")),
 }
 
 

@@ -20,8 +20,9 @@ from benchmarks.any_subset import drain, held_out_windows, masked
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import ModelInfo, Outcome, Request
+from decoders.common_settings import Sampling, Settings
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.registry import build_decoder
-from decoders.settings import Sampling, SelfSpeculative, Settings, Stepwise
 
 BUILTIN = Path(decoders.builtin.__path__[0]) / "mdm-tiny"
 LIVES: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (32, None), (32, 8))
@@ -57,11 +58,11 @@ def mismatch(outcomes: list[Outcome], expected: list[Outcome]) -> tuple[float, f
 def compare(bench: Bench, life: tuple[int, int | None], temperature: float, draft_length: int) -> str:
     """A row of the table."""
     block, refresh = life
-    base = Stepwise(kind="stepwise", block_length=block, cache="dual_strict", refresh=refresh)
+    base = StepwiseSettings(kind="stepwise", block_length=block, cache="dual_strict", refresh=refresh)
     expected, cells = bench.run(base, temperature), []
     caches: tuple[Cache, ...] = ("dual_strict", "dual_relaxed")
     for cache in caches:
-        settings = SelfSpeculative(
+        settings = SelfSpeculativeSettings(
             kind="ssd", block_length=block, cache=cache, refresh=refresh, draft_length=draft_length
         )
         outcomes = bench.run(settings, temperature)

@@ -8,10 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.head_files import CONFIG, WEIGHTS, HeadKind, check_files, read_sizes
 from decoders.base import ModelInfo
 from decoders.blocks.settings import BlockSettings
-from decoders.settings import Ancestral, Assd, Settings, SpecDiff
+from decoders.causal.settings import SpecDiffSettings
+from decoders.common_settings import Settings
+from decoders.masked.settings import AncestralSettings
 
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
@@ -22,13 +25,13 @@ def check_family(settings: Settings, info: ModelInfo) -> None:
     if kind not in info.decoders:
         allowed = ", ".join(info.decoders) or "none yet"
         raise ValueError(f"decoder.kind: {kind!r} does not run on models of family {info.family!r}; allowed: {allowed}")
-    if isinstance(settings, Ancestral):
+    if isinstance(settings, AncestralSettings):
         predictor_of(settings, info.family)
     if isinstance(settings, BlockSettings):
         check_blocks(settings, info)
 
 
-def predictor_of(settings: Ancestral, family: str) -> str:
+def predictor_of(settings: AncestralSettings, family: str) -> str:
     """The predictor asked for, or the family's own; ValueError where the model can't be asked for it."""
     allowed = _PREDICTORS.get(family, ("ddpm", "analytic", "euler"))
     if settings.predictor == "auto":
@@ -63,7 +66,7 @@ def check_blocks(settings: BlockSettings, info: ModelInfo) -> None:
         )
 
 
-def check_window(settings: SpecDiff, drafter: ModelInfo) -> None:
+def check_window(settings: SpecDiffSettings, drafter: ModelInfo) -> None:
     """Raise ValueError where a full window is asked for and nobody knows how long that is."""
     longest = drafter.max_length
     if settings.window == "full" and longest is None:
@@ -78,9 +81,9 @@ def head_place(settings: Settings, folder: Path) -> tuple[Path, HeadKind] | None
 
     Raises ValueError where there is none in the place named.
     """
-    if not isinstance(settings, Assd | SpecDiff) or settings.head == "none":
+    if not isinstance(settings, AssdSettings | SpecDiffSettings) or settings.head == "none":
         return None
-    if isinstance(settings, SpecDiff) and settings.order == "native":
+    if isinstance(settings, SpecDiffSettings) and settings.order == "native":
         return None
     if settings.head == "auto":
         return folder, settings.kind

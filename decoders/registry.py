@@ -11,6 +11,7 @@ from typing import Any
 from decoders.any_subset.assd import AssdDecoder
 from decoders.any_subset.decoder import Parallel, Sequential
 from decoders.any_subset.one_pass import OnePassDecoder
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.backbones.base import Model, TokenBackbone
 from decoders.backbones.heads import DraftHeads, load_heads
 from decoders.backbones.packed import can_pack, pack_products
@@ -19,32 +20,36 @@ from decoders.blocks.block_diffusion import BlockDiffusion
 from decoders.blocks.decoder import BlockSlots
 from decoders.blocks.s2d2 import S2d2Decoder
 from decoders.blocks.s2d2_fused import FusedS2d2
-from decoders.blocks.settings import BlockSettings
-from decoders.blocks.settings import S2d2 as S2d2Settings
+from decoders.blocks.settings import BlockSettings, S2d2Settings
 from decoders.causal.autoregressive import Autoregressive
 from decoders.causal.jacobi import Jacobi
 from decoders.causal.multiblock_jacobi import MultiblockJacobi
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    MultiblockJacobiSettings,
+    SpecDiffSettings,
+    SpeculativeSettings,
+)
 from decoders.causal.specdiff import SpecDiff
 from decoders.causal.speculative import Speculative
+from decoders.common_settings import Sampling, Settings
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.stops import Stops
 from decoders.fit import check_family, head_place
 from decoders.masked.ancestral import Ancestral
 from decoders.masked.decoder import MaskedDecoder
+from decoders.masked.settings import (
+    AncestralSettings,
+    FactorSettings,
+    MaskedSettings,
+    SelfSpeculativeSettings,
+    StepwiseSettings,
+    ThresholdSettings,
+)
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.stepwise import Factor, Stepwise, Threshold
-from decoders.settings import Ancestral as AncestralSettings
-from decoders.settings import AnySubset, Assd, MaskedDiffusion, Sampling, Settings, check_acceptance
-from decoders.settings import Autoregressive as AutoregressiveSettings
-from decoders.settings import Factor as FactorSettings
-from decoders.settings import Jacobi as JacobiSettings
-from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
-from decoders.settings import Parallel as ParallelSettings
-from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
-from decoders.settings import SpecDiff as SpecDiffSettings
-from decoders.settings import Speculative as SpeculativeSettings
-from decoders.settings import Stepwise as StepwiseSettings
-from decoders.settings import Threshold as ThresholdSettings
+from decoders.settings import check_acceptance
 
 _MASKED: dict[type[Settings], type[MaskedDecoder]] = {
     StepwiseSettings: Stepwise,
@@ -108,13 +113,13 @@ def build_decoder(
     check_acceptance(settings, sampling)
     size: dict[str, Any] = {"max_rows": max_rows, "max_tokens": max_tokens, "trace": trace}
     match settings:
-        case AnySubset():
+        case AnySubsetSettings():
             return Sequential(backbone, info, sampling, **size)
         case ParallelSettings():
             return Parallel(backbone, info, sampling, **size)
-        case Assd(fused="none"):
+        case AssdSettings(fused="none"):
             return AssdDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
-        case Assd():
+        case AssdSettings():
             return OnePassDecoder(backbone, info, sampling, settings=settings, heads=heads, **size)
         case AutoregressiveSettings():
             return Autoregressive(backbone, info, sampling, stops=stops, **size)
@@ -129,7 +134,7 @@ def build_decoder(
             return Jacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
         case MultiblockJacobiSettings():
             return MultiblockJacobi(backbone, info, sampling, settings=settings, stops=stops, **size)
-        case MaskedDiffusion() | AncestralSettings():
+        case MaskedSettings() | AncestralSettings():
             return _MASKED[type(settings)](backbone, info, sampling, settings=settings, stops=stops, **size)
         case BlockSettings():
             return _of_blocks(settings)(backbone, info, sampling, settings=settings, stops=stops, **size)

@@ -13,9 +13,10 @@ import torch
 
 from decoders.backbones.heads import DraftHeads
 from decoders.base import Outcome, Request
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.registry import build_decoder
-from decoders.settings import DrafterPlace, Sampling, SpecDiff
 from recipes.corpus import TokenStream
 from recipes.evaluation import window_indices
 from recipes.frozen_pair import Pair, PairRows, draft_law, join, read_rows, target_law
@@ -85,7 +86,7 @@ def decode(pair: Pair, stream: TokenStream, case: Case, heads: DraftHeads | None
     windows = np.concatenate(list(window_indices(stream, length=LENGTH, limit=limit)))
     canvases = np.where(np.arange(LENGTH) < NUM_PROMPT, stream.ids[windows], -1).astype(np.int32)
     requests = [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
-    settings = SpecDiff(kind="specdiff", gamma=GAMMA, steps=case.steps, drafter=DrafterPlace(path="drafter"))
+    settings = SpecDiffSettings(kind="specdiff", gamma=GAMMA, steps=case.steps, drafter=DrafterPlace(path="drafter"))
     decoder = build_decoder(
         pair.target.model,
         pair.target.info,

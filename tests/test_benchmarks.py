@@ -12,9 +12,10 @@ from benchmarks.block_diffusion import ONE, TWO
 from benchmarks.block_runs import decoders_of, load, measure, one_by_one, quality
 from benchmarks.public_causal import PublicCausal
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Sampling
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, run_all, texts, token_info
@@ -31,7 +32,7 @@ def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_pa
         canvas[int(rng.integers(1, len(canvas))) :] = -1
         requests.append(Request(index, index, np.append(canvas, np.full(9, -1, dtype=np.int32))))
     info, stops = token_info(61), Stops(ids=STOP_IDS)
-    settings, greedy = Autoregressive(kind="autoregressive"), Sampling(temperature=0.0)
+    settings, greedy = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
     expected = decode(causal_models.load(tmp_path / "target"), info, settings, greedy, requests, stops=stops)
     assert {outcome.finish for outcome in expected.values()} == {"length", "eos"}
     loops = PublicCausal(tmp_path / "target", tmp_path / "assistant", device="cpu", dtype=torch.float32)

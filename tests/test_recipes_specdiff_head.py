@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from decoders.backbones.heads import DraftHeads, load_heads
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from decoders.common_settings import Sampling
 from decoders.references.causal import PlainCausal, PlainMasked
 from decoders.registry import find_heads
-from decoders.settings import DrafterPlace, Sampling, SpecDiff
 from recipes import (
     absorbing,
     absorbing_folder,
@@ -183,7 +184,7 @@ def test_the_recipe_writes_a_head_that_specdiff_finds(
     assert specdiff_head.main(["--drafter", str(out), *flags]) == 0
     stored = load_heads(out, "specdiff")
     assert stored is not None and stored.sizes() == {"width": SHAPE.hidden_size, "markov_hidden": 384}
-    settings = SpecDiff(kind="specdiff", drafter=DrafterPlace(path=str(out)))
+    settings = SpecDiffSettings(kind="specdiff", drafter=DrafterPlace(path=str(out)))
     assert find_heads(settings, out, frozen_pair.load_pair(target, out).drafter.model) is not None
     text = (out / "README.md").read_text()
     assert "in front of `target`" in text and "| 1 | rejection | 2 |" in text

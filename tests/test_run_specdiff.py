@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from decoders.backbones.families.table import find_family
 from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.fit import check_window
-from decoders.settings import DrafterPlace, SpecDiff
 from storage.errors import UserError
 from tests.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
 from tests.conftest import ROOT
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_by_name(world: World, tmp_path: Path) -> N
 
 def test_a_full_window_of_nobody_knows_what_length_is_an_error_of_the_window(world: World, tmp_path: Path) -> None:
     save_llada(tmp_path / "masked")
-    settings = SpecDiff(kind="specdiff", window="full", drafter=DrafterPlace(path=str(tmp_path / "masked")))
+    settings = SpecDiffSettings(kind="specdiff", window="full", drafter=DrafterPlace(path=str(tmp_path / "masked")))
     found = dataclasses.replace(inspect_model(tmp_path / "masked"), max_length=None)
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
         check_window(settings, found)

@@ -23,11 +23,11 @@ from torch.nn import functional
 
 from decoders.any_subset.decoder import AnySubsetDecoder
 from decoders.any_subset.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
+from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.heads import DraftHeads
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
 from decoders.engine.state import Group
-from decoders.settings import Assd
 
 _DRAFT: Final = 0
 _VERIFY: Final = 1
@@ -36,7 +36,7 @@ _VERIFY: Final = 1
 class AssdDecoder(AnySubsetDecoder):
     """`assd` with `fused: none`; `heads` is None where no draft head is to be used."""
 
-    def __init__(self, *args: Any, settings: Assd, heads: DraftHeads | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: AssdSettings, heads: DraftHeads | None, **kwargs: Any) -> None:
         self.k, self.ngram = MOST_AUTO if settings.k == "auto" else settings.k, settings.drafter == "ngram"
         super().__init__(*args, window=self.k + 1, max_commit=self.k, **kwargs)
         if settings.k == "auto":

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from decoders.any_subset.decoder import AnySubsetDecoder
 from decoders.any_subset.drafters import Drafts, HeadRoller
+from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.heads import DraftHeads
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
 from decoders.engine.state import Group
-from decoders.settings import Assd
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Layout:
 class OnePassDecoder(AnySubsetDecoder):
     """`assd` with `fused: rows` or `fused: chain`; `heads` may be None for `rows` only."""
 
-    def __init__(self, *args: Any, settings: Assd, heads: DraftHeads | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: AssdSettings, heads: DraftHeads | None, **kwargs: Any) -> None:
         self.k = MOST_AUTO if settings.k == "auto" else settings.k
         super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
         assert settings.fused in ("rows", "chain"), settings.fused

@@ -27,7 +27,7 @@ from decoders.blocks.decoder import BlockSlots, News
 from decoders.blocks.draws import entropy, plain_log_p
 from decoders.blocks.rows import Stretch, finished, lined_up
 from decoders.blocks.schedules import Choice, choose, firsts, share
-from decoders.blocks.settings import BlockDiffusion as BlockDiffusionSettings
+from decoders.blocks.settings import BlockDiffusionSettings
 from decoders.blocks.state import COMMIT, DRAFT, PREFILL, Blocks
 from decoders.draws import noise
 from decoders.engine.state import Group

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law
 from decoders.engine.kept_noise import PositionNoise
 from decoders.engine.state import SlotState
-from decoders.settings import Sampling
 
 
 class Draws:

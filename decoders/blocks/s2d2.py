@@ -30,7 +30,7 @@ from decoders.blocks.block_diffusion import BlockDecoder, Cells, Draft
 from decoders.blocks.routers import Routing, Signals, first_span
 from decoders.blocks.rows import Stretch
 from decoders.blocks.schedules import Choice, firsts, num_surer
-from decoders.blocks.settings import S2d2 as S2d2Settings
+from decoders.blocks.settings import S2d2Settings
 from decoders.blocks.state import VERIFY, Blocks
 from decoders.blocks.verdicts import Judge, Suspects
 from decoders.engine.acceptance import leading

@@ -31,7 +31,7 @@ from torch import Tensor
 from decoders.blocks.decoder import BlockSlots, News
 from decoders.blocks.draws import plain_log_p
 from decoders.blocks.rows import Stretch, lined_up
-from decoders.blocks.settings import S2d2 as S2d2Settings
+from decoders.blocks.settings import S2d2Settings
 from decoders.blocks.state import VERIFY
 from decoders.blocks.verdicts import Judge, Suspects
 from decoders.draws import noise

@@ -53,13 +53,13 @@ class BlockSettings(Settings):
         return self
 
 
-class BlockDiffusion(BlockSettings):
+class BlockDiffusionSettings(BlockSettings):
     """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); one token a step, or lossy."""
 
     kind: Literal["block_diffusion"]
 
 
-class S2d2(BlockSettings):
+class S2d2Settings(BlockSettings):
     """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so.
 
     `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the

@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from decoders.backbones.base import CountingBackbone, TokenBackbone
 from decoders.causal.decoder import rows_between
+from decoders.causal.settings import NgramDrafter
 from decoders.engine.cost import CostTable
 from decoders.engine.memory import give
 from decoders.engine.state import Group, SlotState
-from decoders.settings import NgramDrafter
 
 DrawAt = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [R, V], slots [R], ranks [R], decided [R]) -> (law q [R, V], tokens [R]): suppresses, warps, draws."""

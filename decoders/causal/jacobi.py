@@ -28,10 +28,10 @@ from torch import Tensor
 from decoders.base import Request
 from decoders.causal.decoder import CausalDecoder
 from decoders.causal.jacobi_size import MOST_AUTO, BlockBudget
+from decoders.causal.settings import JacobiSettings
 from decoders.draws import noise
 from decoders.engine.acceptance import leading
 from decoders.engine.state import Group
-from decoders.settings import Jacobi as JacobiSettings
 
 
 @dataclass(frozen=True, slots=True)

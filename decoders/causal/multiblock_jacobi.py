@@ -35,9 +35,9 @@ from decoders.backbones.base import TokenRows
 from decoders.base import Request
 from decoders.causal.jacobi import JacobiDecoder, Said
 from decoders.causal.ngram_pool import NgramPool
+from decoders.causal.settings import MultiblockJacobiSettings
 from decoders.engine.acceptance import leading
 from decoders.engine.state import Group
-from decoders.settings import MultiblockJacobi as MultiblockJacobiSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone
 from decoders.base import ModelInfo, Outcome, Request
 from decoders.causal.decoder import rows_between
+from decoders.common_settings import Sampling
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident
-from decoders.settings import Sampling
 
 
 class Scorer(SlotDecoder):

@@ -15,11 +15,11 @@ from decoders.backbones.base import TokenBackbone
 from decoders.backbones.heads import DraftHeads
 from decoders.base import ModelInfo
 from decoders.causal.diffusion_drafter import DiffusionDrafter, Revealing
+from decoders.causal.settings import SpecDiffSettings
 from decoders.causal.speculative import DraftAndVerify
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.fit import check_window
-from decoders.settings import SpecDiff as SpecDiffSettings
 
 MOST_AUTO: Final = 48
 """The most drafts that `auto` gives to a slot; the paper's best are 30 to 45."""

@@ -27,12 +27,11 @@ from decoders.backbones.base import TokenBackbone
 from decoders.base import ModelInfo, Outcome, Request
 from decoders.causal.decoder import CausalDecoder
 from decoders.causal.drafters import CausalDrafter, ModelDrafter, PromptLookup
+from decoders.causal.settings import NgramDrafter, SpeculativeSettings
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.state import Group, Resident
-from decoders.settings import NgramDrafter
-from decoders.settings import Speculative as SpeculativeSettings
 
 
 class DraftAndVerify(CausalDecoder):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from decoders.base import RowSettings
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law, log_laws, nucleus_draw
 from decoders.engine.state import SlotState
-from decoders.settings import Sampling
 
 
 class Warps:

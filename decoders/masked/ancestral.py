@@ -36,7 +36,7 @@ from decoders.engine.state import Group
 from decoders.fit import predictor_of
 from decoders.masked.decoder import MaskedDecoder
 from decoders.masked.rows import Nodes, lay
-from decoders.settings import Ancestral as AncestralSettings
+from decoders.masked.settings import AncestralSettings
 
 LAST_TIME: Final = 1e-5
 """Where the steps end; what is still masked then is revealed at once."""

@@ -34,13 +34,13 @@ from decoders.engine.stops import Stops
 from decoders.masked.canvases import CanvasState, first_block, next_up
 from decoders.masked.confidence import Reading, confidence, ranked
 from decoders.masked.rows import Nodes, lay, separate
+from decoders.masked.settings import MaskedSettings
 from decoders.masked.windows import CachedWindows
-from decoders.settings import MaskedDiffusion
 
 _FINISHES: Final = {0: "length", EOS: "eos", STOP: "stop"}
 
 
-def shared_settings(settings: MaskedDiffusion) -> dict[str, Any]:
+def shared_settings(settings: MaskedSettings) -> dict[str, Any]:
     """The arguments of MaskedDecoder that come from what its decoders' settings have in common."""
     return {name: getattr(settings, name) for name in ("block_length", "confidence", "cache", "refresh")}
 

@@ -44,10 +44,10 @@ from decoders.masked.canvases import first_block, next_up
 from decoders.masked.confidence import Reading
 from decoders.masked.decoder import MaskedDecoder, shared_settings
 from decoders.masked.rows import Nodes, separate
+from decoders.masked.settings import SelfSpeculativeSettings
 from decoders.masked.ssd_budget import NodeBudget, num_nodes
 from decoders.masked.ssd_cache import go_on, stand
 from decoders.masked.ssd_tree import Candidates, Tree, Walk, choose_candidates, follow, near_masks, plant
-from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
 
 
 class SelfSpeculative(MaskedDecoder):

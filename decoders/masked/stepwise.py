@@ -20,9 +20,7 @@ from torch import Tensor
 
 from decoders.engine.state import Group
 from decoders.masked.decoder import RootDecoder, shared_settings
-from decoders.settings import Factor as FactorSettings
-from decoders.settings import Stepwise as StepwiseSettings
-from decoders.settings import Threshold as ThresholdSettings
+from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
 
 # Where the time of Dream's schedule ends.
 _LAST_TIME: Final = 1e-3

@@ -18,9 +18,9 @@ from decoders.any_subset.drafters import ngram_counts
 from decoders.backbones.base import Backbone, Rows
 from decoders.backbones.heads import ChainHead, DraftHeads, distance_index
 from decoders.backbones.visibility import content_limits
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.references.choosers import Rule
-from decoders.settings import Sampling
 
 
 class PlainModel:

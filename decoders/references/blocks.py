@@ -19,12 +19,12 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.base import HOLE, ModelInfo
 from decoders.blocks.router_settings import MinSpan
-from decoders.blocks.settings import BlockSettings, S2d2
+from decoders.blocks.settings import BlockSettings, S2d2Settings
 from decoders.blocks.state import KINDS
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.fit import block_size_of
 from decoders.references.choosers import Rule
-from decoders.settings import Sampling
 
 Row = tuple[int, int, int, frozenset[int]]
 """(token, position, column, the other columns that it sees)."""
@@ -75,7 +75,7 @@ class PlainBlocks:
     def drafting(self, canvas: Sequence[int], start: int, end: int) -> list[Row]:
         """The rows of a draft of the block [start, end) behind those before it; HOLE is a mask."""
         masks = [place for place in range(start, end) if canvas[place] == HOLE]
-        causal = isinstance(self.settings, S2d2) and self.settings.causal_draft
+        causal = isinstance(self.settings, S2d2Settings) and self.settings.causal_draft
         front = min(masks) if causal and masks else start
         mask = self.info.mask_id
         assert mask is not None
@@ -172,7 +172,7 @@ def _step(block: _Block, masks: list[int], step: int) -> None:
 
 
 def _verified(settings: BlockSettings, span: int) -> bool:
-    return isinstance(settings, S2d2) and isinstance(settings.router, MinSpan) and span >= settings.router.span
+    return isinstance(settings, S2d2Settings) and isinstance(settings.router, MinSpan) and span >= settings.router.span
 
 
 def _share(settings: BlockSettings, size: int, step: int) -> int:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.heads import MarkovHead, distance_index
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.references.any_subset import Trail
 from decoders.references.choosers import Rule
-from decoders.settings import Sampling
 
 Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
 """(all tokens, rule, most drafts) -> (laws q, drafts)."""

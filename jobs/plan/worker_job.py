@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from actors.job import Job, ModelPlace
-from decoders.settings import DecoderSettings, DrafterPlace, SpecDiff, Speculative
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
+from decoders.settings import DecoderSettings
 from jobs.plan.plan import Plan
 from jobs.spec.job_spec import JobSpec
 
@@ -56,7 +57,9 @@ def decoder_of(spec: JobSpec) -> DecoderSettings:
     head = getattr(spec.decoder, "head", None)
     if head not in {None, "auto", "none"}:
         return spec.decoder.model_copy(update={"head": absolute(head)})
-    if isinstance(spec.decoder, Speculative | SpecDiff) and isinstance(spec.decoder.drafter, DrafterPlace):
+    if isinstance(spec.decoder, SpeculativeSettings | SpecDiffSettings) and isinstance(
+        spec.decoder.drafter, DrafterPlace
+    ):
         drafter = spec.decoder.drafter.model_copy(update={"path": where(spec.decoder.drafter.path)})
         return spec.decoder.model_copy(update={"drafter": drafter})
     return spec.decoder

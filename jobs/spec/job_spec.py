@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from actors.task import CAUSAL, Columns, Side, Task, as_tuple
-from decoders.settings import DecoderSettings, Sampling, Settings, check_acceptance
+from decoders.common_settings import Sampling, Settings
+from decoders.settings import DecoderSettings, check_acceptance
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_override, read_mapping

@@ -20,7 +20,8 @@ from actors.makers import maker_for
 from actors.task import Columns, Fim, Infill
 from actors.text import Tokenizer
 from decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
-from decoders.settings import Autoregressive, Sampling
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 from storage.errors import RowError, UserError
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
@@ -70,7 +71,7 @@ def maker(tokenizer: Tokenizer | None = None, *, columns: dict[str, str] | None 
         Columns(**(columns or {})),
         tokenizer or with_tokens(byte_level(), QWEN),
         causal_info(max_length=max_length),
-        decoder=Autoregressive(kind="autoregressive"),
+        decoder=AutoregressiveSettings(kind="autoregressive"),
         sampling=Sampling(),
     )
     assert isinstance(found, FimMaker)

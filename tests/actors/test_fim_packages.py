@@ -18,7 +18,8 @@ from actors.makers import maker_for
 from actors.task import Columns, Infill
 from actors.text import Tokenizer
 from decoders.base import HOLE, ModelInfo
-from decoders.settings import Autoregressive, Sampling
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 
 INFO = ModelInfo("llama", 200_000, None, None, ("autoregressive",), 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
@@ -26,7 +27,7 @@ INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 
 def asked(tokenizer: Tokenizer, before: str, after: str) -> list[int]:
     """The prompt for a hole between two texts."""
-    columns, decoder = Columns(prefix="p", suffix="s"), Autoregressive(kind="autoregressive")
+    columns, decoder = Columns(prefix="p", suffix="s"), AutoregressiveSettings(kind="autoregressive")
     maker = maker_for(INFILL, columns, tokenizer, INFO, decoder=decoder, sampling=Sampling())
     canvas = maker.make({"p": before, "s": after}, 1)
     return [token for token in canvas.tokens.tolist() if token != HOLE]

@@ -19,9 +19,10 @@ from actors.runner import UnitRunner
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import HOLE, Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Sampling
 from jobs.driving.crew import crew
 from jobs.spec.job_spec import WorkerSettings
 from storage.errors import UserError
@@ -89,7 +90,7 @@ class Small(TokenTable):
 
 def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
-    settings = Autoregressive(kind="autoregressive")
+    settings = AutoregressiveSettings(kind="autoregressive")
     decoder = build_decoder(
         Small(num_positions=6), token_info(3), settings, Sampling(), max_rows=64, max_tokens=64 * 512
     )
@@ -106,7 +107,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
     decoder = build_decoder(
         Small(num_positions=6),
         token_info(3),
-        Autoregressive(kind="autoregressive"),
+        AutoregressiveSettings(kind="autoregressive"),
         Sampling(),
         max_rows=9,
         max_tokens=999,
@@ -181,7 +182,7 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
     decoder = build_decoder(
-        backbone, info, Autoregressive(kind="autoregressive"), Sampling(), max_rows=256, max_tokens=1 << 20
+        backbone, info, AutoregressiveSettings(kind="autoregressive"), Sampling(), max_rows=256, max_tokens=1 << 20
     )
     decoder.fit(64 << 20)
     before = torch.cuda.memory_allocated()

@@ -16,22 +16,22 @@ from actors.stop_text import StopStrings
 from actors.text import load_tokenizer
 from decoders.backbones.load import inspect_model, load_backbone, stop_ids
 from decoders.base import Request
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    ModelDrafter,
+    MultiblockJacobiSettings,
+    NgramDrafter,
+    SpeculativeSettings,
+)
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
-from decoders.settings import (
-    Autoregressive,
-    Jacobi,
-    ModelDrafter,
-    MultiblockJacobi,
-    NgramDrafter,
-    Sampling,
-    Speculative,
-)
 from tests.decoders.support import decode, pairwise, texts
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 TARGET, DRAFTER = BUILTIN / "ar-tiny", BUILTIN / "ar-micro"
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 MODEL, NGRAM = ModelDrafter(kind="model", path="builtin:ar-micro"), NgramDrafter(kind="ngram")
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -106,11 +106,11 @@ def ended(tokens, stops):
 
 
 def speculative(k, drafter, **_):
-    return Speculative(kind="speculative", k=k, drafter=drafter)
+    return SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
 
 
 def jacobi(block_size, window, **_):
-    return Jacobi(kind="jacobi", block_size=block_size, window=window)
+    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
 
 
 BLOCKS: dict[str, list[Any]] = {
@@ -123,7 +123,7 @@ BLOCKS: dict[str, list[Any]] = {
 
 
 def multiblock(**case):
-    return MultiblockJacobi(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
+    return MultiblockJacobiSettings(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
 
 
 KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
@@ -172,7 +172,7 @@ def test_greedy_text_is_that_of_transformers_generate(requests, baseline):
 
 def test_the_small_model_saves_forwards_of_the_large_one(run, requests):
     """At temperature 1, where the text does not repeat itself, and with a fixed number of drafts."""
-    outcomes = run(Speculative(kind="speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()
+    outcomes = run(SpeculativeSettings(kind="speculative", k=4, drafter=MODEL), 2, requests, rows=64).values()
     tokens, nfe = sum(len(outcome.tokens) for outcome in outcomes), sum(outcome.nfe for outcome in outcomes)
     assert nfe < 0.75 * tokens
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.masked.settings import StepwiseSettings, ThresholdSettings
 from decoders.masked.stepwise import Stepwise, Threshold
-from decoders.settings import Stepwise as StepwiseSettings
-from decoders.settings import Threshold as ThresholdSettings
 from tests.decoders.backbones.masked_models import load, look
 from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all

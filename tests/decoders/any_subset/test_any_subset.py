@@ -6,20 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.backbones.visibility import decoding_order
 from decoders.base import Request
+from decoders.common_settings import Sampling
 from decoders.engine.budget import DraftBudget
 from decoders.references import any_subset as reference
 from decoders.references.any_subset import PlainModel
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.references.table import TableBackbone
 from decoders.registry import build_decoder
-from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
 
 VOCAB, LENGTH = 4, 6
 INFO = table_info(VOCAB)
-SEQUENTIAL = AnySubset(kind="any_subset")
+SEQUENTIAL = AnySubsetSettings(kind="any_subset")
 VARIANTS: dict[str, dict[str, Any]] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
@@ -57,7 +58,7 @@ def histogram(committed):
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_the_batched_decoder_gives_the_reference_tokens_and_counts(variant, acceptance, k):
-    settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+    settings = AssdSettings(kind="assd", k=k, **VARIANTS[variant])
     sampling = Sampling(acceptance=acceptance)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
     requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH)
@@ -82,7 +83,7 @@ def test_coupled_output_is_the_sequential_output(variant, warp, rows):
     heads = toy_heads(VOCAB) if variant != "ngram" else None
     lengths: tuple[Any, ...] = (1, 2, 4, 8, "auto")
     for seed, k in enumerate(lengths):
-        settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+        settings = AssdSettings(kind="assd", k=k, **VARIANTS[variant])
         shuffled = [requests[i] for i in np.random.default_rng(seed).permutation(len(requests))]
         found = decode(table(), INFO, settings, sampling, shuffled, rows=rows, heads=heads)
         assert texts(found) == texts(expected)
@@ -96,7 +97,7 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
     requests = toy_requests(60, vocab_size=VOCAB, longest=LENGTH, seed=12)
     expected = decode(table(), INFO, SEQUENTIAL, Sampling(), requests)
     heads = toy_heads(VOCAB) if variant != "ngram" else None
-    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
     found = decode(table(), INFO, settings, Sampling(), requests, rows=5, heads=heads)
     assert texts(found) == texts(expected)
     assert sum(outcome.accepted for outcome in found.values()) > 5
@@ -104,7 +105,7 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
-    settings = Assd(kind="assd", k="auto", **VARIANTS[variant])
+    settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
     with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
         build_decoder(
             table(), INFO, settings, Sampling(acceptance="rejection"), max_rows=1, max_tokens=9, heads=toy_heads(VOCAB)
@@ -128,7 +129,7 @@ def test_the_sequential_decoder_equals_its_reference():
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
 def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
     requests = toy_requests(80, vocab_size=VOCAB, longest=LENGTH, seed=4)
-    settings = Assd(kind="assd", k=k, **VARIANTS[variant])
+    settings = AssdSettings(kind="assd", k=k, **VARIANTS[variant])
     outcomes = decode(table(), INFO, settings, Sampling(acceptance=acceptance), requests, heads=toy_heads(VOCAB))
     assert all(outcome.nfe <= len(outcome.tokens) for outcome in outcomes.values())
     total, holes = (sum(o.nfe for o in outcomes.values()), sum(len(o.tokens) for o in outcomes.values()))
@@ -140,8 +141,8 @@ def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
 def test_edge_canvases_come_back_whole(variant):
     canvases = [[-1], [2], [], [-1] * LENGTH, [0, -1, 1], [-1, 1, 1], [1, 1, -1], [3] * LENGTH]
     requests = [Request(i, 100 + i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
-    kinds = {"parallel": Parallel(kind="parallel"), "sequential": SEQUENTIAL}
-    settings = kinds.get(variant) or Assd(kind="assd", k=3, **VARIANTS[variant])
+    kinds = {"parallel": ParallelSettings(kind="parallel"), "sequential": SEQUENTIAL}
+    settings = kinds.get(variant) or AssdSettings(kind="assd", k=3, **VARIANTS[variant])
     outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB))
     for request in requests:
         outcome = outcomes[request.index]
@@ -153,7 +154,7 @@ def test_edge_canvases_come_back_whole(variant):
 
 def test_parallel_takes_one_forward_and_knows_no_log_probability():
     requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH, seed=6)
-    outcomes = decode(table(), INFO, Parallel(kind="parallel"), Sampling(), requests)
+    outcomes = decode(table(), INFO, ParallelSettings(kind="parallel"), Sampling(), requests)
     for outcome in outcomes.values():
         if len(outcome.tokens):
             assert (outcome.nfe, outcome.iterations, outcome.logprob) == (1, 1, None)
@@ -164,7 +165,7 @@ def test_parallel_draws_each_hole_from_the_law_given_the_prompt():
     # One hole: parallel and sequential read the same noise and the same law.
     canvas = np.array([1, -1, 2, 0], dtype=np.int32)
     requests = [Request(i, 17 * i, canvas) for i in range(50)]
-    parallel = decode(table(), INFO, Parallel(kind="parallel"), Sampling(), requests)
+    parallel = decode(table(), INFO, ParallelSettings(kind="parallel"), Sampling(), requests)
     assert texts(parallel) == texts(decode(table(), INFO, SEQUENTIAL, Sampling(), requests))
 
 
@@ -180,8 +181,8 @@ def test_a_drafter_that_equals_the_target_accepts_everything():
     make = lambda: Independent(vocab_size=VOCAB, num_positions=LENGTH)  # noqa: E731
     for acceptance in ("coupled", "rejection"):
         sampling = Sampling(acceptance=acceptance)
-        plain = decode(make(), INFO, Assd(kind="assd", k=2), sampling, requests)
-        fused = decode(make(), INFO, Assd(kind="assd", k=2, fused="rows"), sampling, requests)
+        plain = decode(make(), INFO, AssdSettings(kind="assd", k=2), sampling, requests)
+        fused = decode(make(), INFO, AssdSettings(kind="assd", k=2, fused="rows"), sampling, requests)
         for outcome in plain.values():
             # Five holes, windows of 2, 2 and 1: draft + verify, draft + verify, draft alone.
             assert (outcome.nfe, outcome.iterations, outcome.proposed, outcome.accepted) == (5, 3, 5, 5)
@@ -209,7 +210,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
 
     requests = toy_requests(50, vocab_size=VOCAB, longest=LENGTH, seed=7)
     for variant in VARIANTS.values():
-        settings = Assd(kind="assd", k=3, **variant)
+        settings = AssdSettings(kind="assd", k=3, **variant)
         clean = decode(table(), INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))
         poisoned = Poisoned(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
         assert texts(decode(poisoned, INFO, settings, Sampling(), requests, rows=4, heads=toy_heads(VOCAB))) == texts(
@@ -233,7 +234,7 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
             outcomes = decode(
                 broken,
                 INFO,
-                Assd(kind="assd", k=2, **variant),
+                AssdSettings(kind="assd", k=2, **variant),
                 Sampling(acceptance=acceptance),
                 requests,
                 heads=toy_heads(VOCAB),
@@ -250,20 +251,20 @@ def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
 
 
 def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
-    decoder = build_decoder(table(), INFO, Assd(kind="assd", k=3), Sampling(), max_rows=4, max_tokens=1000)
+    decoder = build_decoder(table(), INFO, AssdSettings(kind="assd", k=3), Sampling(), max_rows=4, max_tokens=1000)
     requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
     decoder.admit(requests)
     decoder.step()
     assert sorted(decoder.clear()) == [0, 1, 2, 3]
     assert decoder.active == 0
-    fresh = decode(table(), INFO, Assd(kind="assd", k=3), Sampling(), requests)
+    fresh = decode(table(), INFO, AssdSettings(kind="assd", k=3), Sampling(), requests)
     assert texts(run_all(decoder, requests)) == texts(fresh)
 
 
 def test_the_trace_tells_each_iteration_as_it_was():
     requests = toy_requests(20, vocab_size=VOCAB, longest=LENGTH, seed=10)
     for variant in VARIANTS.values():
-        settings = Assd(kind="assd", k=3, **variant)
+        settings = AssdSettings(kind="assd", k=3, **variant)
         outcomes = decode(table(), INFO, settings, Sampling(), requests, heads=toy_heads(VOCAB), trace=True)
         for request in requests:
             outcome = outcomes[request.index]
@@ -276,7 +277,7 @@ def test_the_trace_tells_each_iteration_as_it_was():
 
 def test_times_and_row_counts_add_up():
     requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
-    decoder = build_decoder(table(), INFO, Assd(kind="assd", k=2), Sampling(), max_rows=4, max_tokens=1000)
+    decoder = build_decoder(table(), INFO, AssdSettings(kind="assd", k=2), Sampling(), max_rows=4, max_tokens=1000)
     outcomes = run_all(decoder, requests)
     stats = decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from decoders.common_settings import Sampling
 from decoders.references import any_subset as reference
 from decoders.references import choosers
 from decoders.references.any_subset import PlainModel
 from decoders.references.choosers import RejectionRule, enumerate_law
 from decoders.references.table import TableBackbone
-from decoders.settings import Sampling
 from tests.decoders.support import toy_heads
 
 VOCAB, LENGTH = 3, 4

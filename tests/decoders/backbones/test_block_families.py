@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from decoders.backbones.load import bos_id, inspect_model, stop_ids
 from decoders.fit import check_family
-from decoders.settings import Stepwise
+from decoders.masked.settings import StepwiseSettings
 from tests.decoders.backbones.masked_models import copy_changed, load, without
 
 SDAR_4B = {
@@ -255,5 +255,5 @@ def test_block_diffusion_runs_no_decoder_of_whole_texts_and_drafts_for_none(gold
     with pytest.raises(
         ValueError, match="'stepwise' does not run on models of family 'sdar'; allowed: block_diffusion, s2d2"
     ):
-        check_family(Stepwise(kind="stepwise"), info)
+        check_family(StepwiseSettings(kind="stepwise"), info)
     assert not {"sdar", "sdar_moe", "fast_dllm_v2", "llada2"} & set(masked_diffusion_families())

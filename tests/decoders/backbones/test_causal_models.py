@@ -16,24 +16,24 @@ import torch
 
 from decoders.backbones.load import inspect_model
 from decoders.base import Request
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    ModelDrafter,
+    MultiblockJacobiSettings,
+    NgramDrafter,
+    SpeculativeSettings,
+)
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
-from decoders.settings import (
-    Autoregressive,
-    Jacobi,
-    ModelDrafter,
-    MultiblockJacobi,
-    NgramDrafter,
-    Sampling,
-    Speculative,
-)
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, pairwise, texts
 
 VOCAB, LONGEST = 61, 64
 FAMILIES = ("qwen2", "llama", "gpt2")
 DTYPES = ("float32", "float64")
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -148,16 +148,16 @@ def zoo(tmp_path_factory):
 
 def speculative(k, drafter, max_n, **_):
     if drafter == "ngram":
-        return Speculative(kind="speculative", k=k, drafter=NgramDrafter(kind="ngram", max_n=max_n))
-    return Speculative(kind="speculative", k=k, drafter=ModelDrafter(kind="model", path=drafter))
+        return SpeculativeSettings(kind="speculative", k=k, drafter=NgramDrafter(kind="ngram", max_n=max_n))
+    return SpeculativeSettings(kind="speculative", k=k, drafter=ModelDrafter(kind="model", path=drafter))
 
 
 def jacobi(block_size, window, **_):
-    return Jacobi(kind="jacobi", block_size=block_size, window=window)
+    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
 
 
 def multiblock(**case):
-    return MultiblockJacobi(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
+    return MultiblockJacobiSettings(kind="multiblock_jacobi", **{name: case[name] for name in BLOCKS})
 
 
 BLOCKS: dict[str, list[Any]] = {

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from decoders.backbones.load import inspect_model, stop_ids
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, NgramDrafter, SpeculativeSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
-from decoders.settings import Autoregressive, Jacobi, NgramDrafter, Sampling, Speculative
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.support import decode, texts
@@ -60,9 +61,9 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "several ends": ("gpt2", {"eos_token_id": [5, 9, 13, 16, 21, 48, 55, 58]}, {}),
 }
 SETTINGS = (
-    Autoregressive(kind="autoregressive"),
-    Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=3)),
-    Jacobi(kind="jacobi", block_size=8),
+    AutoregressiveSettings(kind="autoregressive"),
+    SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=3)),
+    JacobiSettings(kind="jacobi", block_size=8),
 )
 
 

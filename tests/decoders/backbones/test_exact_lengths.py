@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from decoders.backbones import attention
 from decoders.backbones.invariance import INEXACT_RULES, weigh_values
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.backbones.self_test import model_rules
 from decoders.backbones.xlnet import xlnet_rules
 from decoders.base import HOLE, Request
-from decoders.settings import AnySubset, Assd, Sampling
+from decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play, random_tokens, save_random
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked
@@ -232,7 +233,7 @@ def test_any_subset_samples_have_the_same_bits_beside_any_longer_one(tmp_path):
         canvas = rng.integers(7, 61, length).astype(np.int32)
         canvas[rng.choice(length, 5, replace=False)] = HOLE
         requests.append(Request(index, 1000 + index, canvas))
-    plain, drafted = AnySubset(kind="any_subset"), Assd(kind="assd", k=3)
+    plain, drafted = AnySubsetSettings(kind="any_subset"), AssdSettings(kind="assd", k=3)
     expected = decode(backbone, info, plain, Sampling(), requests, rows=16)
     for settings, rows in ((plain, 1), (plain, 3), (drafted, 1), (drafted, 16)):
         # A fresh cache, so that a sample alone has a narrow one.

@@ -13,15 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import inverse_cdf_draw
 from decoders.references import any_subset as reference
 from decoders.references.any_subset import PlainModel
 from decoders.references.choosers import RejectionRule
-from decoders.settings import AnySubset, Assd, Sampling
 from tests.decoders.support import decode
 
 MASK = 6
@@ -88,7 +89,10 @@ def test_drafts_and_densities_agree_with_the_public_code(folder, cases, arrays):
 def test_greedy_infills_are_those_of_the_public_code_for_every_decoder(folder, cases):
     backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
     requests = [request_of(case, index) for index, case in enumerate(cases["cases"])]
-    tried: list[AnySubset | Assd] = [AnySubset(kind="any_subset"), *(Assd(kind="assd", k=3, **v) for v in VARIANTS)]
+    tried: list[AnySubsetSettings | AssdSettings] = [
+        AnySubsetSettings(kind="any_subset"),
+        *(AssdSettings(kind="assd", k=3, **v) for v in VARIANTS),
+    ]
     for settings in tried:
         for acceptance in ("coupled", "rejection"):
             sampling = Sampling(temperature=0.0, acceptance=acceptance)
@@ -204,7 +208,7 @@ def test_sampled_infills_follow_the_exact_joint(folder, cases, arrays, settings)
     count = 4000
     requests = [request_of(problem, index, sample_key(0, str(index))) for index in range(count)]
     sampling = Sampling(acceptance="rejection")
-    outcomes = decode(backbone, info, Assd(kind="assd", k=3, **settings), sampling, requests, rows=256)
+    outcomes = decode(backbone, info, AssdSettings(kind="assd", k=3, **settings), sampling, requests, rows=256)
     holes = sorted(problem["masked_in_order"])
     ranks = [holes.index(position) for position in problem["masked_in_order"]]
     counts = np.zeros(joint.shape)
@@ -225,7 +229,7 @@ def test_nfe_is_distributed_as_in_the_public_code(folder, cases):
     for known in cases["nfe_statistics"]:
         count = 1500
         requests = [request_of(by_name[known["case"]], i, sample_key(1, str(i))) for i in range(count)]
-        settings = Assd(kind="assd", k=known["k"])
+        settings = AssdSettings(kind="assd", k=known["k"])
         outcomes = decode(backbone, info, settings, Sampling(acceptance="rejection"), requests, rows=256)
         ours = np.bincount([outcome.nfe for outcome in outcomes.values()], minlength=20)
         for nfe, theirs in known["nfe_histogram"].items():

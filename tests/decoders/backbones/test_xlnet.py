@@ -9,15 +9,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.backbones.visibility import decoding_order
 from decoders.backbones.xlnet import xlnet_rules
 from decoders.base import Request
+from decoders.common_settings import Sampling
 from decoders.references.any_subset import PlainModel
-from decoders.settings import AnySubset, Assd, Parallel, Sampling
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 
-ASSD = Assd(kind="assd", k=3)
+ASSD = AssdSettings(kind="assd", k=3)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -122,13 +123,15 @@ def test_every_decoder_gives_the_sequential_text_bit_by_bit_in_any_batch(tmp_pat
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     heads = toy_heads(24).float()
     requests = random_requests(24, 61)
-    expected = decode(backbone, info, AnySubset(kind="any_subset"), Sampling(), requests, rows=16)
-    alone = decode(backbone, info, AnySubset(kind="any_subset"), Sampling(), requests, rows=1)
+    expected = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=16)
+    alone = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=1)
     assert texts(alone) == texts(expected)
     assert all(alone[i].logprob == expected[i].logprob for i in expected)
     for settings in SPECULATIVE:
         by_rows = [
-            decode(backbone, info, Assd(kind="assd", k=4, **settings), Sampling(), requests, rows=rows, heads=heads)
+            decode(
+                backbone, info, AssdSettings(kind="assd", k=4, **settings), Sampling(), requests, rows=rows, heads=heads
+            )
             for rows in (1, 3, 16)
         ]
         for found in by_rows:
@@ -143,9 +146,9 @@ def test_float64_gives_the_same_text_in_any_batch(tmp_path):
     save_random(tmp_path)
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu", dtype="float64")
     requests = random_requests(24, 61)
-    expected = decode(backbone, info, AnySubset(kind="any_subset"), Sampling(), requests, rows=16)
+    expected = decode(backbone, info, AnySubsetSettings(kind="any_subset"), Sampling(), requests, rows=16)
     for settings in SPECULATIVE:
-        decoder = Assd(kind="assd", k=4, **settings)
+        decoder = AssdSettings(kind="assd", k=4, **settings)
         found = decode(backbone, info, decoder, Sampling(), requests, rows=3, heads=toy_heads(24))
         assert texts(found) == texts(expected)
 
@@ -155,7 +158,7 @@ def test_a_worker_reuses_slots_of_longer_samples_without_a_trace(tmp_path):
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     longer, shorter = random_requests(10, 61, longest=90, seed=1), random_requests(10, 61, longest=9, seed=2)
     shorter = [Request(r.index + 10, r.key, r.canvas) for r in shorter]
-    settings = Assd(kind="assd", k=3, fused="rows")
+    settings = AssdSettings(kind="assd", k=3, fused="rows")
     after = decode(backbone, info, settings, Sampling(), longer + shorter, rows=2)
     fresh = decode(load_backbone(tmp_path, device="cpu"), info, settings, Sampling(), shorter, rows=2)
     assert {i: after[i].tokens.tolist() for i in fresh} == texts(fresh)
@@ -169,10 +172,10 @@ def test_the_mask_is_never_generated(tmp_path):
     info, backbone = inspect_model(tmp_path), load_backbone(tmp_path, device="cpu")
     requests = random_requests(20, 61)
     for settings in (
-        AnySubset(kind="any_subset"),
-        Parallel(kind="parallel"),
-        Assd(kind="assd"),
-        Assd(kind="assd", fused="rows"),
+        AnySubsetSettings(kind="any_subset"),
+        ParallelSettings(kind="parallel"),
+        AssdSettings(kind="assd"),
+        AssdSettings(kind="assd", fused="rows"),
     ):
         for acceptance in ("coupled", "rejection"):
             outcomes = decode(backbone, info, settings, Sampling(acceptance=acceptance), requests)

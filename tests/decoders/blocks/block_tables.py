@@ -6,11 +6,11 @@ from functools import cache
 import numpy as np
 
 from decoders.base import ModelInfo, Request
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.references.blocks import PlainBlocks, decode_blocks
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.references.token_table import TokenTable
-from decoders.settings import Sampling
 from tests.decoders.support import decode
 
 KINDS = ("block_diffusion", "s2d2")

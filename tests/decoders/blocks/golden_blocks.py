@@ -14,11 +14,11 @@ import torch
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.blocks.verdicts import Judge
+from decoders.common_settings import Sampling
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import Sampling
 from tests.decoders.support import run_all
 
 MASK = 95
@@ -72,7 +72,7 @@ def common(options):
 
 
 def plain_settings(options):
-    return BlockDiffusion(kind="block_diffusion", **common(options))
+    return BlockDiffusionSettings(kind="block_diffusion", **common(options))
 
 
 def s2d2_settings(case):
@@ -85,7 +85,7 @@ def s2d2_settings(case):
         more["cost"] = {"kind": kind, "c": options["score_penalty_coef"]}
     if case["verifier_randomness"] == "stochastic":
         more |= {"paper_compat": True, "temper": options.get("ssd_ratio_tempering_factor", 1.0)}
-    return S2d2(
+    return S2d2Settings(
         kind="s2d2",
         causal_cache=options.get("cache_ver", False),
         causal_draft=options.get("draft_ver", False),

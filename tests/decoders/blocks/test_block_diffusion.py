@@ -9,11 +9,11 @@ import torch
 
 from decoders.blocks.router_settings import Hysteresis, Score
 from decoders.blocks.schedules import choose, share
-from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from decoders.common_settings import Sampling
 from decoders.engine.stops import Stops
 from decoders.fit import check_family
 from decoders.registry import build_decoder
-from decoders.settings import Sampling
 from tests.decoders.blocks.block_tables import (
     GREEDY,
     REJECTING,
@@ -52,7 +52,9 @@ def settings_of(kind, case) -> Any:
     common = {name: case[name] for name in ("block_size", "schedule", "steps", "tau", "causal_cache")}
     if case["sub_block"] and case["block_size"] % case["sub_block"] == 0:
         common["sub_block"] = case["sub_block"]
-    return S2d2(kind="s2d2", **common, **more) if kind == "s2d2" else BlockDiffusion(kind=kind, **common)
+    return (
+        S2d2Settings(kind="s2d2", **common, **more) if kind == "s2d2" else BlockDiffusionSettings(kind=kind, **common)
+    )
 
 
 CASES = list(
@@ -89,7 +91,7 @@ def test_tokens_and_counts_are_those_of_the_plain_reference(case):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sampling):
     info, found = table_info(shift=shift), []
-    settings = S2d2(kind="s2d2", block_size=3, router=Hysteresis(kind="hysteresis", on=0.6, off=0.2))
+    settings = S2d2Settings(kind="s2d2", block_size=3, router=Hysteresis(kind="hysteresis", on=0.6, off=0.2))
     requests = prompts(LENGTHS)
     for rows, order in ((1, 1), (3, 1), (3, -1), (16, 1)):
         outcomes = ours(requests[::order], info, settings, SAMPLINGS[sampling], rows=rows)
@@ -103,7 +105,7 @@ def test_no_sample_hears_of_its_neighbours_or_of_the_order_of_refills(shift, sam
 def test_the_first_end_token_ends_a_completion_wherever_it_stands(kind, sampling, shift):
     """What is left of it does not change; nothing behind it is waited for. With `shift` a block's first token may be one."""
     info, ends, sooner = table_info(shift=shift), set(), 0
-    settings: Any = {"block_diffusion": BlockDiffusion, "s2d2": S2d2}[kind](kind=kind, block_size=3)
+    settings: Any = {"block_diffusion": BlockDiffusionSettings, "s2d2": S2d2Settings}[kind](kind=kind, block_size=3)
     requests = prompts([(p, 6) for p in (0, 1, 2, 3, 4)] * 8)
     whole = ours(requests, info, settings, SAMPLINGS[sampling])
     stopped = ours(requests, info, settings, SAMPLINGS[sampling], stops=Stops((1,)))
@@ -122,7 +124,7 @@ def test_a_stop_string_that_crosses_blocks_ends_a_completion():
         def find(self, tokens, num_checked):
             return next((i + 2 for i in range(len(tokens) - 1) if list(tokens[i : i + 2]) == [2, 2]), None)
 
-    info, settings = table_info(), BlockDiffusion(kind="block_diffusion", block_size=2)
+    info, settings = table_info(), BlockDiffusionSettings(kind="block_diffusion", block_size=2)
     requests = prompts([(1, 6)] * 24)
     whole, stopped = (ours(requests, info, settings, SAMPLED, stops=stops) for stops in (None, Stops((), Pair())))
     for index, outcome in stopped.items():
@@ -133,10 +135,10 @@ def test_a_stop_string_that_crosses_blocks_ends_a_completion():
 
 
 FUSED: dict[str, Any] = {
-    "one": BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True),
-    "blocks": BlockDiffusion(kind="block_diffusion", block_size=2, tau=0.5),
-    "parts": BlockDiffusion(kind="block_diffusion", block_size=4, sub_block=2),
-    "routed": S2d2(kind="s2d2", block_size=2, router=Score(kind="score", tau=0.4)),
+    "one": BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True),
+    "blocks": BlockDiffusionSettings(kind="block_diffusion", block_size=2, tau=0.5),
+    "parts": BlockDiffusionSettings(kind="block_diffusion", block_size=4, sub_block=2),
+    "routed": S2d2Settings(kind="s2d2", block_size=2, router=Score(kind="score", tau=0.4)),
 }
 
 
@@ -160,15 +162,15 @@ def test_fused_spends_no_forward_on_what_is_decided(name, sampling):
 def test_a_log_probability_is_told_where_tokens_come_one_by_one():
     info, requests = table_info(), prompts([(1, 6), (3, 6)])
     known = {
-        "one": BlockDiffusion(kind="block_diffusion", block_size=1),
-        "static": BlockDiffusion(kind="block_diffusion", block_size=3, schedule="static"),
-        "verified": S2d2(kind="s2d2", block_size=3, causal_cache=True),
-        "many": BlockDiffusion(kind="block_diffusion", block_size=3),
+        "one": BlockDiffusionSettings(kind="block_diffusion", block_size=1),
+        "static": BlockDiffusionSettings(kind="block_diffusion", block_size=3, schedule="static"),
+        "verified": S2d2Settings(kind="s2d2", block_size=3, causal_cache=True),
+        "many": BlockDiffusionSettings(kind="block_diffusion", block_size=3),
     }
     logprobs = {name: [ours(requests, info, s, SAMPLED)[i].logprob for i in (0, 1)] for name, s in known.items()}
     assert logprobs.pop("many") == [None, None]
     assert all(value is not None and value < 0 for values in logprobs.values() for value in values)
-    causal = BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True)
+    causal = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
     assert logprobs["verified"] == pytest.approx([ours(requests, info, causal, SAMPLED)[i].logprob for i in (0, 1)])
 
 
@@ -205,10 +207,10 @@ def test_schedules_choose_what_they_say():
 @pytest.mark.parametrize(
     ("settings", "sampling", "message"),
     [
-        (BlockDiffusion(kind="block_diffusion"), GREEDY, "decoder.block_size"),
-        (S2d2(kind="s2d2", block_size=2, temper=0.5), SAMPLED, "decoder.temper"),
+        (BlockDiffusionSettings(kind="block_diffusion"), GREEDY, "decoder.block_size"),
+        (S2d2Settings(kind="s2d2", block_size=2, temper=0.5), SAMPLED, "decoder.temper"),
         (
-            S2d2(kind="s2d2", block_size=2, temper=0.5),
+            S2d2Settings(kind="s2d2", block_size=2, temper=0.5),
             Sampling(temperature=0.0, acceptance="rejection"),
             "decoder.temper",
         ),
@@ -222,13 +224,13 @@ def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
 def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
     """Known before a model is loaded."""
     for settings in (
-        BlockDiffusion(kind="block_diffusion", block_size=2, fused=True),
-        S2d2(kind="s2d2", block_size=2, fused=True),
+        BlockDiffusionSettings(kind="block_diffusion", block_size=2, fused=True),
+        S2d2Settings(kind="s2d2", block_size=2, fused=True),
     ):
         check_family(settings, table_info())
         with pytest.raises(ValueError, match=r"decoder\.fused: models of family"):
             check_family(settings, table_info(shift=1))
-    check_family(S2d2(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
+    check_family(S2d2Settings(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
 
 
 @pytest.mark.parametrize(
@@ -240,12 +242,17 @@ def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_c
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        S2d2(kind="s2d2", **settings)
+        S2d2Settings(kind="s2d2", **settings)
 
 
 def test_holes_in_the_middle_are_refused():
     decoder = build_decoder(
-        table(), table_info(), BlockDiffusion(kind="block_diffusion", block_size=2), GREEDY, max_rows=1, max_tokens=64
+        table(),
+        table_info(),
+        BlockDiffusionSettings(kind="block_diffusion", block_size=2),
+        GREEDY,
+        max_rows=1,
+        max_tokens=64,
     )
     (request,) = prompts([(1, 4)])
     request.canvas[:] = np.array([0, -1, 1, -1])
@@ -258,9 +265,9 @@ def test_holes_in_the_middle_are_refused():
 
 def test_tempering_and_a_residual_without_mass():
     """Drafts judged by (p/q)^temper: the accepted share of what a coin decides is the ratio itself."""
-    info, settings = table_info(), S2d2(kind="s2d2", block_size=1, causal_cache=True, temper=2.0)
+    info, settings = table_info(), S2d2Settings(kind="s2d2", block_size=1, causal_cache=True, temper=2.0)
     requests = prompts(list(itertools.repeat((1, 5), 120)))
-    plain = S2d2(kind="s2d2", block_size=1, causal_cache=True)
+    plain = S2d2Settings(kind="s2d2", block_size=1, causal_cache=True)
     shares = [
         sum(o.accepted for o in found.values()) / sum(o.proposed for o in found.values())
         for found in (ours(requests, info, s, REJECTING, rows=16) for s in (plain, settings))

@@ -13,10 +13,10 @@ import pytest
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusion, S2d2
+from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.references.blocks import PlainBlocks, law_at_size_one
-from decoders.settings import Sampling
 from tests.decoders.support import decode, texts
 
 FOLDER = Path(__file__).parents[3] / "decoders" / "builtin" / "block-tiny"
@@ -24,7 +24,7 @@ PROMPT, NEW = (511, 37, 820, 1201, 64), 4
 """Five tokens, so that blocks of four begin with a tail, and four new ones lie in two blocks."""
 REJECTING = Sampling(temperature=1.3, top_k=2, acceptance="rejection")
 ALWAYS: dict[str, Any] = {"kind": "s2d2", "block_size": 4, "causal_cache": True, "causal_draft": True}
-ONE = BlockDiffusion(kind="block_diffusion", block_size=1, causal_cache=True)
+ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
 
 
 @cache
@@ -67,7 +67,7 @@ def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) ->
     """By rejection, always verified, over a causal cache: chi-square over the texts of 400 keys."""
     law, num = block_size_one(), 400
     assert len(law) == 2**NEW and sum(law.values()) == pytest.approx(1.0)
-    found = decoded(S2d2(**ALWAYS, fused=fused), REJECTING, requests(num))
+    found = decoded(S2d2Settings(**ALWAYS, fused=fused), REJECTING, requests(num))
     assert 0 < sum(o.accepted for o in found.values()) < sum(o.proposed for o in found.values())
     said = Counter(tuple(text) for text in texts(found).values())
     assert set(said) <= set(law) and num * min(law.values()) > 5
@@ -78,7 +78,7 @@ def test_samples_of_the_builtin_follow_the_law_of_block_size_one(fused: bool) ->
 def test_over_another_cache_it_says_what_block_size_one_never_does() -> None:
     """So the test above can tell."""
     law = block_size_one()
-    found = texts(decoded(S2d2(**ALWAYS | {"causal_cache": False}), REJECTING, requests(60)))
+    found = texts(decoded(S2d2Settings(**ALWAYS | {"causal_cache": False}), REJECTING, requests(60)))
     assert sum(tuple(text) not in law for text in found.values()) > 10
 
 
@@ -89,7 +89,7 @@ def test_its_text_is_that_of_block_size_one_alone_and_in_company(temperature: fl
     one = texts(decoded(ONE, sampling, asked, rows=16))
     forwards = []
     for fused, rows in itertools.product((False, True), (1, 3, 16)):
-        found = decoded(S2d2(**ALWAYS, fused=fused), sampling, asked, rows=rows)
+        found = decoded(S2d2Settings(**ALWAYS, fused=fused), sampling, asked, rows=rows)
         assert texts(found) == one
         forwards.append(sum(outcome.nfe for outcome in found.values()))
     assert forwards[0] == forwards[1] == forwards[2] > forwards[3] == forwards[4] == forwards[5]

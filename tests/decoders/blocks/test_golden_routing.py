@@ -18,9 +18,9 @@ from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
 from decoders.blocks.router_settings import Cost, Estimator, Router
 from decoders.blocks.routers import Routing, expected_accepted, survival
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.engine.state import SlotState
-from decoders.settings import Sampling
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
 # The public code's name of an estimator -> ours, its parameter, and our parameter.

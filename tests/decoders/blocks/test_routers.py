@@ -11,9 +11,9 @@ from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
 from decoders.blocks.router_settings import Bandit, Cost, Entropy, Estimator, MinSpan, Router
 from decoders.blocks.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
-from decoders.blocks.settings import S2d2
+from decoders.blocks.settings import S2d2Settings
+from decoders.common_settings import Sampling
 from decoders.engine.state import SlotState
-from decoders.settings import Sampling
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
@@ -273,7 +273,7 @@ def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings
 )
 def test_a_resumed_sample_is_routed_as_before_whatever_it_is_decoded_with(golden, settings):
     backbone, info = load_backbone(golden / "sdar", dtype="float64", device="cpu"), inspect_model(golden / "sdar")
-    rules = S2d2.model_validate({"kind": "s2d2", "block_size": 8, "router": settings, "causal_cache": True})
+    rules = S2d2Settings.model_validate({"kind": "s2d2", "block_size": 8, "router": settings, "causal_cache": True})
     rng, requests = np.random.default_rng(0), []
     for index in range(5):
         prompt = rng.integers(1, 90, 3 + 2 * index)

@@ -1,14 +1,14 @@
 """Settings of the Jacobi decoders, in short."""
 
-from decoders.settings import Jacobi, MultiblockJacobi
+from decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
 
 
 def jacobi(block_size, window="fixed"):
-    return Jacobi(kind="jacobi", block_size=block_size, window=window)
+    return JacobiSettings(kind="jacobi", block_size=block_size, window=window)
 
 
 def multi(block_size, blocks=2, *, ratio=0.5, verify=4, pool=4):
-    return MultiblockJacobi(
+    return MultiblockJacobiSettings(
         kind="multiblock_jacobi",
         block_size=block_size,
         blocks=blocks,

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from decoders.common_settings import Sampling
 from decoders.references import causal as causal_reference
 from decoders.references import choosers
 from decoders.references.causal import PlainCausal, by_lookup, by_model
 from decoders.references.choosers import RejectionRule, enumerate_law
 from decoders.references.token_table import TokenTable
-from decoders.settings import Sampling
 
 VOCAB, LENGTH = 3, 5
 PROMPTS = {"one token": [1], "a repetition": [0, 1, 0]}

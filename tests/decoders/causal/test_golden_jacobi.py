@@ -17,10 +17,11 @@ import pytest
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Jacobi, MultiblockJacobi, Sampling
 from tests.decoders.support import run_all
 
 GREEDY = Sampling(temperature=0.0)
@@ -104,7 +105,7 @@ def check_text(outcome, case):
 
 def test_the_sequential_text_is_the_public_one(model):
     cases = model.of_kind("ar_greedy")
-    outcomes = model.decode(cases, Autoregressive(kind="autoregressive"))
+    outcomes = model.decode(cases, AutoregressiveSettings(kind="autoregressive"))
     for index, case in enumerate(cases):
         assert outcomes[index].tokens.tolist() == case["output"][:64]
 
@@ -117,7 +118,7 @@ def comparable(case):
 def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iterations(model):
     ours = public = 0
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = Jacobi(kind="jacobi", block_size=size)
+        settings = JacobiSettings(kind="jacobi", block_size=size)
         for index, outcome in model.decode(cases, settings, eos=eos, drafts=True).items():
             check_text(outcome, cases[index])
             if comparable(cases[index]):
@@ -130,7 +131,7 @@ def test_plain_jacobi_gives_the_public_text_from_the_same_drafts_in_no_more_iter
 @pytest.mark.parametrize("window", ["fixed", "running"])
 def test_plain_jacobi_gives_the_public_text_from_its_own_drafts(model, window):
     for (size, eos, *_), cases in together(model.of_kind("jacobi_plain")).items():
-        settings = Jacobi(kind="jacobi", block_size=size, window=window)
+        settings = JacobiSettings(kind="jacobi", block_size=size, window=window)
         for index, outcome in model.decode(cases, settings, eos=eos).items():
             check_text(outcome, cases[index])
 
@@ -140,7 +141,7 @@ def multiblock(model, **changes):
     ours: dict[Any, int] = defaultdict(int)
     public: dict[Any, int] = defaultdict(int)
     for (size, eos, blocks, ratio, pool), cases in together(model.of_kind("jacobi_mb")).items():
-        settings = MultiblockJacobi(
+        settings = MultiblockJacobiSettings(
             kind="multiblock_jacobi", block_size=size, blocks=blocks, spawn_ratio=ratio, pool_size=pool
         )
         for index, outcome in model.decode(cases, settings.model_copy(update=changes), eos=eos).items():

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Sampling
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
 
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 VOCAB, LENGTH = 3, 9
 INFO = token_info(VOCAB)
 SAMPLINGS = {

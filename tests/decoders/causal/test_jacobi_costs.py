@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.common_settings import Sampling
 from decoders.engine.stops import Stops
 from decoders.registry import build_decoder
-from decoders.settings import Sampling
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info
 

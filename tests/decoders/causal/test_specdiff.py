@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from decoders.base import ModelInfo
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.engine.budget import DraftBudget
 from decoders.engine.stops import Stops
@@ -16,7 +18,6 @@ from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, Sampling
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,
@@ -30,7 +31,7 @@ from tests.decoders.masked.diffusion_tables import (
 )
 from tests.decoders.support import decode, random_lengths, run_all, texts, toy_prompts
 
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 WARPS = [{"temperature": 0.0}, {"temperature": 0.8}, {}, {"temperature": 0.8, "top_p": 0.8}, {"top_k": 2}]
 ORDERS = ("left_to_right", "native")
 

@@ -9,9 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.heads import DraftHeads, MarkovHead, load_heads
 from decoders.backbones.invariance import rows_exact
 from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
 from decoders.references import causal as causal_reference
@@ -19,7 +22,6 @@ from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder, find_heads
-from decoders.settings import Assd, Autoregressive, Sampling, SpecDiff
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
@@ -34,7 +36,7 @@ from tests.decoders.masked.diffusion_tables import (
 )
 from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
 
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 WIDTH = VOCAB + 1
 
 
@@ -248,7 +250,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     (tmp_path / "bare").mkdir()
 
     def found(head, folder=own, **more):
-        heads = find_heads(SpecDiff(kind="specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
+        heads = find_heads(SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(head), **more), folder, drafter())
         return None if heads is None else heads.sizes()["markov_hidden"]
 
     assert (found("auto"), found(other), found("none")) == (5, 7, None)
@@ -259,7 +261,7 @@ def test_the_drafters_own_head_is_found_and_a_named_one_goes_before_it(tmp_path)
     with pytest.raises(ValueError, match=rf"decoder\.head: made for models of width 9, but this model has {WIDTH}"):
         found(wide)
     with pytest.raises(ValueError, match=r"is of kind 'specdiff'; allowed here: assd"):
-        find_heads(Assd(kind="assd"), own, drafter())
+        find_heads(AssdSettings(kind="assd"), own, drafter())
 
 
 def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp_path):
@@ -267,7 +269,7 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
     heads = DraftHeads(width=backbone.width, markov_hidden=32).requires_grad_(False)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    settings = SpecDiff(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
+    settings = SpecDiffSettings(kind="specdiff", drafter=PLACE, head=str(save(tmp_path, heads, kind="specdiff")))
     found, stored = find_heads(settings, tmp_path, backbone), load_heads(tmp_path, "specdiff")
     assert found is not None and stored is not None
 
@@ -284,6 +286,6 @@ def test_a_row_of_a_real_drafters_head_keeps_its_bits_in_any_company(golden, tmp
 
 
 def test_the_native_order_has_no_head():
-    assert SpecDiff(kind="specdiff", drafter=PLACE, order="native", head="none").head == "none"
+    assert SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="none").head == "none"
     with pytest.raises(ValueError, match=r"decoder\.head: 'heads/mine'.*'native'.*allowed with it: auto, none"):
-        SpecDiff(kind="specdiff", drafter=PLACE, order="native", head="heads/mine")
+        SpecDiffSettings(kind="specdiff", drafter=PLACE, order="native", head="heads/mine")

@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import RejectionRule, enumerate_law
-from decoders.settings import Sampling
 from tests.decoders.masked.diffusion_tables import MASK, VOCAB, drafter, target
 from tests.decoders.support import toy_heads
 

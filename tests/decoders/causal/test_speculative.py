@@ -10,6 +10,8 @@ import torch
 
 from decoders.base import Request
 from decoders.causal.drafters import last_match
+from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, NgramDrafter, SpeculativeSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
 from decoders.engine.stops import Stops
@@ -18,12 +20,11 @@ from decoders.references.causal import PlainCausal, by_lookup, by_model
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import Autoregressive, ModelDrafter, NgramDrafter, Sampling, Speculative
 from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 MODEL = ModelDrafter(kind="model", path="drafter")
 NGRAM = NgramDrafter(kind="ngram", max_n=2, min_n=1)
 DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
@@ -56,7 +57,7 @@ def blend(seed=1):
 
 
 def spec(k, drafter):
-    return Speculative(kind="speculative", k=k, drafter=drafter)
+    return SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
 
 
 def speculate(requests, *, k=3, drafter=MODEL, sampling=Sampling(), target=None, model=None, **more):  # noqa: B008

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, nucleus_draw, residual
-from decoders.settings import Sampling
 
 
 def test_temperature_zero_is_one_hot_on_the_lowest_index_of_a_tie():

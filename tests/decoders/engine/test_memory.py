@@ -8,23 +8,26 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.cache import SlotCache
 from decoders.base import HOLE, ModelInfo, Request
+from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
+from decoders.common_settings import Sampling
 from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
 from decoders.engine.acceptance import NoiseWindow
 from decoders.engine.memory import Account
 from decoders.engine.state import SlotState
+from decoders.masked.settings import SelfSpeculativeSettings
 from decoders.references.table import TableBackbone
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import Assd, Autoregressive, NgramDrafter, Sampling, SelfSpeculative, Speculative
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
-AR = Autoregressive(kind="autoregressive")
+AR = AutoregressiveSettings(kind="autoregressive")
 
 
 class Cached(TokenTable):
@@ -168,7 +171,7 @@ def test_what_is_kept_for_a_draft_counts():
         acceptance: build_decoder(
             TableBackbone(vocab_size=3, num_positions=3),
             info,
-            Assd(kind="assd", k=5),
+            AssdSettings(kind="assd", k=5),
             Sampling(acceptance=acceptance),
             max_rows=4,
             max_tokens=100,
@@ -179,7 +182,7 @@ def test_what_is_kept_for_a_draft_counts():
 
 
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
-    settings = SelfSpeculative(kind="ssd", draft_length=3)
+    settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
     info = ModelInfo("table", 3, 2, None, ("ssd",), 0, (2,))
     decoder = build_decoder(Cached(), info, settings, Sampling(), max_rows=50, max_tokens=1 << 20)
     assert decoder.slot_bytes(7) > 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
@@ -303,7 +306,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
 ):
     sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
     settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
-    settings += [Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram"))]
+    settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram"))]
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
 
     def found(setting: Any) -> Any:

@@ -9,25 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.base import RowSettings
+from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, NgramDrafter, SpeculativeSettings
+from decoders.common_settings import Sampling
 from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
 from decoders.engine.stops import NeverStops, Stops
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.references.table import TableBackbone
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
-from decoders.settings import (
-    AnySubset,
-    Assd,
-    Autoregressive,
-    ModelDrafter,
-    NgramDrafter,
-    Parallel,
-    Sampling,
-    SelfSpeculative,
-    Speculative,
-    Stepwise,
-    Threshold,
-)
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
 from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
@@ -44,10 +35,10 @@ OWN = [
 ]
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
 CAUSAL: dict[str, Any] = {
-    "autoregressive": Autoregressive(kind="autoregressive"),
-    "lookup": Speculative(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=2, min_n=1)),
-    "model": Speculative(kind="speculative", k=3, drafter=ModelDrafter(kind="model", path="drafter")),
-    "auto": Speculative(kind="speculative", k="auto", drafter=ModelDrafter(kind="model", path="drafter")),
+    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
+    "lookup": SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=2, min_n=1)),
+    "model": SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafter(kind="model", path="drafter")),
+    "auto": SpeculativeSettings(kind="speculative", k="auto", drafter=ModelDrafter(kind="model", path="drafter")),
     "jacobi": jacobi(3),
     "running": jacobi(4, "running"),
     "multi": multi(2, 2, ratio=0.85, verify=3, pool=3),
@@ -97,7 +88,7 @@ def check(make, requests, sampling, *, rows=5):
 
 def causal(settings):
     def make(sampling, rows):
-        more = {"drafter": drafter()} if isinstance(settings, Speculative) else {}
+        more = {"drafter": drafter()} if isinstance(settings, SpeculativeSettings) else {}
         return build_decoder(
             target(),
             token_info(VOCAB),
@@ -149,18 +140,18 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
 @pytest.mark.parametrize(
     "settings",
     [
-        AnySubset(kind="any_subset"),
-        Parallel(kind="parallel"),
-        Assd(kind="assd", k=3),
-        Assd(kind="assd", k=3, drafter="ngram"),
-        Assd(kind="assd", k=3, fused="rows"),
-        Assd(kind="assd", k=3, fused="chain"),
+        AnySubsetSettings(kind="any_subset"),
+        ParallelSettings(kind="parallel"),
+        AssdSettings(kind="assd", k=3),
+        AssdSettings(kind="assd", k=3, drafter="ngram"),
+        AssdSettings(kind="assd", k=3, fused="rows"),
+        AssdSettings(kind="assd", k=3, fused="chain"),
     ],
     ids=str,
 )
 def test_so_it_is_in_any_subset_models(settings, acceptance):
     backbone = TableBackbone(vocab_size=4, num_positions=6, seed=1)
-    heads = toy_heads(backbone.width) if isinstance(settings, Assd) and settings.drafter == "self" else None
+    heads = toy_heads(backbone.width) if isinstance(settings, AssdSettings) and settings.drafter == "self" else None
 
     def make(sampling, rows):
         made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
@@ -175,10 +166,10 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
 @pytest.mark.parametrize(
     "settings",
     [
-        Stepwise(kind="stepwise", block_length=2),
-        Stepwise(kind="stepwise", steps=2),
-        Threshold(kind="threshold", tau=0.4),
-        SelfSpeculative(kind="ssd", draft_length=2),
+        StepwiseSettings(kind="stepwise", block_length=2),
+        StepwiseSettings(kind="stepwise", steps=2),
+        ThresholdSettings(kind="threshold", tau=0.4),
+        SelfSpeculativeSettings(kind="ssd", draft_length=2),
     ],
     ids=str,
 )
@@ -227,7 +218,7 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
     common = Pair(2, 0)
 
     def decoded(stop, mine):
-        more = {"drafter": drafter()} if isinstance(CAUSAL[kind], Speculative) else {}
+        more = {"drafter": drafter()} if isinstance(CAUSAL[kind], SpeculativeSettings) else {}
         sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
         made = build_decoder(
             target(), token_info(VOCAB), CAUSAL[kind], Sampling(), stops=Stops(text=stop), **sizes, **more
@@ -253,7 +244,7 @@ def test_a_masked_row_ends_at_its_own_stop_string():
     def decoded(stop, mine):
         info = replace(tables.table_info(), decoders=("stepwise",))
         sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
-        settings = Stepwise(kind="stepwise", block_length=2)
+        settings = StepwiseSettings(kind="stepwise", block_length=2)
         return run_all(build_decoder(tables.table(), info, settings, Sampling(), stops=Stops(text=stop), **sizes), mine)
 
     mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
@@ -282,7 +273,9 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
         assert float(scores.sum()) == pytest.approx(outcome.logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("settings", [AnySubset(kind="any_subset"), Assd(kind="assd", k=3)], ids=["any_subset", "assd"])
+@pytest.mark.parametrize(
+    "settings", [AnySubsetSettings(kind="any_subset"), AssdSettings(kind="assd", k=3)], ids=["any_subset", "assd"]
+)
 def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
     backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
     made = build_decoder(backbone, table_info(4), settings, Sampling(), max_rows=4, max_tokens=1 << 20)

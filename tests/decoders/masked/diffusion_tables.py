@@ -6,8 +6,8 @@ from functools import cache
 from typing import Any
 
 from decoders.base import ModelInfo
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.references.token_table import TokenTable
-from decoders.settings import DrafterPlace, SpecDiff
 
 VOCAB, MASK, LENGTH = 3, 3, 7
 TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, ("autoregressive", "specdiff"), 0)
@@ -21,7 +21,7 @@ def mask_info(*, max_length=None, shift=0, mask_id=MASK, vocab_size=VOCAB + 1):
 
 def specdiff(gamma, steps=2, **more: Any):
     """The decoder's settings."""
-    return SpecDiff(kind="specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
+    return SpecDiffSettings(kind="specdiff", gamma=gamma, steps=steps, drafter=PLACE, **more)
 
 
 @cache

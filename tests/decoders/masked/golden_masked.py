@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from decoders.backbones.load import inspect_model
-from decoders.settings import Sampling
+from decoders.common_settings import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}

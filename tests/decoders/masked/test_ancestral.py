@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from decoders.base import HOLE, ModelInfo, Request
+from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.draws.absorbing import NOISE_EPS
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import coupled_draw
 from decoders.engine.stops import Stops
 from decoders.masked.ancestral import LAST_TIME, Ancestral
+from decoders.masked.settings import AncestralSettings
 from decoders.references.causal import PlainMasked
 from decoders.references.choosers import enumerate_law
 from decoders.references.masked import ancestral
 from decoders.references.token_table import TokenTable
-from decoders.settings import Ancestral as AncestralSettings
-from decoders.settings import Sampling
 from tests.decoders.support import run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6

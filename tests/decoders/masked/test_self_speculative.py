@@ -9,14 +9,14 @@ import torch
 
 from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.stops import Stops
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
-from decoders.settings import Sampling, check_acceptance
-from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
-from decoders.settings import Stepwise as StepwiseSettings
+from decoders.settings import check_acceptance
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.support import run_all

@@ -9,17 +9,16 @@ import torch
 
 from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
 from decoders.engine.state import SlotState
 from decoders.masked import ssd as self_speculative
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.ssd_budget import NodeBudget
 from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
-from decoders.settings import Sampling
-from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
-from decoders.settings import Stepwise as StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import random_lengths, run_all

@@ -5,13 +5,12 @@ import pytest
 
 from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
+from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
-from decoders.settings import Sampling
-from decoders.settings import SelfSpeculative as SelfSpeculativeSettings
-from decoders.settings import Stepwise as StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import pairwise

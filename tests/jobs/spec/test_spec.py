@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from decoders.settings import Assd
+from decoders.any_subset.settings import AssdSettings
 from jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from jobs.spec.spec_errors import all_keys
 from jobs.spec.spec_file import apply_override
@@ -143,7 +143,7 @@ def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
     spec = load_spec(file, ["decoder={kind: assd, k: 2}", "sampling.top_p=0.9", "input.limit=null", "seed=-1"])
     assert spec.name == "my-job" and spec.seed == -1
     assert spec.sampling.temperature == 0.001 and spec.sampling.top_p == 0.9
-    assert isinstance(spec.decoder, Assd) and spec.decoder.k == 2
+    assert isinstance(spec.decoder, AssdSettings) and spec.decoder.k == 2
 
 
 @pytest.mark.parametrize(
