@@ -17,7 +17,7 @@ from actors.text import Tokenizer, has_tokenizer, load_tokenizer
 from decoders.base import Decoder, ModelInfo
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.settings import DecoderSettings
 from storage.errors import UserError
 from storage.stores.verbs import S3Options

@@ -25,7 +25,7 @@ from actors.task import DRAWS_BY_ROW, KNOWS_TOKEN_LOGPROBS, MOST_NEW_TOKENS, Col
 from actors.text import Tokenizer
 from decoders.base import RowSettings
 from decoders.common_settings import Sampling
-from decoders.engine.stops import NeverStops
+from decoders.engine.ends import NeverStops
 from storage.errors import RowError, brief
 
 

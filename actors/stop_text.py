@@ -18,11 +18,11 @@ from actors.fim import fills_in_middle, template_of
 from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 
 
 class StopStrings:
-    """Finds stop strings in generated tokens; see decoders.engine.stops.StopText."""
+    """Finds stop strings in generated tokens; see decoders.base.StopText."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special: bool = False) -> None:
         assert stops and all(stops), "a stop string has at least one character"

@@ -41,7 +41,7 @@ from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Settings
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 
 BUILTIN = Path(decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"

@@ -27,7 +27,7 @@ from decoders.causal.settings import (
 )
 from decoders.common_settings import Sampling, Settings
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 

@@ -32,7 +32,7 @@ from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from decoders.common_settings import Sampling, Settings
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.registry import build_decoder, find_heads
 

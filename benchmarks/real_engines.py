@@ -24,7 +24,7 @@ from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
 from decoders.common_settings import Sampling, Settings
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 
 Texts = dict[int, list[int]]

@@ -12,10 +12,19 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.stops import StopText
-
 HOLE = -1
 """Marks a masked position of a canvas; never a token id."""
+
+
+class StopText(Protocol):
+    """Looks for stop strings in generated tokens (actors/stop_text.py, which knows the vocabulary)."""
+
+    def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
+        """How many of the generated `tokens` to keep so that their text just contains a stop string; None where it has none.
+
+        The token that completes the string is kept. The first `num_checked` tokens were looked at before, without a find.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

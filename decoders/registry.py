@@ -34,8 +34,8 @@ from decoders.causal.settings import (
 from decoders.causal.specdiff import SpecDiff
 from decoders.causal.speculative import Speculative
 from decoders.common_settings import Sampling, Settings
+from decoders.engine.ends import Stops
 from decoders.engine.slots import SlotDecoder
-from decoders.engine.stops import Stops
 from decoders.fit import check_family, head_place
 from decoders.masked.ancestral import Ancestral
 from decoders.masked.decoder import MaskedDecoder

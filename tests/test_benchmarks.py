@@ -14,7 +14,7 @@ from benchmarks.public_causal import PublicCausal
 from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random

@@ -19,12 +19,10 @@ from decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
 from decoders.blocks.draws import Draws
 from decoders.blocks.settings import BlockSettings
 from decoders.blocks.state import COMMIT, DRAFT, KINDS, PREFILL, BlockState
-from decoders.causal.decoder import FINISHES
 from decoders.common_settings import Sampling
-from decoders.engine.endings import ending
+from decoders.engine.ends import FINISHES, Stops, ending
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident
-from decoders.engine.stops import Stops
 from decoders.fit import block_size_of, check_blocks
 
 

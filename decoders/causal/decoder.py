@@ -21,12 +21,10 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.visibility import visible
 from decoders.base import Outcome, Request
+from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, SlotState
-from decoders.engine.stops import Stops
 
-FINISHES: Final = ("length", "eos", "stop")
-_LENGTH, _EOS, _STOP = range(3)
 # One new sample among so many: enough of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
 
@@ -115,13 +113,13 @@ class CausalDecoder(SlotDecoder):
         """
         state, slots_B = self.state, group.index_B
         counts_B = torch.minimum(counts_B, state.length_S[slots_B] - state.decided_S[slots_B])
-        finish_B = torch.full_like(counts_B, _LENGTH)
+        finish_B = torch.full_like(counts_B, LENGTH)
         if self.stops.ids:
             counts_B, finish_B = self._until_stop_id(tokens_BT, counts_B, finish_B)
         if any(self._stop_text(slot, self.stops.text) is not None for slot in group.slots):
             counts_B, finish_B = self._until_stop_text(group, tokens_BT, counts_B, finish_B)
         self._commit(group, tokens_BT, counts_B, log_p_BT)
-        ended_B = finish_B != _LENGTH
+        ended_B = finish_B != LENGTH
         state.length_S[slots_B] = torch.where(ended_B, state.decided_S[slots_B], state.length_S[slots_B])
         self._finish_S[slots_B] = finish_B
         return counts_B
@@ -131,7 +129,7 @@ class CausalDecoder(SlotDecoder):
         hit_BT = (tokens_BT.unsqueeze(2) == self._stop_ids).any(2) & (offsets_T < counts_B.unsqueeze(1))
         hit_B = hit_BT.any(1)
         first_B = hit_BT.to(torch.int8).argmax(1)
-        return torch.where(hit_B, first_B + 1, counts_B), torch.where(hit_B, _EOS, finish_B)
+        return torch.where(hit_B, first_B + 1, counts_B), torch.where(hit_B, EOS, finish_B)
 
     def _until_stop_text(
         self, group: Group, tokens_BT: Tensor, counts_B: Tensor, finish_B: Tensor
@@ -144,10 +142,10 @@ class CausalDecoder(SlotDecoder):
             span = slice(int(self.state.prompt_S[slot]), int(self.state.decided_S[slot]))
             before = self.state.tokens_SW[slot, span].tolist()
             # The text of a stop id is no part of the completion.
-            num_new = counts[row] - (finishes[row] == _EOS)
+            num_new = counts[row] - (finishes[row] == EOS)
             keep = stop_text.find([*before, *tokens_BT[row, :num_new].tolist()], len(before))
             if keep is not None:
-                counts[row], finishes[row] = keep - len(before), _STOP
+                counts[row], finishes[row] = keep - len(before), STOP
         return counts_B.new_tensor(counts), finish_B.new_tensor(finishes)
 
     def _outcome(self, slot: int, resident: Resident) -> Outcome:

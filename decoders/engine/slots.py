@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from decoders.backbones.base import CountingBackbone, Model
-from decoders.base import EngineStats, ModelInfo, Outcome, Request, TraceStep
+from decoders.base import EngineStats, ModelInfo, Outcome, Request, StopText, TraceStep
 from decoders.common_settings import Sampling
 from decoders.engine.acceptance import Acceptance, Window, pick
 from decoders.engine.budget import DraftBudget
 from decoders.engine.memory import Account, column_multiple, give, rounded
 from decoders.engine.state import Group, Resident, SlotState, outcome_of, untouched
-from decoders.engine.stops import StopText
 from decoders.engine.warps import Warps
 
 _COLUMN_STEP = 64

@@ -18,7 +18,7 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,18 +26,15 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone
 from decoders.base import HOLE, Outcome, Request
 from decoders.draws import noise
-from decoders.engine.endings import EOS, STOP, ending
+from decoders.engine.ends import FINISHES, Stops, ending
 from decoders.engine.kept_noise import PositionNoise
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, trimmed
-from decoders.engine.stops import Stops
 from decoders.masked.canvases import CanvasState, first_block, next_up
 from decoders.masked.confidence import Reading, confidence, ranked
 from decoders.masked.rows import Nodes, lay, separate
 from decoders.masked.settings import MaskedSettings
 from decoders.masked.windows import CachedWindows
-
-_FINISHES: Final = {0: "length", EOS: "eos", STOP: "stop"}
 
 
 def shared_settings(settings: MaskedSettings) -> dict[str, Any]:
@@ -199,7 +196,7 @@ class MaskedDecoder(SlotDecoder):
         if self.stops is None:
             return outcome
         finish = int(self._finish_S[slot])
-        outcome.finish = _FINISHES[finish]
+        outcome.finish = FINISHES[finish]
         if finish and outcome.error_kind is None:
             keep, first = int(self._keep_S[slot]), int(self.canvas.origin_S[slot])
             outcome.tokens = outcome.tokens[:keep]

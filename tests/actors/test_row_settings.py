@@ -14,7 +14,7 @@ from actors.task import Columns, Complete, Infill, Score, Task
 from actors.text import Tokenizer
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import NeverStops
+from decoders.engine.ends import NeverStops
 from storage.errors import RowError
 from storage.inputs.lines import openai_request
 from tests.actors.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.backbones.visibility import decoding_order
 from decoders.base import Request
 from decoders.common_settings import Sampling
 from decoders.engine.budget import DraftBudget
+from decoders.engine.state import decoding_order
 from decoders.references import any_subset as reference
 from decoders.references.any_subset import PlainModel
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule

@@ -26,7 +26,7 @@ from decoders.causal.settings import (
 )
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, pairwise, texts
 

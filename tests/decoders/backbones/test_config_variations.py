@@ -14,7 +14,7 @@ from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, NgramDrafter, SpeculativeSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.support import decode, texts

@@ -17,7 +17,7 @@ from decoders.base import Request
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.blocks.verdicts import Judge
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 from tests.decoders.support import run_all
 

@@ -11,7 +11,7 @@ from decoders.blocks.router_settings import Hysteresis, Score
 from decoders.blocks.schedules import choose, share
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.fit import check_family
 from decoders.registry import build_decoder
 from tests.decoders.blocks.block_tables import (

@@ -7,7 +7,7 @@ import pytest
 
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.references.blocks import PlainBlocks, law_at_size_one
 from decoders.references.choosers import RejectionRule, enumerate_law
 from decoders.references.fused_blocks import decode_fused

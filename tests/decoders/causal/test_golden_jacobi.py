@@ -20,7 +20,7 @@ from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 from tests.decoders.support import run_all
 

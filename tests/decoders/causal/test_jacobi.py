@@ -12,7 +12,7 @@ from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi

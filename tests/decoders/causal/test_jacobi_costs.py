@@ -6,7 +6,7 @@ import torch
 
 from decoders.base import Request
 from decoders.common_settings import Sampling
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info

@@ -12,7 +12,7 @@ from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.engine.budget import DraftBudget
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule

@@ -14,7 +14,7 @@ from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, Ngram
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, by_lookup, by_model
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule

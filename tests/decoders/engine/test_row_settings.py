@@ -14,7 +14,7 @@ from decoders.base import RowSettings
 from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, NgramDrafter, SpeculativeSettings
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
-from decoders.engine.stops import NeverStops, Stops
+from decoders.engine.ends import NeverStops, Stops
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.references.table import TableBackbone
 from decoders.references.token_table import TokenTable

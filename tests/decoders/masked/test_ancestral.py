@@ -16,7 +16,7 @@ from decoders.draws import noise
 from decoders.draws.absorbing import NOISE_EPS
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import coupled_draw
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.masked.ancestral import LAST_TIME, Ancestral
 from decoders.masked.settings import AncestralSettings
 from decoders.references.causal import PlainMasked

@@ -11,7 +11,7 @@ from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
-from decoders.engine.stops import Stops
+from decoders.engine.ends import Stops
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.stepwise import Stepwise

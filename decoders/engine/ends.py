@@ -1,18 +1,37 @@
-"""Where a completion that is revealed out of order ends: at the first end token or stop string with no mask before it.
+"""When a text ends before its last token: at an end token or a stop string.
 
-Pure; knows no models and no tensors.
+A text that is revealed out of order ends at the first of them with no mask before it. Pure: imports no torch, knows no tokenizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from decoders.base import HOLE
-from decoders.engine.stops import Stops
+from decoders.base import HOLE, StopText
 
+LENGTH: Final = 0
 EOS: Final = 1
 STOP: Final = 2
+FINISHES: Final = ("length", "eos", "stop")
+"""`Outcome.finish` of LENGTH (all tokens that were asked for), EOS and STOP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """What ends a completion: any of `ids` (kept as the last token), or a stop string. The first event wins."""
+
+    ids: tuple[int, ...] = ()
+    text: StopText | None = None
+
+
+class NeverStops:
+    """Finds nothing: the stop text of a request that has no stop strings where the job has some."""
+
+    def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
+        """See StopText."""
+        return None
 
 
 def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, int] | None:

@@ -1,0 +1,44 @@
+"""Settings of the decoders of any-subset models. Pure pydantic, without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.common_settings import Settings
+
+
+class AnySubsetSettings(Settings):
+    """Sequential decoding of an any-subset model, one token per forward: the baseline."""
+
+    kind: Literal["any_subset"]
+
+
+class ParallelSettings(Settings):
+    """All holes at once in one forward, each independent of the others: fast and lossy."""
+
+    kind: Literal["parallel"]
+
+
+class AssdSettings(Settings):
+    """Any-subset speculative decoding (ASSD, Algorithms 1 and 2) and its one-pass variants."""
+
+    kind: Literal["assd"]
+    k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
+    drafter: Literal["self", "ngram"] = "self"
+    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
+    fused: Literal["none", "rows", "chain"] = "none"
+    rows: Literal["all", "ends"] = "all"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> AssdSettings:
+        if self.drafter == "ngram" and self.fused != "none":
+            raise ValueError(
+                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter 'ngram' it must be 'none'"
+            )
+        if self.fused == "chain" and self.head == "none":
+            raise ValueError(
+                "decoder.head: fused 'chain' drafts with a draft head; head may be 'auto' or a folder, not 'none'"
+            )
+        return self

@@ -1,0 +1,96 @@
+"""Settings of the decoders of causal models, and of what drafts for them. Pure pydantic, without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.common_settings import Settings
+
+
+class AutoregressiveSettings(Settings):
+    """Sequential decoding of a causal model, one token per forward: the baseline."""
+
+    kind: Literal["autoregressive"]
+
+
+class DrafterPlace(Settings):
+    """Where a model that drafts is: a masked-diffusion model with the same vocabulary."""
+
+    path: str = Field(min_length=1)
+    revision: str | None = None
+
+
+class ModelDrafter(DrafterPlace):
+    """A smaller causal model with the same vocabulary drafts."""
+
+    kind: Literal["model"]
+
+
+class NgramDrafter(Settings):
+    """Prompt look-up: what followed the last occurrence of the last `max_n` (down to `min_n`) tokens drafts."""
+
+    kind: Literal["ngram"]
+    max_n: int = Field(default=3, ge=1, le=16)
+    min_n: int = Field(default=1, ge=1, le=16)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> NgramDrafter:
+        if self.min_n > self.max_n:
+            raise ValueError(f"decoder.drafter.min_n: {self.min_n} is above max_n = {self.max_n}; allowed: 1 .. max_n")
+        return self
+
+
+class SpeculativeSettings(Settings):
+    """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
+
+    kind: Literal["speculative"]
+    k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
+    drafter: Annotated[ModelDrafter | NgramDrafter, Field(discriminator="kind")] = NgramDrafter(kind="ngram")
+
+
+class SpecDiffSettings(Settings):
+    """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
+
+    Up to `gamma` masks behind the text are revealed in at most `steps` forwards: from left to right, or in the random order of
+    diffusion (`native`), which under sampling.acceptance 'rejection' is lossy. The drafter's window is the text and the masks
+    (`short`), or of the length it was trained on, the tail left masked (`full`). A draft head corrects each draft for those
+    that were revealed before it in the same forward; there is none for the native order.
+    """
+
+    kind: Literal["specdiff"]
+    gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
+    steps: int = Field(default=2, ge=1, le=256)
+    order: Literal["left_to_right", "native"] = "left_to_right"
+    window: Literal["short", "full"] = "short"
+    drafter: DrafterPlace
+    head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
+
+    @model_validator(mode="after")
+    def _head_needs_order(self) -> SpecDiffSettings:
+        if self.order == "native" and self.head not in {"auto", "none"}:
+            raise ValueError(
+                f"decoder.head: {self.head!r} corrects a draft for those before it, which in the order 'native' may come "
+                "later; allowed with it: auto, none"
+            )
+        return self
+
+
+class JacobiSettings(Settings):
+    """Jacobi decoding of a causal model: a block of drafts, refined by every forward until it is the model's own text."""
+
+    kind: Literal["jacobi"]
+    block_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 16
+    window: Literal["fixed", "running"] = "fixed"
+
+
+class MultiblockJacobiSettings(Settings):
+    """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
+
+    kind: Literal["multiblock_jacobi"]
+    block_size: int = Field(default=16, ge=1, le=256)
+    blocks: int = Field(default=2, ge=1, le=8)
+    spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0)
+    verify_size: int = Field(default=4, ge=1, le=16)
+    pool_size: int = Field(default=4, ge=0, le=256)

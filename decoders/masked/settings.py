@@ -1,0 +1,88 @@
+"""Settings of the decoders of masked-diffusion models. Pure pydantic, without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from decoders.common_settings import Settings
+
+
+class MaskedSettings(Settings):
+    """What the decoders of masked-diffusion models share.
+
+    Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
+    one. `confidence` says which position of a block comes next. With a `cache`, whatever lies outside of a forward's window is
+    read as it was when the cache was made: for each block, or every `refresh` revealed tokens. Only `ssd` has anything to relax:
+    with `dual_relaxed` its drafts go on where the cache would be made anew, which is lossy.
+    """
+
+    block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
+    confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
+    cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
+    refresh: Annotated[int, Field(ge=1, le=2**20)] | None = None
+
+    @model_validator(mode="after")
+    def _something_to_refresh(self) -> MaskedSettings:
+        if self.refresh is not None and self.cache == "none":
+            raise ValueError(
+                f"decoder.refresh: {self.refresh}, but with cache 'none' nothing is kept; allowed with it: null"
+            )
+        return self
+
+
+class StepwiseSettings(MaskedSettings):
+    """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
+
+    kind: Literal["stepwise"]
+    tokens_per_step: int = Field(default=1, ge=1)
+    steps: Annotated[int, Field(ge=1)] | None = None
+    schedule: Literal["even", "dream"] = "even"
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> StepwiseSettings:
+        if self.steps is not None and self.tokens_per_step != 1:
+            raise ValueError("decoder.steps: give tokens_per_step or steps, not both")
+        if self.schedule == "dream" and self.steps is None:
+            raise ValueError("decoder.steps: the schedule 'dream' needs the number of steps")
+        if self.schedule == "dream" and self.block_length is not None:
+            raise ValueError(
+                f"decoder.block_length: {self.block_length}, but the schedule 'dream' knows no blocks; allowed: null"
+            )
+        return self
+
+
+class SelfSpeculativeSettings(MaskedSettings):
+    """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
+
+    kind: Literal["ssd"]
+    draft_length: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 4
+    tree: Literal["chain", "mixed"] = "chain"
+
+
+class ThresholdSettings(MaskedSettings):
+    """Masked diffusion that reveals all it is sure enough of (Fast-dLLM); lossy."""
+
+    kind: Literal["threshold"]
+    confidence: Literal["top1", "margin"] = "top1"
+    tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
+
+
+class FactorSettings(MaskedSettings):
+    """Masked diffusion that reveals the more at once, the surer it is of all of it (Fast-dLLM); lossy."""
+
+    kind: Literal["factor"]
+    confidence: Literal["top1", "margin"] = "top1"
+    factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+
+
+class AncestralSettings(Settings):
+    """Masked diffusion backwards in time (MDLM, SEDD): what is revealed when is left to chance; lossy where it is much at once.
+
+    `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
+    """
+
+    kind: Literal["ancestral"]
+    steps: int = Field(default=128, ge=1, le=2**20)
+    predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
