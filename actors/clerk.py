@@ -27,10 +27,10 @@ from decoders.causal.settings import DrafterPlace, NgramDrafter
 from decoders.draws.keys import sample_key
 from storage.errors import RowError
 from storage.failpoints import failpoint
-from storage.inputs.kept import from_bytes, kept_values, names_read
+from storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
 from storage.inputs.reader import Row, fetched_ahead, read_rows
 from storage.runs.commit import commit_unit
-from storage.runs.records import KEEP, SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
+from storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
 from storage.stores.store import open_store
 
 T = TypeVar("T")

@@ -105,7 +105,7 @@ class Template:
 
 def fills_in_middle(task: Task, info: ModelInfo) -> bool:
     """Whether holes are filled by a causal model, which is asked for one after the other."""
-    return isinstance(task, Infill) and "autoregressive" in info.decoders
+    return isinstance(task, Infill) and info.kind == "causal"
 
 
 def template_of(fim: Any, tokenizer: Tokenizer | None, info: ModelInfo) -> Template:

@@ -14,11 +14,12 @@ from actors.job import ModelPlace
 from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from actors.task import Score, Task
 from actors.text import Tokenizer, has_tokenizer, load_tokenizer
+from decoders.backbones.head_files import check_heads
 from decoders.base import Decoder, ModelInfo
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
-from decoders.settings import DecoderSettings
+from decoders.settings import DecoderSettings, check_model
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
 
@@ -75,26 +76,26 @@ def build(
 ) -> Decoder:
     """Return the decoder that does the task. Raises ValueError, with the field path, where settings and model do not fit."""
     from decoders.causal.scoring import Scorer
-    from decoders.fit import check_family
+    from decoders.engine.setup import Setup
     from decoders.registry import build_decoder
 
     if isinstance(task, Score):
-        check_family(decoder, info)
-        # A model that `autoregressive` runs on is a causal one, whose rows are all tokens.
+        check_model(decoder, info)
+        # Scores are asked of causal models, whose rows are all tokens.
         return Scorer(cast("TokenBackbone", networks.backbone), info, max_rows=max_rows, max_tokens=max_tokens)
-    return build_decoder(
-        networks.backbone,
-        info,
-        decoder,
-        sampling,
+    setup = Setup(
+        backbone=networks.backbone,
+        info=info,
+        sampling=sampling,
         max_rows=max_rows,
         max_tokens=max_tokens,
-        heads=networks.heads,
         stops=stops,
+        heads=networks.heads,
         drafter=networks.drafter,
         drafter_info=networks.drafter_info,
         trace=trace,
     )
+    return build_decoder(setup, decoder)
 
 
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
@@ -119,7 +120,6 @@ def check_drafter(
     `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
     """
     from decoders.backbones.checkpoint import inspect_model
-    from decoders.fit import check_heads
 
     try:
         found = inspect_model(drafter)
@@ -134,18 +134,17 @@ def check_drafter(
 
 def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> None:
     if not isinstance(decoder, SpecDiffSettings):
-        if "autoregressive" not in found.decoders:
+        if found.kind != "causal":
             raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
         return
     from decoders.backbones.families.table import masked_diffusion_families
-    from decoders.fit import check_window
 
     if found.family not in masked_diffusion_families():
         raise ValueError(
             f"{drafter} is of family {found.family!r}, which is no masked-diffusion model; "
             f"allowed: {', '.join(masked_diffusion_families())}"
         )
-    check_window(decoder, found)
+    decoder.check_drafter(found)
 
 
 def _check_vocabulary(

@@ -165,10 +165,10 @@ def actor_class(worker_class: type, seat: Seat) -> Any:
     return ray.remote(worker_class).options(num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0)
 
 
-def early_workers(count: int, seat: Seat, family: str) -> list[Any]:
-    """Start workers that import what decoding with a model of this family needs, before they are told of a job."""
+def early_workers(count: int, seat: Seat, family: str, decoder: str) -> list[Any]:
+    """Start workers that import what a model of this family and a decoder (`module:class`) need, before they get a job."""
     worker = actor_class(EarlyWorker, seat)
-    return [worker.remote(family) for _ in range(count)]
+    return [worker.remote(family, decoder) for _ in range(count)]
 
 
 def is_running(node: str, pid: int) -> bool:

@@ -21,11 +21,12 @@ from typing import Any, NoReturn
 from actors.requests import CHAT, body_of, endpoint_of, refused
 from actors.rows import Values, missing
 from actors.stop_text import StopStrings
-from actors.task import DRAWS_BY_ROW, KNOWS_TOKEN_LOGPROBS, MOST_NEW_TOKENS, Columns, Complete, Score, Task
+from actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
 from actors.text import Tokenizer
 from decoders.base import RowSettings
 from decoders.common_settings import Sampling
 from decoders.engine.ends import NeverStops
+from decoders.settings import DECODERS
 from storage.errors import RowError, brief
 
 
@@ -113,7 +114,7 @@ class RowRules:
 
     def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
         """Some decoders draw all their rows alike: those take the job's own values only."""
-        if self.decoder in DRAWS_BY_ROW:
+        if DECODERS[self.decoder].draws_by_row:
             return
         job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
         for key, value in (("temperature", temperature), ("top_p", top_p)):
@@ -165,10 +166,10 @@ class RowRules:
                 _unsupported(
                     f"logprobs: {value}, but only the log-probabilities of the chosen tokens are recorded; allowed: 0, null"
                 )
-        if self.decoder not in KNOWS_TOKEN_LOGPROBS:
+        if not DECODERS[self.decoder].token_logprobs:
             _unsupported(
                 f"logprobs: decoder {self.decoder!r} does not record them; "
-                f"allowed: null, or one of {', '.join(sorted(KNOWS_TOKEN_LOGPROBS))}"
+                f"allowed: null, or one of {', '.join(sorted(kind for kind, one in DECODERS.items() if one.token_logprobs))}"
             )
         return True
 

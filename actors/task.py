@@ -239,20 +239,3 @@ class Score(Settings):
 
 
 Task = Infill | Complete | Score
-
-CAUSAL: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
-"""The decoders of causal models."""
-_MASKED: Final = ("stepwise", "threshold", "factor", "ssd", "ancestral")
-_BLOCKS: Final = ("block_diffusion", "s2d2")
-TASK_DECODERS: dict[str, tuple[str, ...]] = {
-    "infill": ("any_subset", "parallel", "assd", *_MASKED, *CAUSAL),
-    "complete": (*CAUSAL, *_MASKED, *_BLOCKS),
-    "score": ("autoregressive",),
-}
-"""The decoders that do each kind of task."""
-
-DRAWS_BY_ROW: Final = frozenset(kind for kinds in TASK_DECODERS.values() for kind in kinds) - {*_BLOCKS}
-"""The decoders in which each sample may have a temperature and a top_p of its own."""
-
-KNOWS_TOKEN_LOGPROBS: Final = DRAWS_BY_ROW - {*_MASKED, "parallel"}
-"""The decoders that record the log-probability of each generated token for the rows that ask for it."""

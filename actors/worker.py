@@ -7,6 +7,7 @@ so the worker never waits for it. A worker that dies is not restarted by Ray; no
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import socket
 import time
@@ -68,8 +69,8 @@ class DecodeWorker(Turns):
 class EarlyWorker(Turns):
     """A worker that is started while the driver still plans: it imports what decoding needs, and learns of its job later."""
 
-    def __init__(self, family: str) -> None:
-        import_for_decoding(family)
+    def __init__(self, family: str, decoder: str) -> None:
+        import_for_decoding(family, decoder)
 
     def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
         """Load the job's model; returns what `where` does."""
@@ -82,12 +83,14 @@ COLLECT_AFTER = 100_000
 """Objects made between two rounds of Python's garbage collector: its 700 cost a tenth of the time that imports take."""
 
 
-def import_for_decoding(family: str) -> None:
-    """Import what takes long: torch, the decoders, and the classes that models of a family run on."""
+def import_for_decoding(family: str, decoder: str) -> None:
+    """Import what takes long: torch, the decoder (`module:class`), and the classes that models of a family run on."""
     gc.set_threshold(COLLECT_AFTER)
     import decoders.registry  # noqa: F401
     from decoders.backbones.families.table import FAMILIES
     from decoders.backbones.lean_import import from_transformers
+
+    importlib.import_module(decoder.partition(":")[0])
 
     causal = FAMILIES[family].causal
     if causal is not None:

@@ -1,0 +1,1 @@
+"""What is measured, each beside other software or its limit."""

@@ -30,6 +30,7 @@ from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import ModelInfo, Outcome, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.registry import build_decoder, find_heads
 from recipes.corpus import encode, split, standard_library
@@ -129,7 +130,10 @@ def measure(model: Loaded, name: str, requests: list[Request], *, rows: int, acc
     sampling = Sampling.model_validate({"acceptance": acceptance})
     heads = model.heads if with_head else None
     decoder = build_decoder(
-        model.backbone, model.info, settings, sampling, max_rows=rows, max_tokens=1 << 24, heads=heads
+        Setup(
+            backbone=model.backbone, info=model.info, sampling=sampling, max_rows=rows, max_tokens=1 << 24, heads=heads
+        ),
+        settings,
     )
     started = time.perf_counter()
     outcomes = drain(decoder, requests)
@@ -205,7 +209,10 @@ def _nfe_share(model: Loaded, name: str, requests: list[Request], acceptance: st
     sampling = Sampling.model_validate({"acceptance": acceptance})
     heads = model.heads if with_head else None
     decoder = build_decoder(
-        model.backbone, model.info, settings, sampling, max_rows=32, max_tokens=1 << 24, heads=heads
+        Setup(
+            backbone=model.backbone, info=model.info, sampling=sampling, max_rows=32, max_tokens=1 << 24, heads=heads
+        ),
+        settings,
     )
     outcomes = drain(decoder, requests)
     shares = np.array([outcome.nfe / len(outcome.tokens) for outcome in outcomes])
@@ -239,7 +246,10 @@ def _steady(model: Loaded, name: str, requests: list[Request], steps: int) -> fl
     """Tokens/s over `steps` forwards of full slots, the prefill left out on both sides of the comparison."""
     settings, _ = VARIANTS[name]
     decoder = build_decoder(
-        model.backbone, model.info, settings, Sampling(), max_rows=len(requests), max_tokens=1 << 24
+        Setup(
+            backbone=model.backbone, info=model.info, sampling=Sampling(), max_rows=len(requests), max_tokens=1 << 24
+        ),
+        settings,
     )
     decoder.admit(requests)
     decoder.step()

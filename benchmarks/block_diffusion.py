@@ -40,7 +40,7 @@ from benchmarks.public_causal import Generated
 from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Settings
+from decoders.common_settings import DecoderChoice
 from decoders.engine.ends import Stops
 
 BUILTIN = Path(decoders.builtin.__path__[0])
@@ -67,7 +67,7 @@ class Bench:
         """Few samples for few slots, so that small batches do not take all the time."""
         return self.requests[: max(4, min(len(self.requests), 3 * rows))]
 
-    def measured(self, settings: Settings, temperature: float, model: Loaded | None = None) -> list[Measured]:
+    def measured(self, settings: DecoderChoice, temperature: float, model: Loaded | None = None) -> list[Measured]:
         """One decoder over the numbers of slots."""
         return [
             measure(model or self.model, settings, self.enough(rows), rows=rows, temperature=temperature)
@@ -171,7 +171,7 @@ def public(bench: Bench) -> None:
         print(row(name, size, *cells, *ratios, same), flush=True)
 
 
-def _pairs(bench: Bench, requests: list[Request]) -> Iterator[tuple[str, int, Generated, Settings]]:
+def _pairs(bench: Bench, requests: list[Request]) -> Iterator[tuple[str, int, Generated, DecoderChoice]]:
     """A decoder's name, its block size, what the public loop made of it, and our settings of the same."""
     loop, tau = bench.loop, bench.taus[-1]
     loop.block_diffusion(requests[:1], block_size=4, tau=None)  # the first call is slow

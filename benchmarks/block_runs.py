@@ -23,8 +23,10 @@ from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice, Sampling
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
+from decoders.settings import DECODERS
 
 TAU = 0.85
 """What the paper's SDAR configurations reveal at without a verification."""
@@ -44,24 +46,24 @@ _KINDS = ("prefill", "draft", "verify", "commit")
 
 
 def block_diffusion(size: int, schedule: str, **settings: Any) -> BlockDiffusionSettings:
-    """Settings of `block_diffusion`."""
+    """DecoderChoice of `block_diffusion`."""
     return BlockDiffusionSettings.model_validate(
         {"kind": "block_diffusion", "block_size": size, "schedule": schedule, **settings}
     )
 
 
 def s2d2(size: int, router: str, **settings: Any) -> S2d2Settings:
-    """Settings of `s2d2` with one of ROUTERS, as the paper runs SDAR: causal caching and partly causal drafts."""
+    """DecoderChoice of `s2d2` with one of ROUTERS, as the paper runs SDAR: causal caching and partly causal drafts."""
     given = {"block_size": size, "tau": TAU, "causal_cache": True, "causal_draft": True}
     return S2d2Settings.model_validate({"kind": "s2d2", **given, **ROUTERS[router], **settings})
 
 
-def one_by_one(*, fused: bool) -> Settings:
+def one_by_one(*, fused: bool) -> DecoderChoice:
     """Autoregressive decoding by the block-diffusion model: two forwards a token, or one that also keeps the token before."""
     return block_diffusion(1, "static", causal_cache=True, fused=fused)
 
 
-def decoders_of(size: int, taus: Sequence[float]) -> dict[str, Settings]:
+def decoders_of(size: int, taus: Sequence[float]) -> dict[str, DecoderChoice]:
     """Every decoder at one block size, by name."""
     apart = {
         **{
@@ -107,15 +109,19 @@ class Measured(Totals):
 def load(folder: Path, device: str, *, decoder: str) -> Loaded:
     """Load a checkpoint that `decoder` runs on."""
     info = inspect_model(folder)
-    if decoder not in info.decoders:
+    if DECODERS[decoder].runs_on != info.kind:
         raise SystemExit(f"{folder} is of family {info.family!r}, on which {decoder!r} doesn't run")
     return Loaded(cast(TokenBackbone, load_backbone(folder, device=device)), info)
 
 
-def measure(model: Loaded, settings: Settings, requests: list[Request], *, rows: int, temperature: float) -> Measured:
+def measure(
+    model: Loaded, settings: DecoderChoice, requests: list[Request], *, rows: int, temperature: float
+) -> Measured:
     """Run one decoder over the requests with `rows` slots."""
     sampling = Sampling(temperature=temperature)
-    decoder = build_decoder(model.backbone, model.info, settings, sampling, max_rows=rows, max_tokens=1 << 24)
+    decoder = build_decoder(
+        Setup(backbone=model.backbone, info=model.info, sampling=sampling, max_rows=rows, max_tokens=1 << 24), settings
+    )
     started = time.perf_counter()
     outcomes = drain(decoder, requests)
     seconds = time.perf_counter() - started

@@ -25,9 +25,10 @@ from decoders.causal.settings import (
     NgramDrafter,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 
@@ -39,13 +40,17 @@ SPECULATIVE: dict[str, SpeculativeSettings] = {
     **{f"speculative, n-gram, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_NGRAM) for k in (2, 3, 5)},
     "speculative, n-gram, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_NGRAM),
 }
-JACOBI: dict[str, Settings] = {
+JACOBI: dict[str, DecoderChoice] = {
     "jacobi, n=16": JacobiSettings(kind="jacobi", block_size=16),
     "jacobi, n=auto": JacobiSettings(kind="jacobi", block_size="auto"),
     "jacobi, n=16, running": JacobiSettings(kind="jacobi", block_size=16, window="running"),
     "multiblock_jacobi, n=16": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=16),
 }
-VARIANTS: dict[str, Settings] = {AUTOREGRESSIVE: AutoregressiveSettings(kind="autoregressive"), **SPECULATIVE, **JACOBI}
+VARIANTS: dict[str, DecoderChoice] = {
+    AUTOREGRESSIVE: AutoregressiveSettings(kind="autoregressive"),
+    **SPECULATIVE,
+    **JACOBI,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,7 @@ class Plan:
 
 def load(folder: Path, device: str) -> TokenBackbone:
     """Load a causal checkpoint."""
-    if AUTOREGRESSIVE not in inspect_model(folder).decoders:
+    if inspect_model(folder).kind != "causal":
         raise SystemExit(f"{folder} is no causal model")
     return cast(TokenBackbone, load_backbone(folder, device=device))
 
@@ -155,18 +160,20 @@ def held_out_prompts(tokenizer: PreTrainedTokenizerFast, plan: Plan) -> list[Req
     return requests
 
 
-def measure(models: Models, settings: Settings, requests: list[Request], plan: Plan, *, rows: int) -> Measured:
+def measure(models: Models, settings: DecoderChoice, requests: list[Request], plan: Plan, *, rows: int) -> Measured:
     """Run one decoder over enough of the requests with `rows` slots, the longest first."""
     decoder = build_decoder(
-        models.target,
-        models.info,
+        Setup(
+            backbone=models.target,
+            info=models.info,
+            sampling=Sampling(temperature=plan.temperature),
+            max_rows=rows,
+            max_tokens=1 << 24,
+            stops=plan.stops,
+            drafter=models.drafter,
+            drafter_info=models.drafter_info,
+        ),
         settings,
-        Sampling(temperature=plan.temperature),
-        max_rows=rows,
-        max_tokens=1 << 24,
-        stops=plan.stops,
-        drafter=models.drafter,
-        drafter_info=models.drafter_info,
     )
     started = time.perf_counter()
     outcomes = drain(decoder, sorted(plan.enough(requests, rows), key=lambda request: -len(request.canvas)))

@@ -5,7 +5,7 @@
 The bare loop runs in this process: the same decoder, slots and canvases, read and tokenized beforehand, nothing written. The
 job then runs with one worker and the same threads, and with the workers that `auto` gives. `--shape base` runs random weights
 in the recipe's base shape (8 layers of 512, 28 million parameters) instead of the model that ships. Beside the ratio stand
-the figures of how close the job came to its limits; the goals are those of the design (docs/decisions.md).
+the figures of how close the job came to its limits; the goals are those of the design (docs/decisions/project.md).
 """
 
 from __future__ import annotations

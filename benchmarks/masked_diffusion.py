@@ -31,8 +31,9 @@ from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice, Sampling
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.registry import build_decoder, find_heads
 
@@ -45,7 +46,7 @@ def _ssd(**settings: Any) -> SelfSpeculativeSettings:
     return SelfSpeculativeSettings.model_validate({"kind": "ssd", **settings})
 
 
-DECODERS: dict[str, tuple[Settings, str]] = {
+DECODERS: dict[str, tuple[DecoderChoice, str]] = {
     STEPWISE: (StepwiseSettings(kind="stepwise"), STEPWISE),
     **{f"ssd, N={n}": (_ssd(draft_length=n), STEPWISE) for n in (1, 2, 4, 8)},
     "ssd, N=auto": (_ssd(draft_length="auto"), STEPWISE),
@@ -90,12 +91,14 @@ def load(folder: Path, device: str) -> Loaded:
 
 
 def measure(
-    model: Loaded, settings: Settings, requests: list[Request], *, rows: int, temperature: float, **more: Any
+    model: Loaded, settings: DecoderChoice, requests: list[Request], *, rows: int, temperature: float, **more: Any
 ) -> Measured:
     """Run one decoder over enough of the requests with `rows` slots."""
     sampling = Sampling(temperature=temperature)
     size: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 24}
-    decoder = build_decoder(model.backbone, model.info, settings, sampling, **size, **more)
+    decoder = build_decoder(
+        Setup(backbone=model.backbone, info=model.info, sampling=sampling, **size, **more), settings
+    )
     chosen = enough(requests, rows)
     started = time.perf_counter()
     outcomes = drain(decoder, chosen)

@@ -22,16 +22,17 @@ from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone
 from decoders.base import Request
 from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
 
 Texts = dict[int, list[int]]
 Engine = Callable[[int], Texts]
 """From how many rows at a time to new tokens by prompt."""
 
-OURS: dict[str, Settings] = {
+OURS: dict[str, DecoderChoice] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
     "n-gram, k = 5": SpeculativeSettings(kind="speculative", k=5, drafter=NgramDrafter(kind="ngram")),
     "n-gram, k = auto": SpeculativeSettings(kind="speculative", k="auto", drafter=NgramDrafter(kind="ngram")),
@@ -84,17 +85,19 @@ class Engines:
         """The model as our workers load it."""
         return cast(TokenBackbone, load_backbone(self.folder, device="cpu"))
 
-    def _ours(self, settings: Settings) -> Engine:
+    def _ours(self, settings: DecoderChoice) -> Engine:
         def run(rows: int) -> Texts:
             info, columns = inspect_model(self.folder), max(map(len, self.prompts)) + self.new_tokens
             decoder = build_decoder(
-                self.backbone,
-                info,
+                Setup(
+                    backbone=self.backbone,
+                    info=info,
+                    sampling=Sampling(temperature=0.0),
+                    max_rows=rows,
+                    max_tokens=rows * columns,
+                    stops=Stops(),
+                ),
                 settings,
-                Sampling(temperature=0.0),
-                max_rows=rows,
-                max_tokens=rows * columns,
-                stops=Stops(),
             )
             requests = sorted(self._requests(), key=lambda request: -len(request.canvas))
             return {outcome.index: outcome.tokens.tolist() for outcome in drain(decoder, requests)}

@@ -20,7 +20,8 @@ from benchmarks.any_subset import drain, held_out_windows, masked
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import ModelInfo, Outcome, Request
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice, Sampling
+from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.registry import build_decoder
 
@@ -37,10 +38,12 @@ class Bench:
     info: ModelInfo
     requests: list[Request]
 
-    def run(self, settings: Settings, temperature: float) -> list[Outcome]:
+    def run(self, settings: DecoderChoice, temperature: float) -> list[Outcome]:
         """Outcomes in the order of the requests."""
         sampling = Sampling(temperature=temperature)
-        decoder = build_decoder(self.backbone, self.info, settings, sampling, max_rows=8, max_tokens=1 << 24)
+        decoder = build_decoder(
+            Setup(backbone=self.backbone, info=self.info, sampling=sampling, max_rows=8, max_tokens=1 << 24), settings
+        )
         return sorted(drain(decoder, self.requests), key=lambda outcome: outcome.index)
 
 

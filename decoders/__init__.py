@@ -1,0 +1,1 @@
+"""How tokens are made. Knows nothing of Ray, files or jobs."""

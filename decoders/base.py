@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,12 +161,18 @@ class Decoder(Protocol):
         ...
 
 
+ModelKind = Literal["any_subset", "causal", "masked", "ancestral", "blocks"]
+"""What a model can be asked for: any-subset models for a token given any others, causal ones for the next token, masked-diffusion
+models for all masked tokens of a text (`ancestral`: those that diffuse in continuous time, MDLM and SEDD), block-diffusion models
+for the masked tokens of a block after finished blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What is known of a checkpoint without loading its weights.
 
-    `max_length` is the longest canvas it takes, None where there is no limit. `decoders` names the decoder kinds that
-    run on it. `suppressed` are the ids that are never generated (the mask, ids without a token).
+    `max_length` is the longest canvas it takes, None where there is no limit. `kind` decides which decoders run on it.
+    `suppressed` are the ids that are never generated (the mask, ids without a token).
 
     A row at position i predicts the token at position i + `shift`: 1 in causal models and those made from them (Dream), 0 where
     a mask is asked for its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
@@ -178,7 +184,7 @@ class ModelInfo:
     vocab_size: int
     mask_id: int | None
     max_length: int | None
-    decoders: tuple[str, ...]
+    kind: ModelKind
     num_parameters: int
     suppressed: tuple[int, ...] = field(default=())
     shift: int = 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import abstractmethod
+from typing import ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from decoders.base import ModelInfo, ModelKind
 
 
 class Settings(BaseModel):
@@ -20,3 +23,57 @@ class Sampling(Settings):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     acceptance: Literal["coupled", "rejection"] = "coupled"
+
+
+class DecoderChoice(Settings):
+    """Base of a decoder's settings, one class for each `decoder.kind`: all that the rest of the project knows of the decoder.
+
+    `runs_on` is the kind of models it decodes and `tasks` what it can do. With `draws_by_row` a sample may have a temperature and
+    a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it. Under
+    sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
+    """
+
+    runs_on: ClassVar[ModelKind]
+    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]]
+    draws_by_row: ClassVar[bool] = True
+    token_logprobs: ClassVar[bool] = False
+    draft_law: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def runs(self) -> str:
+        """The class that runs these settings, as `module:class`; a string, so that settings load without torch."""
+        ...
+
+    @property
+    def draft_head(self) -> str:
+        """Which draft head serves: `auto`, `none`, or a folder."""
+        return "none"
+
+    @classmethod
+    def name(cls) -> str:
+        """The `kind` of the class."""
+        return str(get_args(cls.model_fields["kind"].annotation)[0])
+
+    def check_model(self, info: ModelInfo) -> None:
+        """Raise ValueError where the settings ask what the model can't do, as far as its config.json tells."""
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise ValueError where the decoder has no rejection rule, or where its results would depend on time under it.
+
+        A draft length chosen by time leaves the text alone under coupled acceptance, but under the rejection rule it decides
+        which random numbers a token is drawn with.
+        """
+        if sampling.acceptance != "rejection":
+            return
+        if not self.draft_law:
+            raise ValueError(
+                f"sampling.acceptance: 'rejection' needs the probabilities of a draft, and decoder {self.name()!r} has none; "
+                "allowed: 'coupled'"
+            )
+        for field in ("k", "gamma"):
+            if getattr(self, field, None) == "auto":
+                raise ValueError(
+                    f"decoder.{field}: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would "
+                    "depend on it; allowed with 'rejection': a number"
+                )

@@ -1,4 +1,4 @@
-"""The settings of all decoders: what a user may write under `decoder:`, and which rule of acceptance each takes.
+"""The settings of all decoders: what a user may write under `decoder:`, and what that says about models and tasks.
 
 Pure pydantic, without torch, so that a spec is checked in milliseconds. Each family's settings stand in its room, in settings.py;
 a new decoder's class is added to the union here.
@@ -6,11 +6,12 @@ a new decoder's class is added to the union here.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field
 
 from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from decoders.base import ModelInfo, ModelKind
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.causal.settings import (
     AutoregressiveSettings,
@@ -19,7 +20,7 @@ from decoders.causal.settings import (
     SpecDiffSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling, Settings
+from decoders.common_settings import DecoderChoice
 from decoders.masked.settings import (
     AncestralSettings,
     FactorSettings,
@@ -46,43 +47,28 @@ DecoderSettings = Annotated[
     | S2d2Settings,
     Field(discriminator="kind"),
 ]
-DECODER_KINDS: dict[str, type[Settings]] = {
-    "any_subset": AnySubsetSettings,
-    "parallel": ParallelSettings,
-    "assd": AssdSettings,
-    "autoregressive": AutoregressiveSettings,
-    "speculative": SpeculativeSettings,
-    "specdiff": SpecDiffSettings,
-    "jacobi": JacobiSettings,
-    "multiblock_jacobi": MultiblockJacobiSettings,
-    "stepwise": StepwiseSettings,
-    "threshold": ThresholdSettings,
-    "factor": FactorSettings,
-    "ssd": SelfSpeculativeSettings,
-    "ancestral": AncestralSettings,
-    "block_diffusion": BlockDiffusionSettings,
-    "s2d2": S2d2Settings,
-}
+DECODERS: dict[str, type[DecoderChoice]] = {one.name(): one for one in get_args(get_args(DecoderSettings)[0])}
+"""The settings of each `decoder.kind`, in the order of the union."""
 
 
-def check_acceptance(settings: Settings, sampling: Sampling) -> None:
-    """Raise ValueError where the decoder has no rejection rule, or where its results would depend on time under it.
+def decoders_of(model: ModelKind) -> tuple[str, ...]:
+    """The decoders that run on a kind of models."""
+    return tuple(kind for kind, one in DECODERS.items() if one.runs_on == model)
 
-    The drafts of Jacobi decoding and of ssd have no law to divide by. A draft length chosen by time leaves the text alone under
-    coupled acceptance, but under the rejection rule it decides which random numbers a token is drawn with.
+
+def decoders_for(task: str) -> tuple[str, ...]:
+    """The decoders that do a task."""
+    return tuple(kind for kind, one in DECODERS.items() if task in one.tasks)
+
+
+def check_model(settings: DecoderChoice, info: ModelInfo) -> None:
+    """Raise ValueError where a decoder does not run on a model with these settings, naming what would.
+
+    The driver asks before anything is loaded; the decoder asks again when it is built.
     """
-    if isinstance(settings, S2d2Settings):
-        settings.check_temper(sampling.acceptance, sampling.temperature)
-    if sampling.acceptance != "rejection":
-        return
-    if isinstance(settings, JacobiSettings | MultiblockJacobiSettings | SelfSpeculativeSettings):
+    if settings.runs_on != info.kind:
+        allowed = ", ".join(decoders_of(info.kind)) or "none yet"
         raise ValueError(
-            f"sampling.acceptance: 'rejection' needs the law of a draft, which decoder {settings.kind!r} has not; "
-            "allowed: 'coupled'"
+            f"decoder.kind: {settings.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )
-    for name in ("k", "gamma"):
-        if getattr(settings, name, None) == "auto":
-            raise ValueError(
-                f"decoder.{name}: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would depend "
-                "on it; allowed with 'rejection': a number"
-            )
+    settings.check_model(info)

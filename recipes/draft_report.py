@@ -16,6 +16,7 @@ from decoders.base import Outcome, Request
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
 from recipes.corpus import TokenStream
 from recipes.evaluation import window_indices
@@ -88,15 +89,17 @@ def decode(pair: Pair, stream: TokenStream, case: Case, heads: DraftHeads | None
     requests = [Request(i, sample_key(0, str(i)), canvas) for i, canvas in enumerate(canvases)]
     settings = SpecDiffSettings(kind="specdiff", gamma=GAMMA, steps=case.steps, drafter=DrafterPlace(path="drafter"))
     decoder = build_decoder(
-        pair.target.model,
-        pair.target.info,
+        Setup(
+            backbone=pair.target.model,
+            info=pair.target.info,
+            sampling=Sampling(temperature=case.temperature, acceptance=case.acceptance),
+            max_rows=16,
+            max_tokens=1 << 20,
+            heads=heads,
+            drafter=pair.drafter.model,
+            drafter_info=pair.drafter.info,
+        ),
         settings,
-        Sampling(temperature=case.temperature, acceptance=case.acceptance),
-        max_rows=16,
-        max_tokens=1 << 20,
-        heads=heads,
-        drafter=pair.drafter.model,
-        drafter_info=pair.drafter.info,
     )
     outcomes = list[Outcome]()
     while requests or decoder.active:

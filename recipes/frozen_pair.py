@@ -62,7 +62,7 @@ class Pair:
 def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
     """Load both models; ValueError where they are not what they should be, or have vocabularies of different sizes."""
     infos = inspect_model(target), inspect_model(drafter)
-    if infos[1].mask_id is None or "autoregressive" not in infos[0].decoders:
+    if infos[1].mask_id is None or infos[0].kind != "causal":
         raise ValueError(
             f"a causal model and a masked-diffusion model are needed, not {infos[0].family}, {infos[1].family}"
         )

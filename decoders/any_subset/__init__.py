@@ -1,0 +1,1 @@
+"""Decoders of any-subset models: ASSD and its baselines."""

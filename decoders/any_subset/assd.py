@@ -15,7 +15,7 @@ Source: Guo and Ermon, ASSD, Algorithms 1 and 2 (its line 9 means N - 1). Legend
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from torch.nn import functional
 from decoders.any_subset.decoder import AnySubsetDecoder
 from decoders.any_subset.drafters import Drafts, HeadRoller, canvas_by_position, ngram_counts, stack_drafts
 from decoders.any_subset.settings import AssdSettings
-from decoders.backbones.heads import DraftHeads
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 _DRAFT: Final = 0
@@ -36,12 +36,12 @@ _VERIFY: Final = 1
 class AssdDecoder(AnySubsetDecoder):
     """`assd` with `fused: none`; `heads` is None where no draft head is to be used."""
 
-    def __init__(self, *args: Any, settings: AssdSettings, heads: DraftHeads | None, **kwargs: Any) -> None:
+    def __init__(self, setup: Setup, settings: AssdSettings) -> None:
         self.k, self.ngram = MOST_AUTO if settings.k == "auto" else settings.k, settings.drafter == "ngram"
-        super().__init__(*args, window=self.k + 1, max_commit=self.k, **kwargs)
+        super().__init__(setup, window=self.k + 1, max_commit=self.k)
         if settings.k == "auto":
             self.budget = self._make_budget()
-        self._head = None if heads is None or self.ngram else heads.markov
+        self._head = None if setup.heads is None or self.ngram else setup.heads.markov
         self._phase_S = self.state.column()
         self._num_drafts_S = self.state.column()
         # 1 where the first draft is the target's own token, 0 where it has to be verified like the others.

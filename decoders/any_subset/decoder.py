@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from decoders.any_subset.drafters import Draw
+from decoders.any_subset.settings import AnySubsetSettings, ParallelSettings
 from decoders.backbones.base import Backbone, Rows
 from decoders.backbones.visibility import content_limits
 from decoders.base import Outcome, Request
 from decoders.draws.noise import gumbel_rows
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, Wide
 
@@ -104,12 +106,18 @@ class AnySubsetDecoder(SlotDecoder):
 class Sequential(AnySubsetDecoder):
     """One token a forward, in decoding order; NFE equals the number of holes."""
 
+    def __init__(self, setup: Setup, settings: AnySubsetSettings) -> None:
+        super().__init__(setup)
+
     def _advance(self, group: Group) -> None:
         self._decide_next(group)
 
 
 class Parallel(AnySubsetDecoder):
     """All holes in one forward, each from its law given the prompt alone; the log-probability of the result is not known."""
+
+    def __init__(self, setup: Setup, settings: ParallelSettings) -> None:
+        super().__init__(setup)
 
     def _knows_logprob(self) -> bool:
         return False

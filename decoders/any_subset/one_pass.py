@@ -19,7 +19,6 @@ al. (2023). Legend: B slots, D drafts, K drafts of a window, Q query rows, V voc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ from torch import Tensor
 from decoders.any_subset.decoder import AnySubsetDecoder
 from decoders.any_subset.drafters import Drafts, HeadRoller
 from decoders.any_subset.settings import AssdSettings
-from decoders.backbones.heads import DraftHeads
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 
@@ -76,9 +75,10 @@ class _Layout:
 class OnePassDecoder(AnySubsetDecoder):
     """`assd` with `fused: rows` or `fused: chain`; `heads` may be None for `rows` only."""
 
-    def __init__(self, *args: Any, settings: AssdSettings, heads: DraftHeads | None, **kwargs: Any) -> None:
+    def __init__(self, setup: Setup, settings: AssdSettings) -> None:
         self.k = MOST_AUTO if settings.k == "auto" else settings.k
-        super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
+        super().__init__(setup, window=self.k + 1, max_commit=self.k + 1)
+        heads = setup.heads
         assert settings.fused in ("rows", "chain"), settings.fused
         if settings.fused == "chain" and (heads is None or heads.chain is None):
             raise ValueError(

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.common_settings import Settings
+from decoders.base import ModelKind
+from decoders.common_settings import DecoderChoice
 
 
-class AnySubsetSettings(Settings):
+class AnySubsetSettings(DecoderChoice):
     """Sequential decoding of an any-subset model, one token per forward: the baseline."""
 
+    runs_on: ClassVar[ModelKind] = "any_subset"
+    tasks: ClassVar = ("infill",)
+    token_logprobs: ClassVar = True
     kind: Literal["any_subset"]
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.any_subset.decoder:Sequential"
 
-class ParallelSettings(Settings):
+
+class ParallelSettings(DecoderChoice):
     """All holes at once in one forward, each independent of the others: fast and lossy."""
 
+    runs_on: ClassVar[ModelKind] = "any_subset"
+    tasks: ClassVar = ("infill",)
     kind: Literal["parallel"]
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.any_subset.decoder:Parallel"
 
-class AssdSettings(Settings):
+
+class AssdSettings(DecoderChoice):
     """Any-subset speculative decoding (ASSD, Algorithms 1 and 2) and its one-pass variants."""
 
+    runs_on: ClassVar[ModelKind] = "any_subset"
+    tasks: ClassVar = ("infill",)
+    token_logprobs: ClassVar = True
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
     drafter: Literal["self", "ngram"] = "self"
@@ -42,3 +61,13 @@ class AssdSettings(Settings):
                 "decoder.head: fused 'chain' drafts with a draft head; head may be 'auto' or a folder, not 'none'"
             )
         return self
+
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.any_subset." + ("assd:AssdDecoder" if self.fused == "none" else "one_pass:OnePassDecoder")
+
+    @property
+    def draft_head(self) -> str:
+        """See DecoderChoice."""
+        return self.head

@@ -135,3 +135,8 @@ def as_slice(slots_B: Tensor) -> Tensor | slice:
     first = int(slots_B[0]) if count else 0
     together = torch.equal(slots_B, torch.arange(first, first + count, device=slots_B.device))
     return slice(first, first + count) if together else slots_B
+
+
+def rounded(number: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-number // multiple) * multiple

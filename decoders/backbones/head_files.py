@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from safetensors import SafetensorError, safe_open
+
+from decoders.common_settings import DecoderChoice
 
 CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 MAX_DISTANCE: Final = 16
@@ -83,3 +85,27 @@ def _network(name: str, inputs: int, width: int, hidden: int) -> dict[str, tuple
         f"{name}.down.weight": (width, hidden),
         f"{name}.down.bias": (width,),
     }
+
+
+def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
+    """Where the draft head is that the settings name, and of which kind; None where none serves. 'auto' is the one in `folder`.
+
+    Raises ValueError where there is none in the place named.
+    """
+    head = settings.draft_head
+    if head == "none":
+        return None
+    kind = cast("HeadKind", settings.name())
+    if head == "auto":
+        return folder, kind
+    place = Path(head).expanduser()
+    if read_sizes(place, kind) is None:
+        raise ValueError(f"decoder.head: {head} has no {CONFIG} and {WEIGHTS}")
+    return place, kind
+
+
+def check_heads(settings: DecoderChoice, folder: Path) -> None:
+    """Raise ValueError where a draft head is named, or lies in `folder`, that can't serve the decoder."""
+    place = head_place(settings, folder)
+    if place is not None:
+        check_files(*place)

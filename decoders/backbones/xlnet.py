@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Rows
-from decoders.backbones.cache import SlotCache
+from decoders.backbones.cache import SlotCache, rounded
 from decoders.backbones.families.xlnet import XLNetShape
 from decoders.backbones.invariance import (
     EXACT_DTYPES,
@@ -42,7 +42,6 @@ from decoders.backbones.invariance import (
     rows_exact,
 )
 from decoders.backbones.visibility import visible
-from decoders.engine.memory import rounded
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,

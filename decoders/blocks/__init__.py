@@ -1,0 +1,1 @@
+"""Decoders of block-diffusion models: denoising block by block, S2D2."""

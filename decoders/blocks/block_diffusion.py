@@ -18,7 +18,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +26,10 @@ from decoders.blocks.decoder import BlockSlots, News
 from decoders.blocks.draws import entropy, plain_log_p
 from decoders.blocks.rows import Stretch, finished, lined_up
 from decoders.blocks.schedules import Choice, choose, firsts, share
-from decoders.blocks.settings import BlockDiffusionSettings
+from decoders.blocks.settings import BlockDiffusionSettings, BlockSettings
 from decoders.blocks.state import COMMIT, DRAFT, PREFILL, Blocks
 from decoders.draws import noise
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 Cells = tuple[Tensor, Tensor]
@@ -71,8 +71,8 @@ class Draft:
 class BlockDecoder(BlockSlots):
     """See the module's docstring; a subclass says what becomes of a drafted block, and has more phases if it wants."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, setup: Setup, settings: BlockSettings) -> None:
+        super().__init__(setup, settings)
         self._after: dict[int, After] = {
             PREFILL: self._after_prefill,
             DRAFT: self._after_draft,

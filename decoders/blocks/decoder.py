@@ -9,21 +9,19 @@ Knows nothing of models and schedules. Legend: B slots of this step, T places of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Model, TokenBackbone
-from decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
+from decoders.backbones.base import TokenBackbone
+from decoders.base import HOLE, Outcome, Request, TraceStep
 from decoders.blocks.draws import Draws
 from decoders.blocks.settings import BlockSettings
 from decoders.blocks.state import COMMIT, DRAFT, KINDS, PREFILL, BlockState
-from decoders.common_settings import Sampling
 from decoders.engine.ends import FINISHES, Stops, ending
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident
-from decoders.fit import block_size_of, check_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +48,18 @@ class BlockSlots(SlotDecoder):
 
     backbone: TokenBackbone
 
-    def __init__(
-        self,
-        backbone: Model,
-        info: ModelInfo,
-        sampling: Sampling,
-        *,
-        settings: BlockSettings,
-        stops: Stops | None = None,
-        bonus: int = 0,
-        **sizes: Any,
-    ) -> None:
-        check_blocks(settings, info)
-        self.size = block_size_of(settings, info)
-        super().__init__(backbone, info, sampling, max_commit=self.size + bonus, **sizes)
+    def __init__(self, setup: Setup, settings: BlockSettings, *, bonus: int = 0) -> None:
+        info = setup.info
+        settings.check_model(info)
+        self.size = settings.size_for(info)
+        super().__init__(setup, max_commit=self.size + bonus)
         if info.mask_id is None:
             raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
-        self.mask_id, self.stops, self.rules = info.mask_id, stops or Stops(), settings
+        self.mask_id, self.stops, self.rules = info.mask_id, setup.stops or Stops(), settings
         self.editing = settings.tau_edit is not None
         self.sub_block = settings.sub_block or self.size
         self.blocks = BlockState(self.state, self.size, info.max_length)
-        self.draws = Draws(self.state, self.blocks.drafts_S, sampling, info.vocab_size)
+        self.draws = Draws(self.state, self.blocks.drafts_S, setup.sampling, info.vocab_size)
         self._finish_S, self._segment_S = self.state.column(), self.state.column()
 
     # ---- admission -----------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ Legend: B slots of this step, T places of a block, R flat rows, D width, V vocab
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +33,7 @@ from decoders.blocks.settings import S2d2Settings
 from decoders.blocks.state import VERIFY, Blocks
 from decoders.blocks.verdicts import Judge, Suspects
 from decoders.engine.acceptance import leading
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 
@@ -42,8 +42,8 @@ class S2d2Decoder(BlockDecoder):
 
     rules: S2d2Settings
 
-    def __init__(self, *args: Any, settings: S2d2Settings, **kwargs: Any) -> None:
-        super().__init__(*args, settings=settings, **kwargs)
+    def __init__(self, setup: Setup, settings: S2d2Settings) -> None:
+        super().__init__(setup, settings)
         state, size = self.state, self.size
         self.routing = Routing(state, settings.router, settings.estimator, settings.cost)
         by_ratio = settings.paper_compat if self.draws.greedy else not self.draws.coupled

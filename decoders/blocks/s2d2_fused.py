@@ -23,7 +23,6 @@ Legend: B slots of this step, T places from the first undecided position on, R f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from decoders.blocks.state import VERIFY
 from decoders.blocks.verdicts import Judge, Suspects
 from decoders.draws import noise
 from decoders.engine.acceptance import leading
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 
@@ -75,8 +75,8 @@ class FusedS2d2(BlockSlots):
 
     rules: S2d2Settings
 
-    def __init__(self, *args: Any, settings: S2d2Settings, **kwargs: Any) -> None:
-        super().__init__(*args, settings=settings, bonus=1, **kwargs)
+    def __init__(self, setup: Setup, settings: S2d2Settings) -> None:
+        super().__init__(setup, settings, bonus=1)
         state, size = self.state, self.size
         by_ratio = not self.draws.greedy and not self.draws.coupled
         self.judge = Judge(self.draws, self._logits, self._parts, by_ratio, settings.temper)

@@ -6,17 +6,18 @@ Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from decoders.base import ModelInfo, ModelKind
 from decoders.blocks.router_settings import Cost, Entropy, Estimator, MinSpan, Router
-from decoders.common_settings import Settings
+from decoders.common_settings import DecoderChoice, Sampling
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 
 
-class BlockSettings(Settings):
+class BlockSettings(DecoderChoice):
     """What the decoders of block-diffusion models share.
 
     Blocks of `block_size` positions (null: what the model was trained with) are finished one after the other. Each has `steps`
@@ -29,6 +30,9 @@ class BlockSettings(Settings):
     forward is spent on the prompt or on a finished block alone: they go with the draft of the block behind them.
     """
 
+    runs_on: ClassVar[ModelKind] = "blocks"
+    tasks: ClassVar = ("complete",)
+    draws_by_row: ClassVar = False
     block_size: _Count | None = None
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
     steps: _Count | None = None
@@ -44,6 +48,29 @@ class BlockSettings(Settings):
         """Whether verifications also draft, so that no block is drafted apart."""
         return False
 
+    def size_for(self, info: ModelInfo) -> int:
+        """The size that is asked for, else that of the training; ValueError where there is neither, or sub-blocks don't fit."""
+        size = self.block_size or info.block_size
+        if size is None:
+            raise ValueError(
+                f"decoder.block_size: models of family {info.family!r} don't say theirs; allowed: a number"
+            )
+        if self.sub_block is not None and size % self.sub_block:
+            raise ValueError(
+                f"decoder.sub_block: {self.sub_block} does not divide block_size = {size}; allowed: its divisors"
+            )
+        return size
+
+    def check_model(self, info: ModelInfo) -> None:
+        """See DecoderChoice."""
+        self.size_for(info)
+        if self.fused and info.shift and not self.drafts_in_verifications:
+            raise ValueError(
+                f"decoder.fused: true does not work with family {info.family!r}, which predicts the first token of a block in "
+                "the forward before it; allowed: false, or s2d2 over a causal cache that verifies always, without sub_block, "
+                "tau_edit and paper_compat"
+            )
+
     @model_validator(mode="after")
     def _whole_sub_blocks(self) -> BlockSettings:
         if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
@@ -57,6 +84,11 @@ class BlockDiffusionSettings(BlockSettings):
     """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); one token a step, or lossy."""
 
     kind: Literal["block_diffusion"]
+
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.blocks.block_diffusion:BlockDiffusion"
 
 
 class S2d2Settings(BlockSettings):
@@ -87,9 +119,15 @@ class S2d2Settings(BlockSettings):
         parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
         return self.fused and self.causal_cache and self.verifies_always and not parts
 
-    def check_temper(self, acceptance: str, temperature: float) -> None:
-        """Raise ValueError where `temper` is set but no ratio of laws is looked at."""
-        by_ratio = self.paper_compat if temperature == 0.0 else acceptance == "rejection"
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.blocks." + ("s2d2_fused:FusedS2d2" if self.drafts_in_verifications else "s2d2:S2d2Decoder")
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See DecoderChoice; ValueError, too, where `temper` is set but no ratio of laws is looked at."""
+        super().check_sampling(sampling)
+        by_ratio = self.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
         if self.temper != 1.0 and not by_ratio:
             raise ValueError(
                 f"decoder.temper: {self.temper:g} is the power of a ratio, which sampling.acceptance 'rejection' looks at "

@@ -1,0 +1,1 @@
+"""Decoders of causal models: speculative decoding, SpecDiff, Jacobi, scoring."""

@@ -13,7 +13,7 @@ D width, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.visibility import visible
 from decoders.base import Outcome, Request
 from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, SlotState
 
@@ -55,9 +56,9 @@ class CausalDecoder(SlotDecoder):
     backbone: TokenBackbone
     joins_prompts = True
 
-    def __init__(self, *args: Any, stops: Stops | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.stops = stops or Stops()
+    def __init__(self, setup: Setup, *, max_commit: int = 1, window: int = 1) -> None:
+        super().__init__(setup, max_commit=max_commit, window=window)
+        self.stops = setup.stops or Stops()
         self._stop_ids = torch.tensor(self.stops.ids, dtype=torch.int64, device=self.state.device)
         self._finish_S = self.state.column()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from decoders.causal.jacobi_size import MOST_AUTO, BlockBudget
 from decoders.causal.settings import JacobiSettings
 from decoders.draws import noise
 from decoders.engine.acceptance import leading
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 
@@ -110,12 +110,12 @@ class Jacobi(JacobiDecoder):
     tokens the fixed point. A canvas of whole blocks and one token more shows every state in full.
     """
 
-    def __init__(self, *args: Any, settings: JacobiSettings, **kwargs: Any) -> None:
+    def __init__(self, setup: Setup, settings: JacobiSettings) -> None:
         self.running = settings.window == "running"
         self.sizes = BlockBudget() if settings.block_size == "auto" else None
         self.block_size = 0 if settings.block_size == "auto" else settings.block_size
         most = MOST_AUTO if settings.block_size == "auto" else settings.block_size
-        super().__init__(*args, window=most + 1, max_commit=most + 1, **kwargs)
+        super().__init__(setup, window=most + 1, max_commit=most + 1)
 
     def _advance(self, group: Group) -> None:
         # A step with prompts says little about the steps after it.

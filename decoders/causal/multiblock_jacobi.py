@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +36,7 @@ from decoders.causal.jacobi import JacobiDecoder, Said
 from decoders.causal.ngram_pool import NgramPool
 from decoders.causal.settings import MultiblockJacobiSettings
 from decoders.engine.acceptance import leading
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 
 
@@ -76,11 +76,11 @@ class MultiblockJacobi(JacobiDecoder):
     # Look-ups in a new sample's empty pool would be counted.
     joins_prompts = False
 
-    def __init__(self, *args: Any, settings: MultiblockJacobiSettings, **kwargs: Any) -> None:
+    def __init__(self, setup: Setup, settings: MultiblockJacobiSettings) -> None:
         self.block_size, self.blocks = settings.block_size, settings.blocks
         self.spawn_at = math.ceil(settings.spawn_ratio * settings.block_size)
         longest = self.block_size * self.blocks
-        super().__init__(*args, window=longest + 1, max_commit=longest + 1, **kwargs)
+        super().__init__(setup, window=longest + 1, max_commit=longest + 1)
         self.most_candidates = settings.verify_size - 1 if settings.pool_size else 0
         self._pool = NgramPool(self.state, settings.pool_size, longest)
         # Blocks opened so far, and the provisionally accepted tokens of block b at [b % K].

@@ -19,6 +19,7 @@ from decoders.backbones.base import TokenBackbone
 from decoders.base import ModelInfo, Outcome, Request
 from decoders.causal.decoder import rows_between
 from decoders.common_settings import Sampling
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident
 
@@ -29,7 +30,9 @@ class Scorer(SlotDecoder):
     backbone: TokenBackbone
 
     def __init__(self, backbone: TokenBackbone, info: ModelInfo, *, max_rows: int, max_tokens: int) -> None:
-        super().__init__(backbone, info, Sampling(), max_rows=max_rows, max_tokens=max_tokens)
+        super().__init__(
+            Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=max_rows, max_tokens=max_tokens)
+        )
         self._scores: dict[int, NDArray[np.float32]] = {}
 
     def _needs_slot(self, request: Request) -> bool:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.common_settings import Settings
+from decoders.base import ModelInfo, ModelKind
+from decoders.common_settings import DecoderChoice, Settings
 
 
-class AutoregressiveSettings(Settings):
+class AutoregressiveSettings(DecoderChoice):
     """Sequential decoding of a causal model, one token per forward: the baseline."""
 
+    runs_on: ClassVar[ModelKind] = "causal"
+    tasks: ClassVar = ("infill", "complete", "score")
+    token_logprobs: ClassVar = True
     kind: Literal["autoregressive"]
+
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.causal.autoregressive:Autoregressive"
 
 
 class DrafterPlace(Settings):
@@ -42,15 +51,23 @@ class NgramDrafter(Settings):
         return self
 
 
-class SpeculativeSettings(Settings):
+class SpeculativeSettings(DecoderChoice):
     """Speculative decoding of a causal model (Leviathan et al., 2023; Chen et al., 2023)."""
 
+    runs_on: ClassVar[ModelKind] = "causal"
+    tasks: ClassVar = ("infill", "complete")
+    token_logprobs: ClassVar = True
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
     drafter: Annotated[ModelDrafter | NgramDrafter, Field(discriminator="kind")] = NgramDrafter(kind="ngram")
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice; without drafts it is the baseline."""
+        return "decoders.causal." + ("autoregressive:Autoregressive" if self.k == 0 else "speculative:Speculative")
 
-class SpecDiffSettings(Settings):
+
+class SpecDiffSettings(DecoderChoice):
     """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
 
     Up to `gamma` masks behind the text are revealed in at most `steps` forwards: from left to right, or in the random order of
@@ -59,6 +76,9 @@ class SpecDiffSettings(Settings):
     that were revealed before it in the same forward; there is none for the native order.
     """
 
+    runs_on: ClassVar[ModelKind] = "causal"
+    tasks: ClassVar = ("infill", "complete")
+    token_logprobs: ClassVar = True
     kind: Literal["specdiff"]
     gamma: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 8
     steps: int = Field(default=2, ge=1, le=256)
@@ -76,21 +96,57 @@ class SpecDiffSettings(Settings):
             )
         return self
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.causal.specdiff:SpecDiff"
 
-class JacobiSettings(Settings):
+    @property
+    def draft_head(self) -> str:
+        """See DecoderChoice; in the native order none can serve."""
+        return "none" if self.order == "native" else self.head
+
+    def check_drafter(self, drafter: ModelInfo) -> None:
+        """Raise ValueError where a full window is asked for and nobody knows how long that is."""
+        if self.window == "full" and drafter.max_length is None:
+            raise ValueError(
+                "decoder.window: 'full' is the length that the drafter was trained on, which its config.json doesn't say; "
+                "allowed: short"
+            )
+
+
+class JacobiSettings(DecoderChoice):
     """Jacobi decoding of a causal model: a block of drafts, refined by every forward until it is the model's own text."""
 
+    runs_on: ClassVar[ModelKind] = "causal"
+    tasks: ClassVar = ("infill", "complete")
+    token_logprobs: ClassVar = True
+    draft_law: ClassVar = False
     kind: Literal["jacobi"]
     block_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 16
     window: Literal["fixed", "running"] = "fixed"
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.causal.jacobi:Jacobi"
 
-class MultiblockJacobiSettings(Settings):
+
+class MultiblockJacobiSettings(DecoderChoice):
     """Jacobi decoding with several blocks at once and rejection recycling (pcLLM, Algorithm 1)."""
 
+    runs_on: ClassVar[ModelKind] = "causal"
+    tasks: ClassVar = ("infill", "complete")
+    token_logprobs: ClassVar = True
+    draft_law: ClassVar = False
     kind: Literal["multiblock_jacobi"]
     block_size: int = Field(default=16, ge=1, le=256)
     blocks: int = Field(default=2, ge=1, le=8)
     spawn_ratio: float = Field(default=0.85, gt=0.0, le=1.0)
     verify_size: int = Field(default=4, ge=1, le=16)
     pool_size: int = Field(default=4, ge=0, le=256)
+
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.causal.multiblock_jacobi:MultiblockJacobi"

@@ -9,17 +9,14 @@ Source: Christopher et al., "Speculative Diffusion Decoding" (2025).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.heads import DraftHeads
-from decoders.base import ModelInfo
 from decoders.causal.diffusion_drafter import DiffusionDrafter, Revealing
 from decoders.causal.settings import SpecDiffSettings
 from decoders.causal.speculative import DraftAndVerify
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
-from decoders.fit import check_window
+from decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 48
 """The most drafts that `auto` gives to a slot; the paper's best are 30 to 45."""
@@ -31,18 +28,11 @@ class SpecDiff(DraftAndVerify):
     ValueError where its window can't be full.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: SpecDiffSettings,
-        drafter: TokenBackbone | None = None,
-        drafter_info: ModelInfo | None = None,
-        heads: DraftHeads | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, asked=settings.gamma, most_auto=MOST_AUTO, **kwargs)
+    def __init__(self, setup: Setup, settings: SpecDiffSettings) -> None:
+        super().__init__(setup, settings.gamma, most_auto=MOST_AUTO)
+        drafter, drafter_info, heads = setup.drafter, setup.drafter_info, setup.heads
         assert drafter is not None and drafter_info is not None, "decoder.drafter names a model, but none was loaded"
-        check_window(settings, drafter_info)
+        settings.check_drafter(drafter_info)
         open_ended = settings.gamma == "auto"
         revealing = Revealing(settings.steps, None if open_ended else self.k, settings.order)
         costs, drawing = (CostTable(), CostTable()) if open_ended else (None, None)

@@ -18,7 +18,7 @@ rows, D width, V vocabulary.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from decoders.causal.settings import NgramDrafter, SpeculativeSettings
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
 from decoders.engine.cost import CostTable
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group, Resident
 
 
@@ -39,9 +40,9 @@ class DraftAndVerify(CausalDecoder):
 
     drafter: CausalDrafter
 
-    def __init__(self, *args: Any, asked: int | Literal["auto"], most_auto: int = MOST_AUTO, **kwargs: Any) -> None:
+    def __init__(self, setup: Setup, asked: int | Literal["auto"], *, most_auto: int = MOST_AUTO) -> None:
         self.k = most_auto if asked == "auto" else asked
-        super().__init__(*args, window=self.k + 1, max_commit=self.k + 1, **kwargs)
+        super().__init__(setup, window=self.k + 1, max_commit=self.k + 1)
 
     def _draw_draft(self, logits_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> tuple[Tensor, Tensor]:
         law_RV = self._law(self._suppress(logits_RV), slots_R)
@@ -138,17 +139,10 @@ class DraftAndVerify(CausalDecoder):
 class Speculative(DraftAndVerify):
     """`drafter` is the small model where the settings ask for one; `drafter_info` says how long a text it takes."""
 
-    def __init__(
-        self,
-        *args: Any,
-        settings: SpeculativeSettings,
-        drafter: TokenBackbone | None = None,
-        drafter_info: ModelInfo | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, asked=settings.k, **kwargs)
+    def __init__(self, setup: Setup, settings: SpeculativeSettings) -> None:
+        super().__init__(setup, settings.k)
         costs = None if isinstance(settings.drafter, NgramDrafter) else CostTable()
-        self.drafter = self._make_drafter(settings, drafter, drafter_info, costs)
+        self.drafter = self._make_drafter(settings, setup.drafter, setup.drafter_info, costs)
         if settings.k == "auto":
             self.budget = DraftBudget(self.state, self.k, drafter=costs)
 

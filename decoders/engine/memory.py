@@ -59,11 +59,6 @@ class Account:
         return (slice(first, first + step) for first in range(0, max(num_rows, 1), step))
 
 
-def rounded(number: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-number // multiple) * multiple
-
-
 def column_multiple(backbone: object) -> int:
     """What a backbone rounds its columns up to."""
     rules = getattr(backbone, "rules", None)

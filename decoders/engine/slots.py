@@ -18,12 +18,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import CountingBackbone, Model
-from decoders.base import EngineStats, ModelInfo, Outcome, Request, StopText, TraceStep
-from decoders.common_settings import Sampling
+from decoders.backbones.base import CountingBackbone
+from decoders.backbones.cache import rounded
+from decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
 from decoders.engine.acceptance import Acceptance, Window, pick
 from decoders.engine.budget import DraftBudget
-from decoders.engine.memory import Account, column_multiple, give, rounded
+from decoders.engine.memory import Account, column_multiple, give
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group, Resident, SlotState, outcome_of, untouched
 from decoders.engine.warps import Warps
 
@@ -54,22 +55,18 @@ class SlotDecoder(ABC):
     `max_commit` is the most tokens that one iteration can commit, `window` the number of ranks whose noise is alive at once.
     """
 
-    def __init__(
-        self,
-        backbone: Model,
-        info: ModelInfo,
-        sampling: Sampling,
-        *,
-        max_rows: int,
-        max_tokens: int,
-        trace: bool = False,
-        max_commit: int = 1,
-        window: int = 1,
-    ) -> None:
+    def __init__(self, setup: Setup, *, max_commit: int = 1, window: int = 1) -> None:
+        backbone, info, sampling, max_rows, max_tokens = (
+            setup.backbone,
+            setup.info,
+            setup.sampling,
+            setup.max_rows,
+            setup.max_tokens,
+        )
         if max_rows < 1 or max_tokens < 1:
             raise ValueError(f"batching: max_rows = {max_rows}, max_tokens = {max_tokens}; both must be at least 1")
         self.backbone, self.info, self.sampling = backbone, info, sampling
-        self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, trace
+        self.max_rows, self.max_tokens, self.tracing = max_rows, max_tokens, setup.trace
         self.counting = CountingBackbone(backbone, max_rows)
         self.state = SlotState(max_rows, backbone.device, max_commit=max_commit)
         self.warps = Warps(self.state, sampling)

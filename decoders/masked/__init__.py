@@ -1,0 +1,1 @@
+"""Decoders of masked-diffusion models: step by step, SSD, ancestral sampling."""

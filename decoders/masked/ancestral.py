@@ -24,7 +24,7 @@ Legend: B slots of this step, W positions, T positions revealed, R flat rows, D 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from torch import Tensor
 from decoders.base import HOLE, Request
 from decoders.draws import noise
 from decoders.draws.absorbing import chance_by_scores, log_scores, time_of_share, total_noise
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
-from decoders.fit import predictor_of
 from decoders.masked.decoder import MaskedDecoder
 from decoders.masked.rows import Nodes, lay
 from decoders.masked.settings import AncestralSettings
@@ -45,10 +45,10 @@ LAST_TIME: Final = 1e-5
 class Ancestral(MaskedDecoder):
     """See the module's docstring."""
 
-    def __init__(self, *args: Any, settings: AncestralSettings, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, setup: Setup, settings: AncestralSettings) -> None:
+        super().__init__(setup)
         self.num_steps = settings.steps
-        self.predictor = predictor_of(settings, self.info.family)
+        self.predictor = settings.predictor_for(self.info.family)
         self._step_S = self.state.column()
         self._first_time_S = self.state.column(dtype=torch.float64)
 

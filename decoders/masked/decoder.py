@@ -18,7 +18,7 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from decoders.base import HOLE, Outcome, Request
 from decoders.draws import noise
 from decoders.engine.ends import FINISHES, Stops, ending
 from decoders.engine.kept_noise import PositionNoise
+from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, trimmed
 from decoders.masked.canvases import CanvasState, first_block, next_up
@@ -36,10 +37,7 @@ from decoders.masked.rows import Nodes, lay, separate
 from decoders.masked.settings import MaskedSettings
 from decoders.masked.windows import CachedWindows
 
-
-def shared_settings(settings: MaskedSettings) -> dict[str, Any]:
-    """The arguments of MaskedDecoder that come from what its decoders' settings have in common."""
-    return {name: getattr(settings, name) for name in ("block_length", "confidence", "cache", "refresh")}
+_WHOLE_CANVAS: Final = MaskedSettings(block_length=None)
 
 
 class MaskedDecoder(SlotDecoder):
@@ -47,25 +45,21 @@ class MaskedDecoder(SlotDecoder):
 
     backbone: TokenBackbone
 
-    def __init__(
-        self,
-        *args: Any,
-        block_length: int | None = None,
-        confidence: str = "top1",
-        cache: str = "none",
-        refresh: int | None = None,
-        stops: Stops | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, setup: Setup, settings: MaskedSettings | None = None) -> None:
+        """`settings` are None where the canvas is one block, ranked by probability, and nothing is cached."""
+        super().__init__(setup)
+        shared = settings or _WHOLE_CANVAS
         if self.info.mask_id is None:
             raise ValueError(f"decoder.kind: models of family {self.info.family!r} have no mask to start from")
-        self.mask_id, self.confidence, self.cache, self.stops = self.info.mask_id, confidence, cache, stops
-        self.canvas = CanvasState(self.state, block_length)
+        self.mask_id, self.stops = self.info.mask_id, setup.stops
+        self.confidence, self.cache = shared.confidence, shared.cache
+        self.canvas = CanvasState(self.state, shared.block_length)
         self._noise = PositionNoise(self.state, self.info.vocab_size)
         self._finish_S, self._keep_S = self.state.column(), self.state.column()
         self._row_bytes = int(getattr(self.backbone, "row_bytes", 0))
-        self.windows = CachedWindows(self.state, self.canvas, kind=cache, refresh=refresh, shift=self.info.shift)
+        self.windows = CachedWindows(
+            self.state, self.canvas, kind=shared.cache, refresh=shared.refresh, shift=self.info.shift
+        )
 
     def _start(self, slot: int, request: Request) -> None:
         super()._start(slot, request)

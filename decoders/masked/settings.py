@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.common_settings import Settings
+from decoders.base import ModelInfo, ModelKind
+from decoders.common_settings import DecoderChoice, Settings
+
+_PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
 class MaskedSettings(Settings):
@@ -32,9 +35,11 @@ class MaskedSettings(Settings):
         return self
 
 
-class StepwiseSettings(MaskedSettings):
+class StepwiseSettings(MaskedSettings, DecoderChoice):
     """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar = ("infill", "complete")
     kind: Literal["stepwise"]
     tokens_per_step: int = Field(default=1, ge=1)
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -52,37 +57,87 @@ class StepwiseSettings(MaskedSettings):
             )
         return self
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.masked.stepwise:Stepwise"
 
-class SelfSpeculativeSettings(MaskedSettings):
+
+class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     """Self-speculative masked diffusion (SSD): the text and the order of `stepwise`, in fewer forwards."""
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar = ("infill", "complete")
+    draft_law: ClassVar = False
     kind: Literal["ssd"]
     draft_length: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 4
     tree: Literal["chain", "mixed"] = "chain"
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.masked.ssd:SelfSpeculative"
 
-class ThresholdSettings(MaskedSettings):
+
+class ThresholdSettings(MaskedSettings, DecoderChoice):
     """Masked diffusion that reveals all it is sure enough of (Fast-dLLM); lossy."""
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar = ("infill", "complete")
     kind: Literal["threshold"]
     confidence: Literal["top1", "margin"] = "top1"
     tau: float = Field(default=0.9, ge=0.0, le=1.0, allow_inf_nan=False)
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.masked.stepwise:Threshold"
 
-class FactorSettings(MaskedSettings):
+
+class FactorSettings(MaskedSettings, DecoderChoice):
     """Masked diffusion that reveals the more at once, the surer it is of all of it (Fast-dLLM); lossy."""
 
+    runs_on: ClassVar[ModelKind] = "masked"
+    tasks: ClassVar = ("infill", "complete")
     kind: Literal["factor"]
     confidence: Literal["top1", "margin"] = "top1"
     factor: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
 
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.masked.stepwise:Factor"
 
-class AncestralSettings(Settings):
+
+class AncestralSettings(DecoderChoice):
     """Masked diffusion backwards in time (MDLM, SEDD): what is revealed when is left to chance; lossy where it is much at once.
 
     `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
     """
 
+    runs_on: ClassVar[ModelKind] = "ancestral"
+    tasks: ClassVar = ("infill", "complete")
     kind: Literal["ancestral"]
     steps: int = Field(default=128, ge=1, le=2**20)
     predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"
+
+    @property
+    def runs(self) -> str:
+        """See DecoderChoice."""
+        return "decoders.masked.ancestral:Ancestral"
+
+    def check_model(self, info: ModelInfo) -> None:
+        """See DecoderChoice."""
+        self.predictor_for(info.family)
+
+    def predictor_for(self, family: str) -> str:
+        """The predictor asked for, or the family's own; ValueError where the model can't be asked for it."""
+        allowed = _PREDICTORS.get(family, ("ddpm", "analytic", "euler"))
+        if self.predictor == "auto":
+            return allowed[0]
+        if self.predictor not in allowed:
+            raise ValueError(
+                f"decoder.predictor: {self.predictor!r} does not run on models of family {family!r}; "
+                f"allowed: auto, {', '.join(allowed)}"
+            )
+        return self.predictor

@@ -32,17 +32,17 @@ T positions revealed.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from decoders.base import HOLE
 from decoders.engine.budget import MOST_AUTO
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
 from decoders.masked.canvases import first_block, next_up
 from decoders.masked.confidence import Reading
-from decoders.masked.decoder import MaskedDecoder, shared_settings
+from decoders.masked.decoder import MaskedDecoder
 from decoders.masked.rows import Nodes, separate
 from decoders.masked.settings import SelfSpeculativeSettings
 from decoders.masked.ssd_budget import NodeBudget, num_nodes
@@ -55,8 +55,8 @@ class SelfSpeculative(MaskedDecoder):
 
     budget: NodeBudget | None
 
-    def __init__(self, *args: Any, settings: SelfSpeculativeSettings, **kwargs: Any) -> None:
-        super().__init__(*args, **shared_settings(settings), **kwargs)
+    def __init__(self, setup: Setup, settings: SelfSpeculativeSettings) -> None:
+        super().__init__(setup, settings)
         self.draft_length = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
         self.mixed, self.relaxed = settings.tree == "mixed", self.cache == "dual_relaxed"
         self.crosses = self.relaxed or self.windows.refresh is not None

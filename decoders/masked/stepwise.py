@@ -13,13 +13,14 @@ section 3.3. Legend: B slots, W positions.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
+from decoders.engine.setup import Setup
 from decoders.engine.state import Group
-from decoders.masked.decoder import RootDecoder, shared_settings
+from decoders.masked.decoder import RootDecoder
 from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
 
 # Where the time of Dream's schedule ends.
@@ -34,8 +35,8 @@ class Stepwise(RootDecoder):
     model's training has it, which is none in the first of as many steps as there are masks, and two in the last.
     """
 
-    def __init__(self, *args: Any, settings: StepwiseSettings, **kwargs: Any) -> None:
-        super().__init__(*args, **shared_settings(settings), **kwargs)
+    def __init__(self, setup: Setup, settings: StepwiseSettings) -> None:
+        super().__init__(setup, settings)
         self.settings = settings
         # Of the block that is being revealed: its number plus one, its masks at first, and the steps it has had.
         self._block_S, self._masks_S, self._steps_S = (self.state.column() for _ in range(3))
@@ -74,8 +75,8 @@ def dream_quota(masks_B: Tensor, step_B: Tensor, steps: int) -> Tensor:
 class Threshold(RootDecoder):
     """Reveals all that the model is sure enough of."""
 
-    def __init__(self, *args: Any, settings: ThresholdSettings, **kwargs: Any) -> None:
-        super().__init__(*args, **shared_settings(settings), **kwargs)
+    def __init__(self, setup: Setup, settings: ThresholdSettings) -> None:
+        super().__init__(setup, settings)
         self.tau = settings.tau
 
     def _knows_logprob(self) -> bool:
@@ -88,8 +89,8 @@ class Threshold(RootDecoder):
 class Factor(RootDecoder):
     """Reveals the more, the surer the model is of all of it."""
 
-    def __init__(self, *args: Any, settings: FactorSettings, **kwargs: Any) -> None:
-        super().__init__(*args, **shared_settings(settings), **kwargs)
+    def __init__(self, setup: Setup, settings: FactorSettings) -> None:
+        super().__init__(setup, settings)
         self.factor = settings.factor
 
     def _knows_logprob(self) -> bool:

@@ -23,7 +23,6 @@ from decoders.blocks.settings import BlockSettings, S2d2Settings
 from decoders.blocks.state import KINDS
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
-from decoders.fit import block_size_of
 from decoders.references.choosers import Rule
 
 Row = tuple[int, int, int, frozenset[int]]
@@ -35,7 +34,7 @@ class PlainBlocks:
 
     def __init__(self, backbone: TokenBackbone, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
         self.backbone, self.info, self.sampling, self.settings = backbone, info, sampling, settings
-        self.size = block_size_of(settings, info)
+        self.size = settings.size_for(info)
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64)
         self._known: dict[tuple[tuple[Row, ...], int], Tensor] = {}
 

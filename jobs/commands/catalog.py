@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.models import builtin_models
 from decoders.backbones.families.table import FAMILIES
-from decoders.settings import DECODER_KINDS
+from decoders.settings import DECODERS, decoders_of
 from jobs.codes import OK
 
 
@@ -12,9 +12,9 @@ def print_catalog() -> int:
     """Print what is known here; returns the exit code."""
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):
-        print(f"  {name:<16} decoders: {', '.join(family.decoders)}")
+        print(f"  {name:<16} decoders: {', '.join(decoders_of(family.kind))}")
     print("decoders (decoder.kind)")
-    for kind, settings in DECODER_KINDS.items():
+    for kind, settings in DECODERS.items():
         print(f"  {kind:<16} {first_sentence(settings.__doc__)}")
         options = [name for name in settings.model_fields if name != "kind"]
         if options:

@@ -1,0 +1,1 @@
+"""A job's YAML file: its keys, and what is wrong with it."""

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from actors.task import CAUSAL, Columns, Side, Task, as_tuple
+from actors.task import Columns, Side, Task, as_tuple
 from decoders.common_settings import Sampling, Settings
-from decoders.settings import DecoderSettings, check_acceptance
+from decoders.settings import DecoderSettings
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_override, read_mapping
@@ -187,7 +187,7 @@ class JobSpec(Settings):
 
     @model_validator(mode="after")
     def _acceptance_fits_the_decoder(self) -> JobSpec:
-        check_acceptance(self.decoder, self.sampling)
+        self.decoder.check_sampling(self.sampling)
         return self
 
     def results_key(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class JobSpec(Settings):
             full["decoder"]["drafter"] = {
                 key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
             }
-        if self.task.kind == "infill" and self.decoder.kind not in CAUSAL:
+        if self.task.kind == "infill" and self.decoder.runs_on != "causal":
             # No other decoder has a use for them, and runs of earlier versions don't know them.
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
         return {

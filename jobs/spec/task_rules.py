@@ -7,9 +7,6 @@ from __future__ import annotations
 from typing import get_args
 
 from actors.task import (
-    CAUSAL,
-    DRAWS_BY_ROW,
-    TASK_DECODERS,
     Columns,
     Complete,
     Given,
@@ -23,7 +20,7 @@ from actors.task import (
     Spans,
     Task,
 )
-from decoders.settings import DecoderSettings
+from decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")
@@ -51,7 +48,7 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
 
 def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
     """Why this decoder does not do this kind of task; None where it does."""
-    allowed = TASK_DECODERS[task.kind]
+    allowed = decoders_for(task.kind)
     if decoder.kind in allowed:
         return None
     return f"decoder.kind: {decoder.kind!r} does not run the task {task.kind!r}; allowed: {', '.join(allowed)}"
@@ -59,16 +56,17 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
 
 def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
     """Why this decoder can't take such settings from each row; None where it can, or need not."""
-    if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.kind not in CAUSAL:
+    if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.runs_on != "causal":
         return (
             f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that "
-            f"the mask gives them; used by: {', '.join(CAUSAL)}"
+            f"the mask gives them; used by: {', '.join(decoders_of('causal'))}"
         )
     for name in ("temperature", "top_p"):
-        if getattr(columns, name) is not None and decoder.kind not in DRAWS_BY_ROW:
+        if getattr(columns, name) is not None and not decoder.draws_by_row:
+            allowed = sorted(kind for kind, one in DECODERS.items() if one.draws_by_row)
             return (
                 f"input.columns.{name}: decoder {decoder.kind!r} draws all rows alike, by sampling.{name}; "
-                f"decoders that draw each by its own: {', '.join(sorted(DRAWS_BY_ROW))}"
+                f"decoders that draw each by its own: {', '.join(allowed)}"
             )
     return None
 
@@ -128,12 +126,12 @@ def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
 
 def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
     """Why this decoder can't fill the holes of this task, if it is one of causal models, or has keys that only those use."""
-    if decoder.kind not in CAUSAL:
+    if decoder.runs_on != "causal":
         for key in ("fim", "max_new_tokens"):
             if getattr(task, key) != Infill.model_fields[key].default:
                 return (
                     f"task.{key}: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that the mask "
-                    f"gives them; used by: {', '.join(CAUSAL)}"
+                    f"gives them; used by: {', '.join(decoders_of('causal'))}"
                 )
         return None
     if not isinstance(task.mask, Marker | Spans | Lines | SpanFraction):

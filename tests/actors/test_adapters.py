@@ -174,7 +174,7 @@ def test_a_job_without_an_adapter_keeps_its_fingerprint() -> None:
         "decoder": {"kind": "autoregressive"},
         "output": {"path": "runs/a"},
     }
-    info = ModelInfo("llama", 61, None, None, ("autoregressive",), 1)
+    info = ModelInfo("llama", 61, None, None, "causal", 1)
     plain = results_key(check_spec(data), info, Hashes("m", "t"), [])
     assert "adapter" not in plain["model"]
     assert results_key(check_spec(data), info, Hashes("m", "t", adapter="x"), [])["model"]["adapter"] == "x"

@@ -57,7 +57,7 @@ def with_tokens(
 
 
 def causal_info(*, vocab_size: int = 400, max_length: int | None = None) -> ModelInfo:
-    return ModelInfo("llama", vocab_size, None, max_length, ("autoregressive", "jacobi"), 1000)
+    return ModelInfo("llama", vocab_size, None, max_length, "causal", 1000)
 
 
 def infill(mask: dict[str, Any] | None = None, **task: Any) -> Infill:

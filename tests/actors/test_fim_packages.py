@@ -21,7 +21,7 @@ from decoders.base import HOLE, ModelInfo
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 
-INFO = ModelInfo("llama", 200_000, None, None, ("autoregressive",), 1)
+INFO = ModelInfo("llama", 200_000, None, None, "causal", 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})
 
 

@@ -26,7 +26,7 @@ from decoders.backbones.checkpoint import read_config, stop_ids
 from decoders.backbones.load import load_weights
 from storage.errors import UserError
 from tests.decoders.backbones.causal_models import LLAMA3_ROPE, in_a_row, load, play, save_random
-from tests.gguf_of_tests import WORDS, write_gguf
+from tests.runs.gguf_of_tests import WORDS, write_gguf
 
 # Widths of whole blocks of 32, which quantised files have.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": len(WORDS["tokens"])}

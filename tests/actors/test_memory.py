@@ -21,6 +21,7 @@ from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import HOLE, Request
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
+from decoders.engine.setup import Setup
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from jobs.driving.crew import crew
@@ -92,7 +93,10 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: 
     monkeypatch.setattr(memory, "free_bytes", lambda device, **more: 2_000_000)
     settings = AutoregressiveSettings(kind="autoregressive")
     decoder = build_decoder(
-        Small(num_positions=6), token_info(3), settings, Sampling(), max_rows=64, max_tokens=64 * 512
+        Setup(
+            backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=64, max_tokens=64 * 512
+        ),
+        settings,
     )
     room = fit(decoder, threads=1)
     assert room is not None
@@ -105,12 +109,8 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: 
 
 def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
     decoder = build_decoder(
-        Small(num_positions=6),
-        token_info(3),
+        Setup(backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=9, max_tokens=999),
         AutoregressiveSettings(kind="autoregressive"),
-        Sampling(),
-        max_rows=9,
-        max_tokens=999,
     )
     decoder.fit(8_000)
     assert decoder.most_rows(6) == 0 and decoder.most_rows(3) == 1
@@ -182,7 +182,8 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     assert 0 < free <= torch.cuda.mem_get_info()[1]
     info = inspect_model(fetch_model("builtin:ar-tiny"))
     decoder = build_decoder(
-        backbone, info, AutoregressiveSettings(kind="autoregressive"), Sampling(), max_rows=256, max_tokens=1 << 20
+        Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=256, max_tokens=1 << 20),
+        AutoregressiveSettings(kind="autoregressive"),
     )
     decoder.fit(64 << 20)
     before = torch.cuda.memory_allocated()

@@ -9,13 +9,12 @@ import torch
 from decoders.backbones.heads import DraftHeads
 from decoders.base import ModelInfo, Request
 from decoders.draws.noise import sample_key
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
-
-KINDS = ("any_subset", "assd", "parallel")
 
 
 def table_info(vocab_size, suppressed=()):
-    return ModelInfo("table", vocab_size, None, None, KINDS, 0, tuple(suppressed))
+    return ModelInfo("table", vocab_size, None, None, "any_subset", 0, tuple(suppressed))
 
 
 def toy_requests(count, *, vocab_size, longest, share=0.7, seed=0, shortest=1):
@@ -28,11 +27,8 @@ def toy_requests(count, *, vocab_size, longest, share=0.7, seed=0, shortest=1):
     return requests
 
 
-CAUSAL_KINDS = ("autoregressive", "speculative", "jacobi", "multiblock_jacobi")
-
-
 def token_info(vocab_size, suppressed=()):
-    return ModelInfo("token_table", vocab_size, None, None, CAUSAL_KINDS, 0, tuple(suppressed))
+    return ModelInfo("token_table", vocab_size, None, None, "causal", 0, tuple(suppressed))
 
 
 def toy_prompts(count, *, vocab_size, longest, seed=0, max_new=None):
@@ -71,7 +67,9 @@ def run_all(decoder, requests):
 
 
 def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1 << 20, **more):
-    decoder = build_decoder(backbone, info, settings, sampling, max_rows=rows, max_tokens=max_tokens, **more)
+    decoder = build_decoder(
+        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more), settings
+    )
     return run_all(decoder, requests)
 
 

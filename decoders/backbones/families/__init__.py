@@ -1,0 +1,1 @@
+"""What each public model family needs to be loaded; imports no torch."""

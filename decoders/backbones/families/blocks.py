@@ -18,8 +18,6 @@ from typing import Any, Final
 from decoders.backbones.families.causal import CausalFamily, Config
 from decoders.backbones.families.fields import demand, numbers, token_id
 
-DECODERS: Final = ("block_diffusion", "s2d2")
-"""The decoders that run on these families."""
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
 """The fields of config.json that may name the mask, the first one first."""
 

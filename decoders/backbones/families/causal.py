@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Config = Mapping[str, Any]
-DECODERS: Final = ("autoregressive", "speculative", "specdiff", "jacobi", "multiblock_jacobi")
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 # Fields that say how others are to run the weights, and nothing of what these compute.

@@ -17,11 +17,6 @@ from decoders.backbones.families import causal as causal_families
 from decoders.backbones.families.causal import CausalFamily, Config
 from decoders.backbones.families.fields import demand, numbers, token_id
 
-DECODERS: Final = ("stepwise", "threshold", "factor", "ssd")
-"""The decoders that run on LLaDA and Dream."""
-DDIT_DECODERS: Final = ("ancestral",)
-"""The decoders that run on MDLM and SEDD."""
-
 # What the public checkpoints use where config.json doesn't say.
 _LLADA_MASK: Final = 126336
 _DREAM_MASK: Final = 151666

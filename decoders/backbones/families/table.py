@@ -1,4 +1,4 @@
-"""What each public model family needs to be loaded: its config, its weights' names, its mask id, its decoders.
+"""What each public model family needs to be loaded: its config, its weights' names, its mask id, its kind.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Facts were read from the checkpoints'
 own code and configs.
@@ -21,7 +21,7 @@ from decoders.backbones.families.fields import numbers
 from decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
 from decoders.backbones.families.masked import DDiTShape
 from decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
-from decoders.base import ModelInfo
+from decoders.base import ModelInfo, ModelKind
 
 Config = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class Family:
     """
 
     name: str
-    decoders: tuple[str, ...]
+    kind: ModelKind
     mask_id: Callable[[Config], int | None]
     vocab_size: Callable[[Config], int]
     weight_shapes: Callable[[Config], dict[str, tuple[int, ...]]]
@@ -66,7 +66,7 @@ class Family:
 def _causal(family: CausalFamily) -> Family:
     return Family(
         name=family.name,
-        decoders=causal_families.DECODERS,
+        kind="causal",
         mask_id=lambda config: None,
         vocab_size=partial(causal_families.vocab_size, family),
         weight_shapes=partial(causal_families.weight_shapes, family),
@@ -83,7 +83,7 @@ def _causal(family: CausalFamily) -> Family:
 def _ddit(name: str, shape: Callable[[Config], DDiTShape], prefix: str) -> Family:
     return Family(
         name=name,
-        decoders=masked_families.DDIT_DECODERS,
+        kind="ancestral",
         mask_id=lambda config: shape(config).vocab_size - 1,
         fixed_mask=True,
         vocab_size=lambda config: shape(config).vocab_size,
@@ -103,7 +103,7 @@ def _block(family: CausalFamily, facts: BlockFacts) -> Family:
 def _with_facts(family: Family, facts: BlockFacts) -> Family:
     return dataclasses.replace(
         family,
-        decoders=block_families.DECODERS,
+        kind="blocks",
         mask_id=facts.find_mask,
         has_mask=True,
         mask_token=facts.mask_token,
@@ -115,7 +115,7 @@ def _with_facts(family: Family, facts: BlockFacts) -> Family:
 
 _LLADA2 = Family(
     name="llada2",
-    decoders=block_families.DECODERS,
+    kind="blocks",
     mask_id=block_families.LLADA2.find_mask,
     vocab_size=lambda config: llada2_shape(config).vocab_size,
     weight_shapes=llada2_shapes,
@@ -128,7 +128,7 @@ _LLADA2 = Family(
 FAMILIES: dict[str, Family] = {
     "xlnet": Family(
         name="xlnet",
-        decoders=("any_subset", "assd", "parallel"),
+        kind="any_subset",
         mask_id=lambda config: 6,
         vocab_size=lambda config: xlnet_shape(config).vocab_size,
         weight_shapes=xlnet_shapes,
@@ -138,7 +138,7 @@ FAMILIES: dict[str, Family] = {
     **{family.name: _causal(family) for family in CAUSAL_FAMILIES},
     "llada": Family(
         name="llada",
-        decoders=masked_families.DECODERS,
+        kind="masked",
         mask_id=masked_families.llada_mask,
         vocab_size=partial(causal_families.vocab_size, masked_families.LLADA),
         weight_shapes=masked_families.llada_shapes,
@@ -151,7 +151,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "dream": dataclasses.replace(
         _causal(masked_families.DREAM),
-        decoders=masked_families.DECODERS,
+        kind="masked",
         mask_id=masked_families.dream_mask,
         has_mask=True,
         max_length=masked_families.dream_length,
@@ -170,13 +170,7 @@ _MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe"
 
 def masked_diffusion_families() -> tuple[str, ...]:
     """The families that fill the masks of whole texts, each row of which carries a token; the two-stream ones do it otherwise."""
-    return tuple(
-        sorted(
-            name
-            for name, one in FAMILIES.items()
-            if one.has_mask and one.rows_are_tokens and one.decoders != block_families.DECODERS
-        )
-    )
+    return tuple(sorted(name for name, one in FAMILIES.items() if one.kind in {"masked", "ancestral"}))
 
 
 def find_family(config: Config, requested: str) -> Family:
@@ -218,7 +212,7 @@ def describe(family: Family, config: Config, *, mask_id: int | None, max_length:
         vocab_size=vocab_size,
         mask_id=mask,
         max_length=_max_length(family, config, max_length),
-        decoders=family.decoders,
+        kind=family.kind,
         num_parameters=sum(_product(shape) for shape in shapes.values()),
         suppressed=() if mask is None else (mask,),
         shift=family.shift,

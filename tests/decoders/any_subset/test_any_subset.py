@@ -10,6 +10,7 @@ from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, Parall
 from decoders.base import Request
 from decoders.common_settings import Sampling
 from decoders.engine.budget import DraftBudget
+from decoders.engine.setup import Setup
 from decoders.engine.state import decoding_order
 from decoders.references import any_subset as reference
 from decoders.references.any_subset import PlainModel
@@ -108,7 +109,15 @@ def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
     settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
     with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
         build_decoder(
-            table(), INFO, settings, Sampling(acceptance="rejection"), max_rows=1, max_tokens=9, heads=toy_heads(VOCAB)
+            Setup(
+                backbone=table(),
+                info=INFO,
+                sampling=Sampling(acceptance="rejection"),
+                max_rows=1,
+                max_tokens=9,
+                heads=toy_heads(VOCAB),
+            ),
+            settings,
         )
 
 
@@ -244,14 +253,19 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
 
 
 def test_room_keeps_to_rows_and_tokens_but_always_takes_one_sample():
-    decoder = build_decoder(table(), INFO, SEQUENTIAL, Sampling(), max_rows=4, max_tokens=13)
+    decoder = build_decoder(
+        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=13), SEQUENTIAL
+    )
     assert decoder.room(6) == 2 and decoder.room(3) == 4 and decoder.room(100) == 1
     decoder.admit([Request(0, 0, np.full(6, -1, dtype=np.int32))])
     assert decoder.room(6) == 1 and decoder.room(3) == 1 and decoder.room(100) == 0
 
 
 def test_clear_drops_every_sample_and_leaves_a_usable_decoder():
-    decoder = build_decoder(table(), INFO, AssdSettings(kind="assd", k=3), Sampling(), max_rows=4, max_tokens=1000)
+    decoder = build_decoder(
+        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
+        AssdSettings(kind="assd", k=3),
+    )
     requests = toy_requests(4, vocab_size=VOCAB, longest=LENGTH, shortest=4, seed=9, share=1.0)
     decoder.admit(requests)
     decoder.step()
@@ -277,7 +291,10 @@ def test_the_trace_tells_each_iteration_as_it_was():
 
 def test_times_and_row_counts_add_up():
     requests = toy_requests(30, vocab_size=VOCAB, longest=LENGTH, seed=11, share=1.0)
-    decoder = build_decoder(table(), INFO, AssdSettings(kind="assd", k=2), Sampling(), max_rows=4, max_tokens=1000)
+    decoder = build_decoder(
+        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1000),
+        AssdSettings(kind="assd", k=2),
+    )
     outcomes = run_all(decoder, requests)
     stats = decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)

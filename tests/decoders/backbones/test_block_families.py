@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from decoders.backbones.load import bos_id, inspect_model, stop_ids
-from decoders.fit import check_family
 from decoders.masked.settings import StepwiseSettings
+from decoders.settings import check_model
 from tests.decoders.backbones.masked_models import copy_changed, load, without
 
 SDAR_4B = {
@@ -110,7 +110,7 @@ def test_public_configs_are_recognised_and_give_the_published_sizes(config, fami
     assert info.num_parameters / 1e6 == pytest.approx(millions, abs=1e-3)
     assert info.max_length == 32768
     assert info.suppressed == (mask,)
-    assert info.decoders == ("block_diffusion", "s2d2")
+    assert info.kind == "blocks"
     # config.json and the user come before the family's table.
     config = config | {"num_hidden_layers": 2}
     key = "bd_size" if family == "fast_dllm_v2" else "block_size"
@@ -255,5 +255,5 @@ def test_block_diffusion_runs_no_decoder_of_whole_texts_and_drafts_for_none(gold
     with pytest.raises(
         ValueError, match="'stepwise' does not run on models of family 'sdar'; allowed: block_diffusion, s2d2"
     ):
-        check_family(StepwiseSettings(kind="stepwise"), info)
+        check_model(StepwiseSettings(kind="stepwise"), info)
     assert not {"sdar", "sdar_moe", "fast_dllm_v2", "llada2"} & set(masked_diffusion_families())

@@ -10,7 +10,7 @@ from decoders.any_subset.settings import ParallelSettings
 from decoders.backbones.families.table import FAMILIES as OFFERED
 from decoders.backbones.families.table import describe, find_family, masked_diffusion_families
 from decoders.backbones.load import inspect_model, stop_ids
-from decoders.fit import check_family
+from decoders.settings import check_model
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.backbones.masked_models import FAMILIES, copy_changed, load, look_alone, random_canvas, without
 
@@ -226,8 +226,8 @@ def test_a_decoder_that_a_family_does_not_run_is_refused_by_name(golden):
         with pytest.raises(
             ValueError, match=f"'parallel' does not run on models of family '{family}'; allowed: stepwise,"
         ):
-            check_family(ParallelSettings(kind="parallel"), inspect_model(golden / family))
+            check_model(ParallelSettings(kind="parallel"), inspect_model(golden / family))
     with pytest.raises(ValueError, match="'parallel' does not run on models of family 'mdlm'; allowed: ancestral"):
-        check_family(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
+        check_model(ParallelSettings(kind="parallel"), inspect_model(golden / "mdlm"))
     with pytest.raises(ValueError, match=r"known families: dream, .*gpt2, .*llada, .*qwen3, .*sedd, xlnet$"):
         find_family({"model_type": "bert"}, "auto")

@@ -13,7 +13,6 @@ from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRul
 from decoders.references.token_table import TokenTable
 from tests.decoders.support import decode
 
-KINDS = ("block_diffusion", "s2d2")
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.9)
 REJECTING = Sampling(temperature=0.9, acceptance="rejection")
 
@@ -21,7 +20,7 @@ REJECTING = Sampling(temperature=0.9, acceptance="rejection")
 def table_info(vocab_size=3, *, shift=0, max_length=None):
     """A model of `vocab_size` tokens and a mask, which is the last id."""
     return ModelInfo(
-        "token_table", vocab_size + 1, vocab_size, max_length, KINDS, 0, (vocab_size,), shift, block_size=None
+        "token_table", vocab_size + 1, vocab_size, max_length, "blocks", 0, (vocab_size,), shift, block_size=None
     )
 
 

@@ -18,6 +18,7 @@ from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.blocks.verdicts import Judge
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
 from tests.decoders.support import run_all
 
@@ -159,9 +160,9 @@ def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
         sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])
     sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
     decoder: Any = (
-        build_decoder(backbone, info, settings, sampling, **sizes)
+        build_decoder(Setup(backbone=backbone, info=info, sampling=sampling, **sizes), settings)
         if kind is None
-        else kind(backbone, info, sampling, settings=settings, **sizes)
+        else kind(Setup(backbone=backbone, info=info, sampling=sampling, **sizes), settings)
     )
     seen.clear()
     if case["kind"] == "s2d2":

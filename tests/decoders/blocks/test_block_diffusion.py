@@ -12,8 +12,9 @@ from decoders.blocks.schedules import choose, share
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
-from decoders.fit import check_family
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
+from decoders.settings import check_model
 from tests.decoders.blocks.block_tables import (
     GREEDY,
     REJECTING,
@@ -218,7 +219,9 @@ def test_schedules_choose_what_they_say():
 )
 def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
     with pytest.raises(ValueError, match=message):
-        build_decoder(table(), table_info(), settings, sampling, max_rows=1, max_tokens=64)
+        build_decoder(
+            Setup(backbone=table(), info=table_info(), sampling=sampling, max_rows=1, max_tokens=64), settings
+        )
 
 
 def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_committed():
@@ -227,10 +230,10 @@ def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_c
         BlockDiffusionSettings(kind="block_diffusion", block_size=2, fused=True),
         S2d2Settings(kind="s2d2", block_size=2, fused=True),
     ):
-        check_family(settings, table_info())
-        with pytest.raises(ValueError, match=r"decoder\.fused: models of family"):
-            check_family(settings, table_info(shift=1))
-    check_family(S2d2Settings(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
+        check_model(settings, table_info())
+        with pytest.raises(ValueError, match=r"decoder\.fused: true does not work with family"):
+            check_model(settings, table_info(shift=1))
+    check_model(S2d2Settings(kind="s2d2", block_size=2, causal_cache=True, fused=True), table_info(shift=1))
 
 
 @pytest.mark.parametrize(
@@ -247,12 +250,8 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
 
 def test_holes_in_the_middle_are_refused():
     decoder = build_decoder(
-        table(),
-        table_info(),
+        Setup(backbone=table(), info=table_info(), sampling=GREEDY, max_rows=1, max_tokens=64),
         BlockDiffusionSettings(kind="block_diffusion", block_size=2),
-        GREEDY,
-        max_rows=1,
-        max_tokens=64,
     )
     (request,) = prompts([(1, 4)])
     request.canvas[:] = np.array([0, -1, 1, -1])

@@ -12,6 +12,7 @@ from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import TARGET, gumbel_rows, key_words, sample_key
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from tests.decoders.support import decode, texts, token_info, toy_prompts
@@ -122,7 +123,10 @@ def test_a_new_sample_joins_the_others_forward_and_costs_no_step_of_its_own():
         for index in range(40)
     ]
     size: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-    joined, apart = (cast(Any, build_decoder(table, token_info(VOCAB), AR, Sampling(), **size)) for _ in range(2))
+    joined, apart = (
+        cast(Any, build_decoder(Setup(backbone=table, info=token_info(VOCAB), sampling=Sampling(), **size), AR))
+        for _ in range(2)
+    )
     apart.joins_prompts = False
     few, outcomes = steps_until_done(joined, requests, rows=rows)
     many, others = steps_until_done(apart, requests, rows=rows)

@@ -13,6 +13,7 @@ from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
@@ -137,7 +138,9 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
 def test_cleared_and_moved_slots_carry_nothing_over(table):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
     for settings in (jacobi(3), multi(2, 3, pool=3)):
-        decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=4, max_tokens=1 << 20)
+        decoder = build_decoder(
+            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
+        )
         decoder.admit(requests[:4])
         decoder.step()
         decoder.step()
@@ -157,7 +160,9 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     table = patterned()
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
     expected = texts(decode(table, INFO, AR, Sampling(), requests))
-    decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=3, max_tokens=1 << 20)
+    decoder = build_decoder(
+        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=3, max_tokens=1 << 20), settings
+    )
     found: dict[int, Any] = {}
     queue = list(requests)
     while queue or decoder.active:
@@ -176,7 +181,9 @@ def test_what_the_tables_exercise_is_the_whole_algorithm(settings):
     table, info = patterned(2, 11), token_info(2)
     requests = toy_prompts(80, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)
-    decoder: Any = build_decoder(table, info, settings, Sampling(), max_rows=8, max_tokens=1 << 20)
+    decoder: Any = build_decoder(
+        Setup(backbone=table, info=info, sampling=Sampling(), max_rows=8, max_tokens=1 << 20), settings
+    )
     found: dict[int, Any] = {}
     queue, behind, held = list(requests), 0, 0
     while queue or decoder.active:

@@ -7,6 +7,7 @@ import torch
 from decoders.base import Request
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info
@@ -89,7 +90,9 @@ def test_a_second_block_starts_while_the_first_is_refined():
 
 def test_each_iteration_runs_the_last_decided_token_and_the_drafts():
     request = Request(0, 1, np.array([9] + [-1] * 16, dtype=np.int32))
-    decoder = build_decoder(BY_PLACE, token_info(10), jacobi(4), Sampling(), max_rows=1, max_tokens=1 << 20)
+    decoder = build_decoder(
+        Setup(backbone=BY_PLACE, info=token_info(10), sampling=Sampling(), max_rows=1, max_tokens=1 << 20), jacobi(4)
+    )
     outcome = run_all(decoder, [request])[0]
     assert decoder.stats.useful_rows == decoder.stats.verified == outcome.iterations + outcome.proposed
 

@@ -13,6 +13,7 @@ from decoders.common_settings import Sampling
 from decoders.draws import noise
 from decoders.engine.budget import DraftBudget
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
@@ -178,7 +179,7 @@ def test_certain_drafts_that_are_right_are_all_accepted(acceptance, order, steps
 
 
 def test_what_neither_says_is_never_drafted_the_mask_included():
-    info = ModelInfo("token_table", VOCAB, None, None, TARGET_INFO.decoders, 0, (1,))
+    info = ModelInfo("token_table", VOCAB, None, None, TARGET_INFO.kind, 0, (1,))
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=12)
     more = {"drafter": drafter(), "drafter_info": mask_info(), "trace": True}
     found = decode(target(), info, specdiff(4), Sampling(), requests, **more)
@@ -195,7 +196,7 @@ def test_what_neither_says_is_never_drafted_the_mask_included():
 
 def test_a_token_that_the_drafter_does_not_know_reads_as_a_mask():
     """The target says 0 .. 3, the drafter only 0 .. 2 and a mask with the target's last id."""
-    info = ModelInfo("token_table", VOCAB + 1, None, None, TARGET_INFO.decoders, 0)
+    info = ModelInfo("token_table", VOCAB + 1, None, None, TARGET_INFO.kind, 0)
     wide = TokenTable(vocab_size=VOCAB + 1, num_positions=LENGTH, seed=1)
     narrow = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
     requests = toy_prompts(40, vocab_size=VOCAB + 1, longest=LENGTH, seed=13)
@@ -246,14 +247,16 @@ def test_a_text_longer_than_the_drafters_window_is_seen_by_its_end(window):
 def test_a_full_window_needs_to_know_its_length():
     with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
         build_decoder(
-            target(),
-            TARGET_INFO,
+            Setup(
+                backbone=target(),
+                info=TARGET_INFO,
+                sampling=Sampling(),
+                max_rows=1,
+                max_tokens=9,
+                drafter=drafter(),
+                drafter_info=mask_info(),
+            ),
             specdiff(3, window="full"),
-            Sampling(),
-            max_rows=1,
-            max_tokens=9,
-            drafter=drafter(),
-            drafter_info=mask_info(),
         )
 
 
@@ -283,7 +286,16 @@ def test_junk_in_dead_columns_and_other_company_change_nothing(order):
 def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     requests, more = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8), {"drafter_info": mask_info()}
     decoder: Any = build_decoder(
-        target(), TARGET_INFO, specdiff(3), Sampling(), max_rows=3, max_tokens=99, drafter=drafter(), **more
+        Setup(
+            backbone=target(),
+            info=TARGET_INFO,
+            sampling=Sampling(),
+            max_rows=3,
+            max_tokens=99,
+            drafter=drafter(),
+            **more,
+        ),
+        specdiff(3),
     )
     decoder.admit(requests[:3])
     decoder.step()

@@ -17,6 +17,7 @@ from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
+from decoders.engine.setup import Setup
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
@@ -118,7 +119,7 @@ def test_a_shifted_drafter_and_other_company_change_nothing():
 
 
 def test_a_token_that_the_drafter_does_not_know_is_a_mask_to_the_head_too():
-    info = TARGET_INFO.__class__("token_table", VOCAB + 1, None, None, TARGET_INFO.decoders, 0)
+    info = TARGET_INFO.__class__("token_table", VOCAB + 1, None, None, TARGET_INFO.kind, 0)
     wide, narrow = (TokenTable(vocab_size=size, num_positions=LENGTH, seed=3) for size in (VOCAB + 1, VOCAB))
     requests = toy_prompts(30, vocab_size=VOCAB + 1, longest=LENGTH, seed=13)
     known, heads = mask_info(mask_id=2, vocab_size=VOCAB), toy_heads(VOCAB)
@@ -191,15 +192,17 @@ def test_the_seconds_of_the_head_are_those_of_the_drafters_forwards(monkeypatch)
     monkeypatch.setattr(MarkovHead, "forward", slow)
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
     decoder = build_decoder(
-        target(),
-        TARGET_INFO,
+        Setup(
+            backbone=target(),
+            info=TARGET_INFO,
+            sampling=Sampling(),
+            max_rows=3,
+            max_tokens=99,
+            drafter=drafter(),
+            drafter_info=mask_info(),
+            heads=toy_heads(WIDTH),
+        ),
         specdiff(3, 1),
-        Sampling(),
-        max_rows=3,
-        max_tokens=99,
-        drafter=drafter(),
-        drafter_info=mask_info(),
-        heads=toy_heads(WIDTH),
     )
     outcomes = run_all(decoder, requests)
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(decoder.stats.forward_s)

@@ -15,6 +15,7 @@ from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, by_lookup, by_model
 from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
@@ -306,7 +307,8 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing(drafter):
 def test_clear_leaves_a_usable_decoder(drafter):
     requests = toy_prompts(12, vocab_size=VOCAB, longest=LENGTH, seed=8)
     decoder = build_decoder(
-        table(), INFO, spec(3, DRAFTERS[drafter]), Sampling(), max_rows=3, max_tokens=99, drafter=blend()
+        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=3, max_tokens=99, drafter=blend()),
+        spec(3, DRAFTERS[drafter]),
     )
     decoder.admit(requests[:3])
     decoder.step()
@@ -331,7 +333,10 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
 
 def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
     requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=11)
-    decoder: Any = build_decoder(table(), INFO, spec(2, MODEL), Sampling(), max_rows=4, max_tokens=99, drafter=blend())
+    decoder: Any = build_decoder(
+        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
+        spec(2, MODEL),
+    )
     outcomes, stats = run_all(decoder, requests), decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
     assert stats.forward_s == pytest.approx(decoder.counting.forward_s + decoder.drafter.forward_s)

@@ -17,6 +17,7 @@ from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
 from decoders.engine.acceptance import NoiseWindow
 from decoders.engine.memory import Account
+from decoders.engine.setup import Setup
 from decoders.engine.state import SlotState
 from decoders.masked.settings import SelfSpeculativeSettings
 from decoders.references.table import TableBackbone
@@ -99,7 +100,9 @@ def test_parts_cover_all_rows_once_and_are_no_smaller_than_the_least_product():
 
 def test_a_cache_has_no_more_slots_than_samples_and_a_few_ahead():
     table = Cached()
-    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=1000, max_tokens=1 << 20)
+    decoder = build_decoder(
+        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=1000, max_tokens=1 << 20), AR
+    )
     decoder.admit([prompt(0, 5)])
     assert table.tokens_SW.shape[0] <= 8
     decoder.admit([prompt(index, 5) for index in range(1, 40)])
@@ -112,7 +115,9 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
     table = Cached(seed=3)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=5)
     expected = decode(TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3), INFO, AR, Sampling(), requests)
-    decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=9, max_tokens=max_tokens)
+    decoder = build_decoder(
+        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=max_tokens), settings
+    )
     outcomes = run_all(decoder, requests)
     assert {index: one.tokens.tolist() for index, one in outcomes.items()} == {
         index: one.tokens.tolist() for index, one in expected.items()
@@ -123,7 +128,7 @@ def test_slots_times_columns_stay_within_max_tokens_in_what_is_allocated(setting
 
 def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
     table = Cached()
-    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=50, max_tokens=28)
+    decoder = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
     decoder.admit([prompt(0, 7)])
     assert decoder.room(7) == 3 and decoder.room(2) == 3
     finish(decoder)
@@ -142,7 +147,9 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
     expected = {i: one.tokens.tolist() for i, one in decode(Cached(), INFO, AR, Sampling(), requests).items()}
     for num_bytes in (6_000, 20_000, 100_000):
         table = Cached()
-        decoder = build_decoder(table, INFO, settings, Sampling(), max_rows=50, max_tokens=1 << 20)
+        decoder = build_decoder(
+            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
+        )
         decoder.fit(num_bytes)
         assert decoder.account.slots is not None
         outcomes = run_all(decoder, requests)
@@ -154,7 +161,7 @@ def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
 
 def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
     table = Cached()
-    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=50, max_tokens=1 << 20)
+    decoder = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR)
     decoder.fit(1_200)
     assert decoder.most_rows(7) == 0 and decoder.most_rows(2) > 0
     assert decoder.room(7) == 1, "it has to be admitted to fail"
@@ -166,15 +173,17 @@ def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
 
 
 def test_what_is_kept_for_a_draft_counts():
-    info = ModelInfo("table", 1000, None, None, ("assd", "any_subset"), 0)
+    info = ModelInfo("table", 1000, None, None, "any_subset", 0)
     one = {
         acceptance: build_decoder(
-            TableBackbone(vocab_size=3, num_positions=3),
-            info,
+            Setup(
+                backbone=TableBackbone(vocab_size=3, num_positions=3),
+                info=info,
+                sampling=Sampling(acceptance=acceptance),
+                max_rows=4,
+                max_tokens=100,
+            ),
             AssdSettings(kind="assd", k=5),
-            Sampling(acceptance=acceptance),
-            max_rows=4,
-            max_tokens=100,
         ).slot_bytes(10)
         for acceptance in ("coupled", "rejection")
     }
@@ -183,8 +192,10 @@ def test_what_is_kept_for_a_draft_counts():
 
 def test_the_nodes_of_a_self_speculative_decoder_count_as_slots_of_their_own():
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
-    info = ModelInfo("table", 3, 2, None, ("ssd",), 0, (2,))
-    decoder = build_decoder(Cached(), info, settings, Sampling(), max_rows=50, max_tokens=1 << 20)
+    info = ModelInfo("table", 3, 2, None, "masked", 0, (2,))
+    decoder = build_decoder(
+        Setup(backbone=Cached(), info=info, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), settings
+    )
     assert decoder.slot_bytes(7) > 4 * 7 * (Cached.cell_bytes + Cached.row_bytes)
     decoder.fit(100_000)
     decoder.admit([Request(0, 0, np.full(7, HOLE, dtype=np.int32))])
@@ -202,7 +213,7 @@ def test_prompts_that_do_not_fit_one_forward_go_into_several(monkeypatch: pytest
         return forward(rows)
 
     monkeypatch.setattr(table, "forward", counted)
-    decoder = build_decoder(table, INFO, AR, Sampling(), max_rows=9, max_tokens=1 << 20)
+    decoder = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=9, max_tokens=1 << 20), AR)
     decoder.account = Account(logits=1 << 20, noise=1 << 20, slots=1 << 20, prompt_rows=10)
     requests = [prompt(index, 5) for index in range(5)]
     decoder.admit(requests)
@@ -330,7 +341,12 @@ def test_no_more_logits_than_the_bound_are_ever_held(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(table, "logits", counted)
     monkeypatch.setattr(memory, "_LEAST_ROWS", 1)
     monkeypatch.setattr(memory, "_CPU_LOGITS", 4 * VOCAB * 8)
-    run_all(build_decoder(table, INFO, jacobi(5), Sampling(), max_rows=20, max_tokens=1 << 20), toys())
+    run_all(
+        build_decoder(
+            Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=20, max_tokens=1 << 20), jacobi(5)
+        ),
+        toys(),
+    )
     assert max(held) == 4
 
 
@@ -364,7 +380,9 @@ def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int)
 
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
-    decoder = build_decoder(table, INFO, jacobi(4), Sampling(), max_rows=50, max_tokens=1 << 20)
+    decoder = build_decoder(
+        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), jacobi(4)
+    )
     decoder.fit(20_000)
     ring = decoder.acceptance._window._ring  # type: ignore[union-attr]
     run_all(decoder, toys())

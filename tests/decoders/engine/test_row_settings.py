@@ -15,6 +15,7 @@ from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, Ngram
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
 from decoders.engine.ends import NeverStops, Stops
+from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.references.table import TableBackbone
 from decoders.references.token_table import TokenTable
@@ -90,14 +91,16 @@ def causal(settings):
     def make(sampling, rows):
         more = {"drafter": drafter()} if isinstance(settings, SpeculativeSettings) else {}
         return build_decoder(
-            target(),
-            token_info(VOCAB),
+            Setup(
+                backbone=target(),
+                info=token_info(VOCAB),
+                sampling=sampling,
+                max_rows=rows,
+                max_tokens=1 << 20,
+                stops=Stops(ids=(2,)),
+                **more,
+            ),
             settings,
-            sampling,
-            max_rows=rows,
-            max_tokens=1 << 20,
-            stops=Stops(ids=(2,)),
-            **more,
         )
 
     return make
@@ -123,14 +126,16 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
 
     def make(sampling, rows):
         return build_decoder(
-            tables.target(),
-            tables.TARGET_INFO,
+            Setup(
+                backbone=tables.target(),
+                info=tables.TARGET_INFO,
+                sampling=sampling,
+                max_rows=rows,
+                max_tokens=1 << 20,
+                drafter=tables.drafter(),
+                drafter_info=tables.mask_info(),
+            ),
             tables.specdiff(3, 2, order=order),
-            sampling,
-            max_rows=rows,
-            max_tokens=1 << 20,
-            drafter=tables.drafter(),
-            drafter_info=tables.mask_info(),
         )
 
     check(make, toy_prompts(70, vocab_size=tables.VOCAB, longest=tables.LENGTH, seed=5), sampling)
@@ -156,7 +161,9 @@ def test_so_it_is_in_any_subset_models(settings, acceptance):
     def make(sampling, rows):
         made = TableBackbone(vocab_size=4, num_positions=6, seed=1)
         sizes: dict[str, Any] = {"max_rows": rows, "max_tokens": 1 << 20}
-        return build_decoder(made, table_info(4), settings, sampling, heads=heads, **sizes)
+        return build_decoder(
+            Setup(backbone=made, info=table_info(4), sampling=sampling, heads=heads, **sizes), settings
+        )
 
     for job in JOBS[2:]:
         requests = toy_requests(60, vocab_size=4, longest=6, seed=2)
@@ -178,8 +185,10 @@ def test_so_it_is_in_masked_diffusion_models(settings):
 
     def make(sampling, rows):
         info = tables.table_info()
-        info = replace(info, decoders=("stepwise", "threshold", "ssd"))
-        return build_decoder(tables.table(), info, settings, sampling, max_rows=rows, max_tokens=1 << 20)
+        info = replace(info, kind="masked")
+        return build_decoder(
+            Setup(backbone=tables.table(), info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20), settings
+        )
 
     for job in JOBS[1:]:
         check(make, toy_requests(60, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=2), job)
@@ -221,7 +230,10 @@ def test_a_row_ends_at_its_own_stop_strings_and_at_no_others(kind):
         more = {"drafter": drafter()} if isinstance(CAUSAL[kind], SpeculativeSettings) else {}
         sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
         made = build_decoder(
-            target(), token_info(VOCAB), CAUSAL[kind], Sampling(), stops=Stops(text=stop), **sizes, **more
+            Setup(
+                backbone=target(), info=token_info(VOCAB), sampling=Sampling(), stops=Stops(text=stop), **sizes, **more
+            ),
+            CAUSAL[kind],
         )
         return run_all(made, mine)
 
@@ -242,10 +254,16 @@ def test_a_masked_row_ends_at_its_own_stop_string():
     requests = toy_prompts(40, vocab_size=tables.VOCAB, longest=tables.POSITIONS, seed=5)
 
     def decoded(stop, mine):
-        info = replace(tables.table_info(), decoders=("stepwise",))
+        info = replace(tables.table_info(), kind="masked")
         sizes: dict[str, Any] = {"max_rows": 5, "max_tokens": 1 << 20}
         settings = StepwiseSettings(kind="stepwise", block_length=2)
-        return run_all(build_decoder(tables.table(), info, settings, Sampling(), stops=Stops(text=stop), **sizes), mine)
+        return run_all(
+            build_decoder(
+                Setup(backbone=tables.table(), info=info, sampling=Sampling(), stops=Stops(text=stop), **sizes),
+                settings,
+            ),
+            mine,
+        )
 
     mixed = [replace(r, settings=RowSettings(stop_text=Pair(0, 1))) if i % 2 else r for i, r in enumerate(requests)]
     found, whole, ended = decoded(None, mixed), decoded(None, requests), decoded(Pair(0, 1), requests)
@@ -278,7 +296,9 @@ def test_the_log_probabilities_of_a_row_that_asks_are_those_of_its_tokens(kind):
 )
 def test_those_of_an_any_subset_model_stand_in_the_order_of_the_canvas(settings):
     backbone, own = TableBackbone(vocab_size=4, num_positions=6, seed=1), RowSettings(token_logprobs=True)
-    made = build_decoder(backbone, table_info(4), settings, Sampling(), max_rows=4, max_tokens=1 << 20)
+    made = build_decoder(
+        Setup(backbone=backbone, info=table_info(4), sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
+    )
     for request in toy_requests(30, vocab_size=4, longest=6, seed=2):
         holes = np.flatnonzero(request.canvas < 0)
         backwards = replace(request, hole_order=holes[::-1].copy(), settings=own)

@@ -10,13 +10,13 @@ from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.references.token_table import TokenTable
 
 VOCAB, MASK, LENGTH = 3, 3, 7
-TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, ("autoregressive", "specdiff"), 0)
+TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, "causal", 0)
 PLACE = DrafterPlace(path="drafter")
 
 
 def mask_info(*, max_length=None, shift=0, mask_id=MASK, vocab_size=VOCAB + 1):
     """What is known of a drafter."""
-    return ModelInfo("masked_table", vocab_size, mask_id, max_length, (), 0, (mask_id,), shift)
+    return ModelInfo("masked_table", vocab_size, mask_id, max_length, "masked", 0, (mask_id,), shift)
 
 
 def specdiff(gamma, steps=2, **more: Any):

@@ -11,6 +11,7 @@ import numpy as np
 
 from decoders.backbones.load import inspect_model
 from decoders.common_settings import Sampling
+from decoders.engine.setup import Setup
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
@@ -40,7 +41,9 @@ def canvas_of(case, mask_id):
 
 def built(backbone, folder, kind, settings, *, suppressed=(), rows=3):
     info = replace(inspect_model(folder), suppressed=suppressed)
-    return kind(backbone, info, GREEDY, settings=settings, max_rows=rows, max_tokens=1 << 20, trace=True)
+    return kind(
+        Setup(backbone=backbone, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20, trace=True), settings
+    )
 
 
 def reveal_calls(outcome, canvas):

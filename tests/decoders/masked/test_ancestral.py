@@ -17,6 +17,7 @@ from decoders.draws.absorbing import NOISE_EPS
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import coupled_draw
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.masked.ancestral import LAST_TIME, Ancestral
 from decoders.masked.settings import AncestralSettings
 from decoders.references.causal import PlainMasked
@@ -26,7 +27,7 @@ from decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6
-INFO = ModelInfo("token_table", VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+INFO = ModelInfo("token_table", VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
 PREDICTORS = ("ddpm", "analytic", "euler")
 
 
@@ -48,7 +49,9 @@ def plain(length, sampling=Sampling()):  # noqa: B008
 
 def decoder(settings, sampling=Sampling(), *, info=INFO, rows=4, backbone=None, **more):  # noqa: B008
     backbone = backbone or table()
-    return Ancestral(backbone, info, sampling, settings=settings, max_rows=rows, max_tokens=1 << 20, **more)
+    return Ancestral(
+        Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more), settings
+    )
 
 
 def settings_of(steps, predictor="ddpm"):
@@ -240,7 +243,7 @@ def test_a_completion_ends_at_an_end_token():
     ("mdlm", "auto", "ddpm"), ("sedd", "auto", "analytic"), ("sedd", "euler", "euler"), ("mdlm", "ddpm", "ddpm"),
 ])  # fmt: skip
 def test_each_family_has_its_predictors(family, asked, found):
-    info = ModelInfo(family, VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+    info = ModelInfo(family, VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
     assert decoder(settings_of(3, asked), info=info).predictor == found
 
 
@@ -248,6 +251,6 @@ def test_each_family_has_its_predictors(family, asked, found):
     ("family", "asked", "allowed"), [("mdlm", "euler", "ddpm"), ("sedd", "ddpm", "analytic, euler")]
 )
 def test_a_predictor_of_the_other_family_is_refused(family, asked, allowed):
-    info = ModelInfo(family, VOCAB + 1, MASK, None, ("ancestral",), 0, (MASK,))
+    info = ModelInfo(family, VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
     with pytest.raises(ValueError, match=rf"decoder\.predictor: '{asked}'.*'{family}'; allowed: auto, {allowed}"):
         decoder(settings_of(3, asked), info=info)

@@ -12,11 +12,11 @@ from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from decoders.masked.ssd import SelfSpeculative
 from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
-from decoders.settings import check_acceptance
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.support import run_all
@@ -34,7 +34,7 @@ def table(seed=0, spread=1.5):
 
 
 def table_info(shift=0):
-    return ModelInfo("table", VOCAB, VOCAB - 1, None, (), 0, (VOCAB - 1,), shift)
+    return ModelInfo("table", VOCAB, VOCAB - 1, None, "masked", 0, (VOCAB - 1,), shift)
 
 
 def canvases(count, *, vocab_size, longest, seed=0, share=0.8):
@@ -157,7 +157,8 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
 def test_sequence_forwards_are_counted(rows):
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
     decoder = SelfSpeculative(
-        table(), table_info(), SAMPLINGS["greedy"], settings=settings, max_rows=rows, max_tokens=1 << 20
+        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=rows, max_tokens=1 << 20),
+        settings,
     )
     outcomes = run_all(decoder, canvases(20, vocab_size=VOCAB, longest=POSITIONS))
     assert decoder.stats.verified == sum(outcome.nfe + outcome.proposed for outcome in outcomes.values())
@@ -168,7 +169,8 @@ def test_sequence_forwards_are_counted(rows):
 def test_room_counts_the_columns_of_all_nodes():
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed")
     decoder = SelfSpeculative(
-        table(), table_info(), SAMPLINGS["greedy"], settings=settings, max_rows=9, max_tokens=6 * 7 * 2
+        Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=9, max_tokens=6 * 7 * 2),
+        settings,
     )
     assert decoder.most_nodes == 6
     assert decoder.room(7) == 2
@@ -265,6 +267,6 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
 def test_ssd_has_no_rule_of_rejection():
     settings = SelfSpeculativeSettings(kind="ssd")
     with pytest.raises(
-        ValueError, match=r"sampling\.acceptance: 'rejection' needs the law of a draft, which decoder 'ssd' has"
+        ValueError, match=r"sampling\.acceptance: 'rejection' needs the probabilities of a draft, and decoder 'ssd' has"
     ):
-        check_acceptance(settings, Sampling(acceptance="rejection"))
+        settings.check_sampling(Sampling(acceptance="rejection"))

@@ -12,6 +12,7 @@ from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
+from decoders.engine.setup import Setup
 from decoders.engine.state import SlotState
 from decoders.masked import ssd as self_speculative
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
@@ -61,7 +62,7 @@ def test_a_model_that_keeps_its_mind_pays_nothing_for_a_refresh_in_a_chain(monke
     monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: most_B.clamp(max=2))
     model = TokenTable(vocab_size=4, num_positions=7)
     model.table_PXV[:] = model.table_PXV[:, :1]
-    info = ModelInfo("table", 4, 3, None, (), 0, (3,))
+    info = ModelInfo("table", 4, 3, None, "masked", 0, (3,))
     nothing = [Request(0, 0, np.full(7, -1, dtype=np.int32))]
     settings = auto(block_length=3, cache=cache, refresh=refresh)
     (outcome,) = decode(SelfSpeculative, model, info, settings, GREEDY, nothing, rows=1).values()
@@ -86,11 +87,13 @@ def test_a_slot_is_admitted_as_for_stepwise_and_nodes_take_what_is_left():
             self.most_nodes = max(self.most_nodes, len(rows.slots_B))
             return super().forward(rows)
 
-    info = ModelInfo("table", 4, 3, None, (), 0, (3,))
+    info = ModelInfo("table", 4, 3, None, "masked", 0, (3,))
     for num_tokens, rows, allowed in ((7 * 10, 4, 10), (7 * 4, 4, 4), (1, 4, 1)):
         model = Counting(vocab_size=4, num_positions=7)
         model.table_PXV[:] = model.table_PXV[:, :1]  # so that all drafts come true
-        decoder = SelfSpeculative(model, info, GREEDY, settings=auto(), max_rows=rows, max_tokens=num_tokens)
+        decoder = SelfSpeculative(
+            Setup(backbone=model, info=info, sampling=GREEDY, max_rows=rows, max_tokens=num_tokens), auto()
+        )
         assert decoder.room(7) == min(rows, max(num_tokens // 7, 1))
         requests = [Request(at, at, np.full(7, -1, dtype=np.int32)) for at in range(24)]
         outcomes = run_all(decoder, requests)
@@ -146,11 +149,11 @@ def seconds_of(monkeypatch, kind, settings, *, rows=4, count=24, **machine):
     """(Simulated seconds, forwards, canvases beside the roots) of a run; its texts are checked elsewhere."""
     model = Moody(**machine)
     monkeypatch.setattr(self_speculative, "time", SimpleNamespace(perf_counter=lambda: model.now))
-    info = ModelInfo("moody", model.vocab_size, model.vocab_size - 1, None, (), 0, (model.vocab_size - 1,))
+    info = ModelInfo("moody", model.vocab_size, model.vocab_size - 1, None, "masked", 0, (model.vocab_size - 1,))
     rng = np.random.default_rng(1)
     lengths = rng.integers(24, 49, count)
     requests = [Request(at, at, np.full(int(length), -1, dtype=np.int32)) for at, length in enumerate(lengths)]
-    decoder = kind(model, info, GREEDY, settings=settings, max_rows=rows, max_tokens=1 << 20)
+    decoder = kind(Setup(backbone=model, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20), settings)
     outcomes = run_all(decoder, requests)
     return model.seconds, model.num_forwards, sum(outcome.proposed for outcome in outcomes.values())
 

@@ -83,7 +83,7 @@ def test_on_an_exact_model_whose_every_context_says_something_else():
     models = [TokenTable(vocab_size=4, num_positions=7, seed=seed, spread=1.5) for seed in range(2)]
     saved = 0
     for number, case in enumerate(pairwise(FACTORS | {"shift": [0, 1]})):
-        info = ModelInfo("table", 4, 3, None, (), 0, (3,), case["shift"])
+        info = ModelInfo("table", 4, 3, None, "masked", 0, (3,), case["shift"])
         requests = requests_of(case, count=5, lengths=range(1, 8), vocab_size=3, seed=number)
         saved += check(case, models[number % 2], info, requests)
     assert saved > 0

@@ -20,7 +20,7 @@ LIVES: list[tuple[int | None, int | None]] = [(2, None), (3, None), (2, 3), (3, 
 
 
 def info(shift=0):
-    return ModelInfo("table", 4, MASK, None, (), 0, (MASK,), shift)
+    return ModelInfo("table", 4, MASK, None, "masked", 0, (MASK,), shift)
 
 
 def ssd(cache="dual_relaxed", **more: Any):

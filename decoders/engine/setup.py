@@ -1,0 +1,33 @@
+"""What a decoder is built from, apart from its own settings: one argument for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decoders.backbones.base import Model, TokenBackbone
+from decoders.backbones.heads import DraftHeads
+from decoders.base import ModelInfo
+from decoders.common_settings import Sampling
+from decoders.engine.ends import Stops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The model, how tokens are drawn, the size of a batch, and what serves some decoders only.
+
+    A batch has at most `max_rows` samples and `max_tokens` cached columns. `heads` serve the any-subset decoders and `specdiff`,
+    `stops` those that write from left to right, a `drafter` (a model of the same vocabulary) `speculative` and `specdiff`.
+    `drafter_info` says how long a text the drafter takes; without it, as long as the model's. With `trace` every outcome has the
+    steps that led to it.
+    """
+
+    backbone: Model
+    info: ModelInfo
+    sampling: Sampling
+    max_rows: int
+    max_tokens: int
+    stops: Stops | None = None
+    heads: DraftHeads | None = None
+    drafter: TokenBackbone | None = None
+    drafter_info: ModelInfo | None = None
+    trace: bool = False
