@@ -1,0 +1,1 @@
+"""What a job is and how it runs."""

@@ -25,8 +25,8 @@ from jobs.driving.lease_keeper import kept_lease
 from jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan.fingerprint import code_version, digest
 from storage.errors import DamagedRun, StoreError
+from storage.parquet import parquet_groups, parquet_writer
 from storage.runs.lease import Lease, LeaseHeld, LeaseLost
-from storage.runs.records import parquet_groups, parquet_writer
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
 

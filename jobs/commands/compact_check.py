@@ -10,7 +10,8 @@ import pyarrow as pa
 from jobs.commands.compact import FOLDER, MANIFEST, CompactFile, CompactManifest, described, read_compact, source_of
 from jobs.finished.passes import Pass, Rows, latest_rows
 from storage.errors import StoreError
-from storage.runs.records import parquet_groups, parquet_metadata, schema_of
+from storage.parquet import parquet_groups, parquet_metadata
+from storage.runs.records import schema_of
 from storage.stores.verbs import Store
 
 

@@ -20,7 +20,7 @@ from jobs.finished.input_order import in_input_order
 from jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan.plan import Plan
 from storage.errors import UserError
-from storage.runs.records import KEEP
+from storage.inputs.kept import KEEP
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
 

@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from actors.requests import CHAT
 from storage.errors import StoreError
-from storage.inputs.kept import plain, told
-from storage.runs.records import KEEP, parquet_writer
+from storage.inputs.kept import KEEP, plain, told
+from storage.parquet import parquet_writer
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""

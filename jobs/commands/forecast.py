@@ -14,8 +14,8 @@ from actors.memory import Room
 from actors.task import Infill, Task
 from actors.text import Tokenizer
 from decoders.base import HOLE, Request
-from jobs.driving.progress import duration
 from jobs.driving.totals import exactness
+from jobs.notes import duration
 from jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from jobs.plan.prepare import Prepared
 from jobs.spec.job_spec import JobSpec

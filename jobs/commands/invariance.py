@@ -17,8 +17,8 @@ from actors.worker import build_parts
 from decoders.base import Decoder, Outcome, Request
 from jobs.plan.plan import Plan
 from jobs.plan.worker_job import make_job
+from storage.parquet import read_parquet
 from storage.runs.commit import CommittedUnit, Manifest
-from storage.runs.records import read_parquet
 from storage.stores.verbs import Store
 
 Said = tuple[list[int], list[float] | None]

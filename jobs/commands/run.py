@@ -18,12 +18,13 @@ from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.crew import fitting_threads
 from jobs.driving.driver import Driver, StopFlag
 from jobs.driving.lease_keeper import kept_lease
-from jobs.driving.progress import Display, counted, make_display, size_text
+from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
 from jobs.driving.totals import Totals
 from jobs.finished.passes import Pass, finished, left_failed, passes_of
 from jobs.finished.summary import read_summary, table_lines
+from jobs.notes import counted, size_text
 from jobs.plan.plan import Plan, load_plan
 from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
 from jobs.plan.worker_job import make_job

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from jobs.codes import OK
 from jobs.driving.attempts import read_sessions
-from jobs.driving.progress import duration, rate_text
 from jobs.driving.totals import exactness, ratio
 from jobs.finished.passes import Pass, left_failed, passes_of, require_plan
+from jobs.notes import duration, rate_text
 from jobs.plan.plan import Plan
 from storage.errors import StoreError
 from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest

@@ -23,8 +23,8 @@ from jobs.commands.compact_check import check_compact
 from jobs.finished.passes import Pass, Rows, failed_rows, finished, passes_of
 from jobs.plan.plan import Plan
 from storage.errors import DamagedRun, StoreError
+from storage.parquet import parquet_metadata, read_parquet
 from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
-from storage.runs.records import parquet_metadata, read_parquet
 from storage.stores.promises import promised
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store

@@ -1,0 +1,1 @@
+"""Running workers: Ray or this process, the driver's loop, the lease, progress."""

@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jobs.driving.totals import Totals, ratio
+from jobs.notes import Notes, Unnoted, counted, duration, rate_text, size_text
 from storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
@@ -22,7 +23,7 @@ BAR = 16
 """Cells of the bar."""
 
 
-class Display(Protocol):
+class Display(Notes, Protocol):
     """A place to show progress; used as a context manager."""
 
     def __enter__(self) -> Display: ...
@@ -31,14 +32,6 @@ class Display(Protocol):
 
     def show(self, totals: Totals) -> None:
         """Show the state of things; may be called often."""
-        ...
-
-    def note(self, message: str) -> None:
-        """Tell the user of one event, now."""
-        ...
-
-    def step(self, what: str, done: int, total: int) -> None:
-        """Show how many of the bytes of `what` are done; may be called often."""
         ...
 
 
@@ -50,7 +43,7 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     return LiveLine(stream) if stream.isatty() else Lines(stream)
 
 
-class Silence:
+class Silence(Unnoted):
     """Says nothing."""
 
     def __enter__(self) -> Silence:
@@ -60,12 +53,6 @@ class Silence:
         return None
 
     def show(self, totals: Totals) -> None:
-        """See Display."""
-
-    def note(self, message: str) -> None:
-        """See Display."""
-
-    def step(self, what: str, done: int, total: int) -> None:
         """See Display."""
 
 
@@ -148,29 +135,3 @@ def workers_text(totals: Totals) -> str:
     if not totals.workers and totals.loading:
         return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
     return counted(totals.workers, "worker")
-
-
-def counted(count: int, noun: str) -> str:
-    """1 worker, 2 workers."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def rate_text(rate: float) -> str:
-    """A rate, with a decimal where it is below 10."""
-    return f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
-
-
-def size_text(num_bytes: float) -> str:
-    """A size in the unit that suits it."""
-    for unit in ("bytes", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
-
-
-def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

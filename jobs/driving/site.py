@@ -122,7 +122,7 @@ class RaySite:
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
         count, seat = self._seats(spec, local_size(), units=units)
-        self._start = _Start(display, prepared.info.family, count, seat)
+        self._start = _Start(display, prepared.info.family, spec.decoder.runs, count, seat)
         self._is_open = True
         self._start.start()
         try:
@@ -157,9 +157,9 @@ class _Start:
     The thread stays for as long as Ray does: Ray's processes are killed when the thread that has started them ends.
     """
 
-    def __init__(self, display: Display, family: str, count: int, seat: Seat) -> None:
+    def __init__(self, display: Display, family: str, decoder: str, count: int, seat: Seat) -> None:
         self._session = ray_session(None, note=display.note)
-        self._family, self._count, self._seat = family, count, seat
+        self._needs, self._count, self._seat = (family, decoder), count, seat
         self._workers: list[Any] = []
         self._error: BaseException | None = None
         self._is_up = False
@@ -173,7 +173,7 @@ class _Start:
             self._is_up = True
             from actors.pool import early_workers
 
-            self._workers = early_workers(self._count, self._seat, self._family)
+            self._workers = early_workers(self._count, self._seat, *self._needs)
         except BaseException as error:  # noqa: BLE001 - it is raised again where somebody waits
             self._error = error
         self._tried.set()

@@ -1,0 +1,1 @@
+"""What finished units hold: passes, sums, order."""

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 
 from actors.messages import Tally
 from jobs.driving.attempts import Sessions
-from jobs.driving.progress import duration, rate_text
 from jobs.driving.totals import efficiency, exactness, ratio
+from jobs.notes import duration, rate_text
 from storage.errors import printable
 from storage.runs.commit import Manifest
 from storage.runs.records import read_results

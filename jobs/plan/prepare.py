@@ -15,10 +15,11 @@ from actors.models import adapter_hash, fetch_model, hash_files, model_hash, tok
 from actors.plan_table import PLAN
 from actors.row_settings import RowRules
 from actors.stop_text import end_ids
-from actors.task import TASK_DECODERS, Complete, Infill, Task
+from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer, load_tokenizer
 from decoders.base import ModelInfo
-from jobs.driving.progress import Display, Silence, counted, size_text
+from decoders.settings import DECODERS, check_model
+from jobs.notes import Notes, Unnoted, counted, size_text
 from jobs.plan.fingerprint import Hashes, results_key
 from jobs.plan.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from jobs.plan.worker_job import place_of
@@ -51,7 +52,7 @@ class Prepared:
     plan: Plan | None
 
 
-def prepare(spec: JobSpec, store: Store, display: Display | None = None) -> Prepared:
+def prepare(spec: JobSpec, store: Store, display: Notes | None = None) -> Prepared:
     """Look at the run directory, the model and the inputs; raises UserError where one of them is unusable.
 
     What takes no time is compared with a plan that is there before weights are fetched or hashed, which may take long.
@@ -69,7 +70,7 @@ def prepare(spec: JobSpec, store: Store, display: Display | None = None) -> Prep
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     hashes = Hashes(
-        model=_hashed(folder, display or Silence()),
+        model=_hashed(folder, display or Unnoted()),
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
@@ -86,7 +87,7 @@ def prepare(spec: JobSpec, store: Store, display: Display | None = None) -> Prep
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
 
 
-def _hashed(folder: Path, display: Display) -> str:
+def _hashed(folder: Path, display: Notes) -> str:
     """The model's hash; says how much there is to read, and how far it is."""
     total = weight_bytes(folder)
     display.note(f"hashing the model: {size_text(total)}")
@@ -108,12 +109,11 @@ def weight_bytes(folder: Path) -> int:
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     """Describe the checkpoint and check that its family does the task, and runs the decoder."""
     from decoders.backbones.checkpoint import inspect_model
-    from decoders.fit import check_family
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
         check_task(spec.task, info)
-        check_family(spec.decoder, info)
+        check_model(spec.decoder, info)
     except UserError:
         raise
     except ValueError as error:
@@ -125,10 +125,10 @@ def check_task(task: Task, info: ModelInfo) -> None:
     """Raise UserError where no decoder that runs on the model's family does the task."""
     from decoders.backbones.families.table import FAMILIES
 
-    wanted = set(TASK_DECODERS[task.kind])
-    if wanted.isdisjoint(info.decoders):
-        families = sorted(name for name, family in FAMILIES.items() if wanted.intersection(family.decoders))
-        tasks = [kind for kind, decoders in TASK_DECODERS.items() if set(decoders).intersection(info.decoders)]
+    kinds = {one.runs_on for one in DECODERS.values() if task.kind in one.tasks}
+    if info.kind not in kinds:
+        families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
+        tasks = dict.fromkeys(name for one in DECODERS.values() if one.runs_on == info.kind for name in one.tasks)
         raise UserError(
             f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks) or 'none yet'}; "
             f"families that do it: {', '.join(families) or 'none'}",
@@ -181,7 +181,7 @@ def head_hash(spec: JobSpec) -> str | None:
     return hash_files(folder, files)
 
 
-def make_plan(prepared: Prepared, store: Store, display: Display, *, epoch: int = 0) -> Plan:
+def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 0) -> Plan:
     """Read and measure every row of the inputs and write the plan; `epoch` is that of the lease, under which alone it is done.
 
     Another driver may have planned since `prepare` looked: then its plan is compared, and returned.

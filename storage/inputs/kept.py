@@ -16,7 +16,11 @@ import pyarrow as pa
 
 from storage.errors import RowError
 from storage.inputs.fields import field_of
-from storage.runs.records import KEEP, read_parquet, write_parquet
+from storage.parquet import read_parquet, write_parquet
+
+KEEP = "keep"
+"""The last column of a run whose spec has `input.keep`: a struct of these columns of the inputs."""
+
 
 _JSON_KEY: Final = b"draftmill.json"
 EXACT: Final = 2**53

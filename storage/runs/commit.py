@@ -27,7 +27,9 @@ from storage.runs.done import DoneUnits
 from storage.errors import DamagedRun, StoreError
 from storage.failpoints import failpoint
 from storage.runs.lease import Lease, LeaseLost
-from storage.runs.records import KEEP, SCHEMA, SCHEMA_VERSION, damaged, parquet_metadata, read_parquet, write_parquet
+from storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
+from storage.inputs.kept import KEEP
+from storage.parquet import parquet_metadata, read_parquet, write_parquet
 from storage.stores.verbs import AlreadyExists, Conflict, Stat, Store
 
 MANIFEST = "_manifest.json"

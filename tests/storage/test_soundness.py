@@ -170,7 +170,7 @@ def test_a_row_beyond_the_bound_fails_alone(
 FLIPPER = """
 import sys
 from pathlib import Path
-from storage import groups
+from storage.inputs import row_groups as groups
 from storage.errors import UserError
 from storage.inputs.reader import iterate, list_inputs, read_rows
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from tests.jobs_here import run, without_ray
+from tests.runs.jobs_here import run, without_ray
 
 HEAVY = ("torch", "transformers", "sklearn", "scipy", "datasets")
 WATCH = f"""

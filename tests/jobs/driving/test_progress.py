@@ -6,8 +6,9 @@ import io
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
-from jobs.driving.progress import Lines, LiveLine, Silence, duration, make_display, progress_line, rate_text, size_text
+from jobs.driving.progress import Lines, LiveLine, Silence, make_display, progress_line
 from jobs.driving.totals import Totals, efficiency
+from jobs.notes import duration, rate_text, size_text
 
 
 def totals_after(seconds: float) -> Totals:

@@ -13,8 +13,8 @@ from jobs.cli import main
 from jobs.finished.input_order import groups, in_input_order
 from storage.stores.store import open_store
 from tests.jobs.plan.test_plan import plan, spec_for
-from tests.jobs_of_tests import write_rows, write_spec
-from tests.test_rerun import run_with
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.test_rerun import run_with
 
 
 @pytest.mark.parametrize("window", [8, 40, 10_000])

@@ -10,8 +10,9 @@ from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.driving.attempts import Sessions
 from jobs.finished.summary import Results, is_small, read_summary, table_lines
+from storage.parquet import write_parquet
 from storage.runs.commit import Manifest
-from storage.runs.records import table_from_rows, write_parquet
+from storage.runs.records import table_from_rows
 from storage.stores.store import open_store
 
 

@@ -16,7 +16,7 @@ import json, resource
 import numpy as np
 import pyarrow as pa
 from actors.plan_table import ROW_SCHEMA
-from jobs import plan_writer
+from jobs.plan import plan_writer
 from jobs.plan.plan_writer import PlanWriter
 from storage.runs.commit import done_units, unit_name
 from storage.stores.verbs import Stat

@@ -34,8 +34,8 @@ from storage.inputs.reader import InputFile, iterate, list_inputs, read_rows
 from storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.spec.bad_input import GOOD, bad_lines, spec_texts, table_files, text_files
-from tests.jobs_here import run, without_ray
-from tests.jobs_of_tests import GOLDEN
+from tests.runs.jobs_here import run, without_ray
+from tests.runs.jobs_of_tests import GOLDEN
 
 SPECS, RUNS, ROW_FILES, ROWS_EACH, FILES = 500, 50, 125, 8, 250
 

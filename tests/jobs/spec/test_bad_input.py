@@ -15,7 +15,7 @@ import yaml
 from jobs.cli import main
 from storage.runs.records import read_results
 from storage.stores.store import open_store
-from tests.local_pool import without_ray
+from tests.runs.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]
 

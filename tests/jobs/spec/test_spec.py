@@ -95,7 +95,7 @@ def test_text_masks_refuse_rows_of_tokens() -> None:
 @pytest.mark.parametrize("kind", ["jacobi", "multiblock_jacobi"])
 def test_rejection_is_refused_where_a_draft_has_no_law(kind: str) -> None:
     message = refusal("task={kind: complete}", f"decoder={{kind: {kind}}}", "sampling.acceptance=rejection")
-    assert message.startswith("sampling.acceptance: 'rejection' needs the law of a draft")
+    assert message.startswith("sampling.acceptance: 'rejection' needs the probabilities of a draft")
     assert message.endswith("allowed: 'coupled'")
 
 

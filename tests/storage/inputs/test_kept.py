@@ -12,7 +12,7 @@ import pytest
 
 from storage.errors import RowError
 from storage.inputs.kept import KeptTypes, is_json, kept_values, read, told, written
-from storage.runs.records import read_parquet, write_parquet
+from storage.parquet import read_parquet, write_parquet
 
 
 def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:

@@ -142,7 +142,7 @@ def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.jsonl.gz"])
 def test_a_line_beyond_the_bound_fails_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("lines", "delimited"):
-        monkeypatch.setattr(f"storage.{module}.MAX_ROW_BYTES", 100)
+        monkeypatch.setattr(f"storage.inputs.{module}.MAX_ROW_BYTES", 100)
     good = {"a.jsonl": b'{"a": 1}', "a.jsonl.gz": b'{"a": 1}'}.get(name, b"1")
     data = b"a\n" * (name == "a.csv") + b"\n".join([good, b"7" * 5000, good, b'"' + b"7" * 101, good])
     rows = rows_of(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)

@@ -32,7 +32,8 @@ from storage.runs.commit import (
 from storage.errors import StoreError
 from storage.failpoints import VARIABLE
 from storage.runs.lease import LeaseLost, acquire
-from storage.runs.records import TRACE_SCHEMA, parquet_metadata, read_parquet, read_results, table_from_rows
+from storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
+from storage.parquet import parquet_metadata, read_parquet
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import Store

@@ -14,7 +14,8 @@ import pytest
 
 from actors.plan_table import ROW_SCHEMA
 from jobs.plan.plan_writer import PlanWriter
-from storage.runs.records import table_from_rows, write_parquet
+from storage.parquet import write_parquet
+from storage.runs.records import table_from_rows
 from storage.stores.store import open_store
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +26,7 @@ from pathlib import Path
 import psutil
 from actors.plan_table import PlanTable, parts_of
 from storage.inputs.reader import iterate, list_inputs, read_rows
-from storage.runs.records import parquet_groups, read_parquet
+from storage.parquet import parquet_groups, read_parquet
 from storage.stores.store import open_store
 
 folder = Path(sys.argv[1])

@@ -1,0 +1,53 @@
+"""What a user is told while something goes on: where notes go, and counts, rates, sizes and times in words."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Notes(Protocol):
+    """A place for notes to the user."""
+
+    def note(self, message: str) -> None:
+        """Tell the user of one event, now."""
+        ...
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Show how many of the bytes of `what` are done; may be called often."""
+        ...
+
+
+class Unnoted:
+    """Takes notes to nobody."""
+
+    def note(self, message: str) -> None:
+        """See Notes."""
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """See Notes."""
+
+
+def counted(count: int, noun: str) -> str:
+    """1 worker, 2 workers."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def rate_text(rate: float) -> str:
+    """A rate, with a decimal where it is below 10."""
+    return f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in the unit that suits it."""
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,81 @@
+"""Tables as Parquet files: how ours are written, and read with every page checked against its checksum. Knows no schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from storage.soundness import THREADS
+
+KEY_PREFIX = "draftmill."
+"""Leads the names of our Parquet key-value metadata: schema_version, fingerprint, unit, pass, code_version, counts."""
+
+_DICTIONARY_COLUMNS = [
+    "unit",
+    "pass",
+    "status",
+    "error_kind",
+    "error_stage",
+    "finish",
+    "decoder",
+    "model",
+    "drafter",
+    "worker",
+    "node",
+    "endpoint",
+]
+
+
+def write_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+    """Return the table as one closed Parquet file: zstd, page index, page checksums, statistics, and the metadata.
+
+    Keys get KEY_PREFIX. Equal tables and metadata give equal bytes.
+    """
+    sink = pa.BufferOutputStream()
+    with parquet_writer(sink, table.schema, metadata) as writer:
+        writer.write_table(table, row_group_size=max(1, table.num_rows))
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def parquet_writer(sink: Any, schema: pa.Schema, metadata: Mapping[str, str]) -> pq.ParquetWriter:
+    """A writer of one such file, into which tables of `schema` go one after the other, a row group each.
+
+    Used as a context manager it publishes a whole file even where an exception unwinds it: `sink` must not be a store.
+    """
+    own = {f"{KEY_PREFIX}{key}": value for key, value in metadata.items()}
+    return pq.ParquetWriter(
+        sink,
+        schema.with_metadata(own),
+        compression="zstd",
+        use_dictionary=[name for name in _DICTIONARY_COLUMNS if name in schema.names],
+        write_statistics=True,
+        write_page_index=True,
+        write_page_checksum=True,
+    )
+
+
+def read_parquet(data: bytes, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the table of a file that `write_parquet` made, every page checked against its checksum.
+
+    Raises pa.ArrowInvalid or OSError if it is damaged.
+    """
+    source = pa.BufferReader(data)
+    with pq.ParquetFile(source, page_checksum_verification=True) as file:
+        return file.read(columns=None if columns is None else list(columns), use_threads=THREADS)
+
+
+def parquet_groups(data: bytes) -> Iterator[pa.Table]:
+    """Yield the row groups of such a file one by one, every page checked. Raises as `read_parquet` does."""
+    with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as file:
+        for group in range(file.num_row_groups):
+            yield file.read_row_group(group, use_threads=THREADS)
+
+
+def parquet_metadata(schema: pa.Schema) -> dict[str, str]:
+    """Return our own key-value metadata of a table's schema, without KEY_PREFIX."""
+    found = schema.metadata or {}
+    pairs = ((key.decode(), value.decode()) for key, value in found.items())
+    return {key.removeprefix(KEY_PREFIX): value for key, value in pairs if key.startswith(KEY_PREFIX)}
