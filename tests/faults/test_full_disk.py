@@ -1,0 +1,56 @@
+"""A disk that is full while a job runs: a clear error, nothing lost, and the next run goes on once there is room."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from jobs.commands import run as jobs_run
+from jobs.schedule.unit_leases import Limits
+from storage.runs.commit import done_units
+from storage.stores import local
+from storage.stores.local import TEMPORARY
+from storage.stores.store import open_store
+from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
+from tests.runs.local_pool import without_ray
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many more unit files the disk has room for; another one is cut short, as a full disk does it."""
+    left = [10**9]
+    write = local._write_synced
+
+    def write_or_not(path: Path, data: bytes) -> None:
+        left[0] -= path.parent.name == "data"
+        if left[0] >= 0 or path.parent.name != "data":
+            return write(path, data)
+        path.write_bytes(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(local, "_write_synced", write_or_not)
+    monkeypatch.setattr(jobs_run, "limits_of", lambda spec: Limits(infra=2, rest_s=0.0))
+    return left
+
+
+def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_next_one_finishes_it(
+    tmp_path: Path, room: list[int], capsys: pytest.CaptureFixture[str]
+):
+    rows = write_rows(tmp_path / "rows.jsonl", 16, longest=12)
+    spec, run = write_spec(tmp_path, rows=rows, out="full"), tmp_path / "full"
+    with without_ray():
+        assert main(["run", str(write_spec(tmp_path, rows=rows, out="free")), "--quiet"]) == 0
+        room[0] = 2
+        assert main(["run", str(spec), "--quiet"]) == 1
+        said = capsys.readouterr().err
+        assert "No space left on device" in said and "run it again to go on" in said
+        assert len(done_units(open_store(str(run)))) == 2
+        assert not [path for path in run.rglob("*") if path.name.startswith(TEMPORARY)]
+        room[0] = 10**9
+        assert main(["run", str(spec), "--quiet"]) == 0
+    assert not unequal(rows_of(run), rows_of(tmp_path / "free"))
+    assert main(["verify", str(run)]) == 0

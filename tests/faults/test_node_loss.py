@@ -1,0 +1,126 @@
+"""Nodes are lost, told to go, and join while a job runs on them: nothing is lost, nothing is there twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from storage.failpoints import VARIABLE
+from tests.faults.test_crash import drive
+from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
+from tests.runs.local_pool import without_ray
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+ROWS = 192
+"""For one worker with one slot some 800 steps, for two 400 each; the first two units take about 40."""
+
+NODE: dict[str, Any] = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+
+
+@pytest.fixture(params=[6.0])
+def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of clusters made later stand still for so many seconds, in which a notice, or a node's end, is seen."""
+    monkeypatch.setenv(VARIABLE, f"worker.step=sleep:200:{request.param}")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A head of one CPU, which learns of another node's end within seconds."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in {"period_ms": 500, "failure_threshold": 3, "timeout_ms": 500, "initial_delay_ms": 500}.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl", ROWS, longest=40)
+
+
+def begun(cluster: Any, rows: Path) -> tuple[Any, Path]:
+    """A driver's process on the cluster, of whose units two are committed, and its folder."""
+    spec = write_spec(rows.parent, rows=rows, batching={"max_rows": 1})
+    process = forked(drive, cluster.address, str(spec), f"{spec}.log")
+    data = spec.parent / "run" / "data"
+    while not data.exists() or len(list(data.glob("unit-*"))) < 2:
+        assert process.is_alive(), Path(f"{spec}.log").read_text()
+        time.sleep(0.005)  # the condition is polled, not assumed
+    return process, Path(f"{spec}.log")
+
+
+def told_to_go(cluster: Any, node: Any, *, in_s: float) -> None:
+    """As a watcher of spot machines tells Ray."""
+    raylet: Any = import_module("ray._raylet")
+    reasons: Any = import_module("ray.core.generated.autoscaler_pb2")
+    gcs = raylet.GcsClient(address=cluster.address)
+    end_ms = int((time.time() + in_s) * 1000)
+    assert gcs.drain_node(node.node_id, reasons.DRAIN_NODE_REASON_PREEMPTION, "spot", end_ms) == (True, "")
+
+
+def happened(run: Path) -> list[str]:
+    """What the log of attempts has, in order."""
+    lines = [line for path in sorted((run / "attempts").iterdir()) for line in path.read_text().splitlines()]
+    return [json.loads(line).get("what", "") for line in lines]
+
+
+def is_undisturbed(rows: Path) -> bool:
+    """Whether the run is complete and has the rows of one that nothing happened to."""
+    folder = rows.parent
+    assert main(["verify", str(folder / "run")]) == 0
+    with without_ray():
+        assert main(["run", str(write_spec(folder, rows=rows, out="undisturbed")), "--quiet"]) == 0
+    return rows_of(folder / "run").equals(rows_of(folder / "undisturbed"))
+
+
+def test_a_job_goes_on_without_a_node_that_is_lost(patience: None, cluster: Any, rows: Path):
+    second = cluster.add_node(**NODE)
+    process, log = begun(cluster, rows)
+    cluster.remove_node(second, allow_graceful=False)
+    process.join(300)
+    assert process.exitcode == 0, log.read_text()
+    assert is_undisturbed(rows)
+    assert "worker_died" in happened(rows.parent / "run")
+
+
+def test_workers_leave_a_node_that_is_told_to_go_with_their_units_done(patience: None, cluster: Any, rows: Path):
+    second = cluster.add_node(**NODE)
+    process, log = begun(cluster, rows)
+    told_to_go(cluster, second, in_s=600)
+    process.join(300)
+    assert process.exitcode == 0, log.read_text()
+    assert is_undisturbed(rows)
+    what = happened(rows.parent / "run")
+    assert what.count("worker_leaving") == what.count("worker_left") == 1 and "worker_died" not in what
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("patience", [25.0], indirect=True)  # longer than another worker takes to come up
+def test_a_node_that_joins_is_used(patience: None, cluster: Any, rows: Path):
+    process, log = begun(cluster, rows)
+    cluster.add_node(**NODE)
+    process.join(300)
+    assert process.exitcode == 0, log.read_text()
+    assert happened(rows.parent / "run").count("worker_up") == 2
+    assert is_undisturbed(rows)
+
+
+def test_a_driver_whose_own_node_is_told_to_go_exits_with_4_and_the_next_one_ends_the_job(
+    patience: None, cluster: Any, rows: Path
+):
+    process, log = begun(cluster, rows)
+    told_to_go(cluster, cluster.head_node, in_s=20)
+    process.join(60)
+    assert process.exitcode == 4, log.read_text()
+    with without_ray():
+        assert main(["run", str(rows.parent / "run.yaml"), "--quiet"]) == 0
+    assert is_undisturbed(rows)

@@ -1,0 +1,117 @@
+"""Thousands of jobs in a simulated world (tests/simulation): whatever goes wrong, every row is there once, with a reason.
+
+The driver, the scheduler, the lease and the committer are the real ones. `make soak` plays ten times as many schedules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from jobs.schedule.unit_leases import Ledger, Unit
+from tests.runs.jobs_of_tests import soak
+from tests.simulation.disk import Broken, Handle
+from tests.simulation.schedules import drawn_job, play, simulated
+from tests.simulation.world import Fault, World
+
+pytestmark = pytest.mark.timeout(600)
+
+SCHEDULES = {True: 3500, False: 1500}
+"""Drawn ones, by whether the store honours conditions; the numbered ones come on top."""
+
+JOBS = 6
+"""Jobs of which every access of the store goes wrong once in every way: about 120 and 200 schedules each."""
+
+FATES = ("crash before", "crash after", "refused", "lost", "pause before", "pause after")
+
+
+@pytest.fixture(scope="module")
+def at_work() -> Iterator[dict[str, Any]]:
+    with simulated() as at_work:
+        yield at_work
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+@pytest.mark.parametrize("chunk", [0, *soak(range(1, 10))])
+def test_whatever_happens_when_every_row_is_there_once_with_a_reason(
+    at_work: dict[str, Any], conditional: bool, chunk: int
+):
+    count = SCHEDULES[conditional]
+    seen: Counter[str] = Counter()
+    for seed in range(chunk * count, (chunk + 1) * count):
+        try:
+            world = play(World(drawn_job(seed, conditional=conditional), seed, faults=seed % 7), at_work)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {conditional=}: {error}") from error
+        seen.update(what.partition(": ")[2].split(" data")[0] or what.partition(" ")[2] for what in world.struck)
+        seen["sessions"] += world.drivers
+    assert seen["sessions"] > 2 * count
+    for what in (*FATES[:4], "pause", "dies", "falls silent", "clock jumps", "stop", "raises"):
+        assert any(what in key for key in seen), f"no schedule had: {what}"
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_one_fault_at_any_access_of_the_store_loses_nothing(at_work: dict[str, Any], conditional: bool):
+    for seed in range(JOBS):
+        job = drawn_job(seed, conditional=conditional)
+        accesses = play(World(job, seed), at_work).accesses
+        for at, fate in itertools.product(range(1, accesses + 1), FATES):
+            try:
+                world = play(World(job, seed, fault=Fault(at, fate)), at_work)
+            except Exception as error:
+                raise AssertionError(f"{fate} at access {at}, {seed=}, {conditional=}: {error}") from error
+            assert len(world.struck) == 1
+
+
+def broken_within(at_work: dict[str, Any], schedules: int, *, conditional: bool = True) -> str:
+    """The first broken promise among so many schedules."""
+    for seed in range(schedules):
+        try:
+            play(World(drawn_job(seed, conditional=conditional), seed, faults=seed % 7), at_work)
+        except Broken as promise:
+            return str(promise)
+    return ""
+
+
+def test_a_committer_that_writes_over_what_is_there_is_found(at_work: dict[str, Any]):
+    create = Handle._create
+
+    def careless(self: Handle, name: str, data: bytes, metadata: dict[str, str] | None) -> Any:
+        return (self._write if name.startswith("data/") else partial(create, self))(name, data, metadata)
+
+    with patch.object(Handle, "_create", careless):
+        assert "was written twice" in broken_within(at_work, 300)
+
+
+def test_a_scheduler_that_forgets_what_else_a_dead_worker_held_is_found(at_work: dict[str, Any]):
+    dismiss = Ledger.dismiss
+
+    def forgetful(self: Ledger, name: str) -> Any:
+        known = dismiss(self, name)
+        return known and (known[0], known[1][:1])
+
+    with patch.object(Ledger, "dismiss", forgetful):
+        assert broken_within(at_work, 300) == "the job does not end"
+
+
+def test_a_scheduler_that_loses_what_was_on_a_drained_node_is_found(at_work: dict[str, Any]):
+    dismiss = Ledger.dismiss
+
+    def careless(self: Ledger, name: str) -> Any:
+        known = dismiss(self, name)
+        return known and (known[0], [] if known[0].leaving else known[1])
+
+    with patch.object(Ledger, "dismiss", careless):
+        assert broken_within(at_work, 2000) == "the job does not end"
+
+
+def test_copies_of_a_unit_that_fails_are_found(at_work: dict[str, Any]):
+    """A mistake that was made: while one copy ran, the failures of the other settled nothing, for ever."""
+    with patch.object(Unit, "suspect", property(lambda self: self.alone)):
+        assert broken_within(at_work, 300) == "the job does not end"

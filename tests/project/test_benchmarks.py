@@ -1,0 +1,112 @@
+"""The baselines that the benchmarks run beside ours decode what they should: the same greedy text."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import block_diffusion
+from benchmarks.block_diffusion import ONE, TWO
+from benchmarks.block_runs import decoders_of, load, measure, one_by_one, quality
+from benchmarks.public_causal import PublicCausal
+from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
+from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
+from decoders.registry import build_decoder
+from tests.decoders.backbones import causal_models
+from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.support import decode, run_all, texts, token_info
+
+STOP_IDS = (9, 25, 34, 41)
+
+
+def test_the_loops_of_today_give_the_greedy_text_and_count_their_forwards(tmp_path: Path) -> None:
+    for name, seed in (("target", 1), ("assistant", 2)):
+        save_random(tmp_path / name, "qwen2", seed=seed, eos_token_id=None, bos_token_id=None)
+    rng, requests = np.random.default_rng(0), []
+    for index in range(12):
+        canvas = rng.integers(1, 61, 4 + index).astype(np.int32)
+        canvas[int(rng.integers(1, len(canvas))) :] = -1
+        requests.append(Request(index, index, np.append(canvas, np.full(9, -1, dtype=np.int32))))
+    info, stops = token_info(61), Stops(ids=STOP_IDS)
+    settings, greedy = AutoregressiveSettings(kind="autoregressive"), Sampling(temperature=0.0)
+    expected = decode(causal_models.load(tmp_path / "target"), info, settings, greedy, requests, stops=stops)
+    assert {outcome.finish for outcome in expected.values()} == {"length", "eos"}
+    loops = PublicCausal(tmp_path / "target", tmp_path / "assistant", device="cpu", dtype=torch.float32)
+    loops.stop_ids = list(STOP_IDS)
+    found = {
+        "alone": loops.generate(requests, rows=1),
+        "batches": loops.generate(requests, rows=5),
+        "assisted": loops.assisted(requests, num_drafts=3),
+        "as it comes": loops.assisted(requests),
+        "look-up": loops.lookup(requests, num_drafts=3),
+        "jacobi": loops.jacobi(requests, block_size=4),
+    }
+    for result in found.values():
+        assert result.tokens == texts(expected)
+    assert found["alone"].forwards == found["alone"].count > found["batches"].forwards > 0
+    assert 0 < found["look-up"].forwards <= found["look-up"].count
+    # A prefill and at least one token in each forward after it; a block may go on behind a sample's end.
+    assert found["jacobi"].forwards <= found["jacobi"].count + len(requests)
+
+
+# ---- block diffusion -------------------------------------------------------------------------------------------------
+
+
+def block_requests(count: int, *, new: int) -> list[Request]:
+    """Completions of random prompts of 1 to 2 * count tokens."""
+    rng, requests = np.random.default_rng(1), []
+    for index in range(count):
+        prompt = rng.integers(1, 90, 1 + 2 * index).astype(np.int32)
+        requests.append(Request(index, index, np.append(prompt, np.full(new, -1, dtype=np.int32))))
+    return requests
+
+
+def test_the_block_diffusion_loop_of_today_gives_the_text_of_ours_and_one_commit_more(golden: Path) -> None:
+    folder, requests = golden / "sdar", block_requests(6, new=9)
+    flags = block_diffusion.parse(["--model", str(folder), "--device", "cpu", "--taus", "0.6"])
+    bench = block_diffusion.bench_of(flags, requests, None)
+    for name, size, theirs, settings in block_diffusion._pairs(bench, requests):
+        ours = measure(bench.model, settings, requests, rows=4, temperature=0.0)
+        assert ours.texts == theirs.tokens, (name, size)
+        # It fills the last block to its end, and commits it though nothing follows.
+        assert 0 < theirs.forwards - ours.nfe <= len(requests) * (1 + size)
+
+
+def test_a_text_is_worth_what_block_size_1_says_of_it_token_by_token(golden: Path) -> None:
+    model, requests = load(golden / "sdar", "cpu", decoder="s2d2"), block_requests(3, new=7)
+    law = measure(model, one_by_one(fused=False), requests, rows=2, temperature=0.0)
+    assert quality(model, requests, law.texts).agreement == 1.0
+    drawn = run_all(
+        build_decoder(
+            Setup(backbone=model.backbone, info=model.info, sampling=Sampling(), max_rows=2, max_tokens=1 << 20),
+            one_by_one(fused=False),
+        ),
+        requests,
+    )
+    found = quality(model, requests, texts(drawn))
+    logprobs = [outcome.logprob for outcome in drawn.values()]
+    assert found.nats == pytest.approx(-sum(value for value in logprobs if value is not None) / 21, abs=1e-4)
+    assert found.agreement < 1.0
+
+
+def test_the_block_diffusion_benchmark_prints_its_tables_and_writes_its_points(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"--quick --temperatures 0 --device cpu --model {golden / 'sdar'} --points {tmp_path / 'points.csv'}"
+    flags = block_diffusion.parse(command.split())
+    block_diffusion.run(block_diffusion.bench_of(flags, block_requests(3, new=6), None), flags)
+    lines = capsys.readouterr().out.splitlines()
+    tables = [line.split(" | ") for line in lines if line.startswith("| ")]
+    assert len({len(cells) for cells in tables}) == 2, "rows as long as their headers"
+    lossless = [
+        cells for cells in tables if cells[0] in {"| s2d2, always", "| s2d2, always, fused", f"| {TWO}", f"| {ONE}"}
+    ]
+    assert len(lossless) == 6 and all(cells[-1] == "100% |" for cells in lossless)
+    points = list(csv.DictReader((tmp_path / "points.csv").open()))
+    assert len(points) == 2 + len(decoders_of(4, flags.taus))
+    assert {point["decoder"] for point in points} == {TWO, ONE, *decoders_of(4, flags.taus)}

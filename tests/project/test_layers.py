@@ -1,0 +1,168 @@
+"""The layout holds: imports go one way, the wheel has the five packages and their data, docs/map.md and links are current."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from docs.make_map import first_line, make_map, rooms
+
+ROOT = Path(__file__).resolve().parents[2]
+WHEEL_PACKAGES = ["jobs", "actors", "decoders", "storage", "infra"]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *ROOT.glob("*/README.md"),
+    ROOT / "benchmarks" / "RESULTS.md",
+]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS = {contract["name"] for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
+
+# A line that breaks a contract when it is appended to the file: (file, line, the contract's name).
+ROOMS = "the rooms of decoders: imports go down, families know nothing of each other"
+LAYERS = "jobs > actors | infra > decoders | storage"
+BREACHES = [
+    ("decoders/settings.py", "import storage", LAYERS),
+    ("decoders/settings.py", "import actors", LAYERS),
+    ("storage/__init__.py", "import decoders", LAYERS),
+    ("storage/__init__.py", "import jobs", LAYERS),
+    ("actors/__init__.py", "import jobs", LAYERS),
+    ("actors/__init__.py", "import infra", LAYERS),
+    ("infra/__init__.py", "import jobs", LAYERS),
+    ("decoders/backbones/heads.py", "import ray", "decoders know nothing of Ray, stores or jobs"),
+    ("decoders/backbones/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
+    ("storage/__init__.py", "import torch", "storage knows nothing of models"),
+    ("decoders/settings.py", "import decoders.backbones.heads", "the decoders' nouns and settings load without torch"),
+    ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
+    ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
+    ("decoders/causal/jacobi.py", "import decoders.masked.canvases", ROOMS),
+    ("decoders/blocks/settings.py", "import decoders.settings", ROOMS),
+    ("decoders/engine/state.py", "import decoders.causal.decoder", ROOMS),
+    ("decoders/draws/noise.py", "import decoders.backbones.cache", ROOMS),
+    ("decoders/registry.py", "import decoders.references.causal", "the product never imports the references"),
+    ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
+    ("jobs/schedule/waiting.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
+    ("jobs/plan/plan.py", "import jobs.driving.totals", "the rooms of jobs: imports go down"),
+    ("storage/stores/s3.py", "import storage.inputs.rows", "the rooms of storage: imports go down"),
+    ("jobs/__init__.py", "import recipes", "what the wheel holds imports nothing that stays in the checkout"),
+]
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the contracts of `folder`/pyproject.toml over the packages in `folder`."""
+    command = "import sys; from importlinter.cli import lint_imports_command; lint_imports_command()"
+    return subprocess.run(
+        [sys.executable, "-c", command, "--no-cache"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def broken_contracts(output: str) -> set[str]:
+    return {name for name in CONTRACTS if re.search(rf"^{re.escape(name)}.*BROKEN", output, re.MULTILINE)}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the linted packages that a test may edit."""
+    folder = tmp_path_factory.mktemp("sources")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for package in PYPROJECT["tool"]["importlinter"]["root_packages"]:
+        for source in (ROOT / package).rglob("*.py"):
+            target = folder / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    return folder
+
+
+def test_import_layers_hold() -> None:
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert f"{len(CONTRACTS)} kept, 0 broken" in result.stdout
+
+
+@pytest.mark.parametrize(("file", "line", "contract"), BREACHES, ids=[f"{file}: {line}" for file, line, _ in BREACHES])
+def test_a_forbidden_import_is_found(sources: Path, file: str, line: str, contract: str) -> None:
+    path = sources / file
+    before = path.read_text()
+    path.write_text(f"{before}\n{line}\n")
+    try:
+        result = lint_imports(sources)
+    finally:
+        path.write_text(before)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert contract in broken_contracts(result.stdout)
+
+
+def test_every_contract_has_a_breach() -> None:
+    assert {contract for _, _, contract in BREACHES} == CONTRACTS
+
+
+def test_settings_load_without_torch_and_ray() -> None:
+    """What the contract says of the source holds at run time too, third-party packages included."""
+    code = (
+        "import sys, decoders.base, decoders.settings; "
+        "sys.exit(', '.join({'torch', 'transformers', 'ray'} & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names of the files in the wheel that this checkout builds."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    folder = tmp_path_factory.mktemp("wheel")
+    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"]))
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_wheel_holds_the_five_packages_and_nothing_else(wheel_names: set[str]) -> None:
+    folders = {name.split("/")[0] for name in wheel_names}
+    assert {folder for folder in folders if not folder.endswith(".dist-info")} == set(WHEEL_PACKAGES)
+    for package in WHEEL_PACKAGES:
+        assert f"{package}/__init__.py" in wheel_names
+
+
+def test_wheel_holds_the_builtin_models(wheel_names: set[str]) -> None:
+    builtin = ROOT / "decoders" / "builtin"
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in builtin.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert any(name.endswith(".safetensors") for name in files), "no builtin model in decoders/builtin"
+    assert files <= wheel_names
+
+
+def test_the_map_has_a_line_for_every_file_and_is_current() -> None:
+    assert (ROOT / "docs" / "map.md").read_text() == make_map(), "run: python -m docs.make_map"
+    undescribed = [path.relative_to(ROOT).as_posix() for path in files() if not first_line(path)]
+    assert not undescribed, f"the docstring's first line says what a file holds; it is missing in {undescribed}"
+
+
+def files() -> list[Path]:
+    """Every Python file but empty ones."""
+    return [path for room in rooms() for path in sorted(room.glob("*.py")) if path.stat().st_size]
+
+
+def test_the_readme_is_at_most_250_lines() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]

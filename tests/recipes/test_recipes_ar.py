@@ -1,0 +1,141 @@
+"""The recipe of the builtin causal models: packing, training, the folder, and that it is the any-subset model's corpus."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from recipes import ar, causal, causal_folder, corpus, loop
+from tests.recipes.recipes_of_tests import no_report, short_schedule
+
+SHAPE = ar.SIZES["micro-test"].shape
+
+
+@pytest.fixture(scope="module")
+def prepared() -> corpus.Prepared:
+    train, held_out = corpus.split(corpus.standard_library())
+    return corpus.prepare(train[:20], held_out[:4], PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def plan_of(steps: int, seed: int = 0) -> loop.Schedule:
+    return dataclasses.replace(short_schedule(steps, seed), batch_tokens=256)
+
+
+def trainer_of(prepared: corpus.Prepared, steps: int, seed: int = 0) -> causal.Trainer:
+    return causal.Trainer(causal.new_model(SHAPE, seed), plan_of(steps, seed), prepared.train, torch.device("cpu"))
+
+
+def test_packed_files_are_all_there_between_their_ends(prepared: corpus.Prepared) -> None:
+    stream = prepared.train
+    ids = causal.packed(stream, seed=0)
+    starts, ends = np.flatnonzero(ids == corpus.BOS_ID), np.flatnonzero(ids == corpus.EOS_ID)
+    assert (ids[starts[1:] - 1] == corpus.EOS_ID).all()
+    found = sorted(ids[a + 1 : b].tolist() for a, b in zip(starts, ends, strict=True))
+    files = sorted(stream.ids[a:b].tolist() for a, b in zip(stream.bounds[:-1], stream.bounds[1:], strict=True))
+    assert found == files
+    assert np.array_equal(ids, causal.packed(stream, seed=0))
+    assert not np.array_equal(ids, causal.packed(stream, seed=1))
+
+
+def test_windows_depend_on_seed_and_step_only_and_reach_both_ends() -> None:
+    ids = np.arange(40)
+    draws = [causal.training_windows(ids, seed=0, step=step, count=8, length=36) for step in range(30)]
+    assert np.array_equal(draws[7], causal.training_windows(ids, seed=0, step=7, count=8, length=36))
+    assert draws[0].shape == (8, 37)
+    assert (np.diff(draws[0]) == 1).all()
+    assert {int(row[0]) for draw in draws for row in draw} == set(range(4))
+
+
+def test_the_loss_is_that_of_each_token_given_those_before(prepared: corpus.Prepared) -> None:
+    model = causal.new_model(SHAPE, 0)
+    ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
+    with torch.no_grad():
+        law = model(ids).logits.double().log_softmax(-1)
+    expected = -torch.stack([law[b, t - 1, ids[b, t]] for b in range(2) for t in range(1, 6)]).mean()
+    assert causal.next_token_loss(model, ids).item() == pytest.approx(expected.item(), abs=0.02)  # bfloat16 products
+
+
+def test_fresh_weights_depend_on_the_seed_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one = causal.new_model(SHAPE, 3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    two, other = causal.new_model(SHAPE, 3), causal.new_model(SHAPE, 4)
+    assert torch.equal(one.model.embed_tokens.weight, two.model.embed_tokens.weight)
+    assert not torch.equal(one.model.embed_tokens.weight, other.model.embed_tokens.weight)
+    assert one.lm_head.weight is one.model.embed_tokens.weight
+
+
+def test_training_is_deterministic_and_lowers_the_loss(prepared: corpus.Prepared) -> None:
+    runs = []
+    for _ in range(2):
+        trainer = trainer_of(prepared, 30)
+        runs.append([trainer.advance() for _ in range(30)])
+    assert runs[0] == runs[1]
+    assert np.mean(runs[0][-5:]) < np.mean(runs[0][:5]) - 0.2
+
+
+def test_a_resumed_training_ends_with_the_same_bits(prepared: corpus.Prepared, tmp_path: Path) -> None:
+    straight = trainer_of(prepared, 6)
+    assert loop.run(straight, None, loop.Pace(), no_report)
+    first = trainer_of(prepared, 6)
+    for _ in range(3):
+        first.advance()
+    first.save(tmp_path)
+    second = causal.Trainer(causal.new_model(SHAPE, 9), plan_of(6), prepared.train, torch.device("cpu"))
+    assert second.restore(tmp_path)
+    assert loop.run(second, tmp_path, loop.Pace(), no_report)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+def test_perplexity_of_a_uniform_model_is_known(prepared: corpus.Prepared) -> None:
+    model = causal.new_model(SHAPE, 0)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    score = causal_folder.quality(model, prepared, length=64, limit=20)
+    assert score.nats_per_token == pytest.approx(np.log(SHAPE.vocab_size), rel=1e-5)
+    assert score.tokens == 20 * 63
+    with pytest.raises(ValueError, match="no held-out file"):
+        causal_folder.quality(model, prepared, length=10**6)
+
+
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, held_out = corpus.split(corpus.standard_library())
+    few = train[:12] + [file for file in held_out if 6_000 < len(file.text) < 20_000][:2]
+    monkeypatch.setattr(corpus, "standard_library", lambda: few)
+    flags = ["--size", "micro-test", "--steps", "3", "--threads", "1", "--batch-tokens", "1024"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert ar.main([*flags, "--out", str(whole)]) == 0
+    again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(tmp_path / "state")]
+    assert ar.main([*again, "--minutes", "0"]) == 3
+    assert ar.main(again) == 0
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
+    for name in causal_folder.TOKENIZER_FILES:
+        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
+    text = (whole / "README.md").read_text()
+    assert all(f"- `{file.path}`" in text for file in few[-2:])
+    assert "| 512 |" in text
+
+    loaded = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    assert type(loaded).__name__ == "Qwen2ForCausalLM"
+    assert loaded.generation_config.eos_token_id == corpus.EOS_ID
+    assert json.loads((whole / "config.json").read_text())["draftmill"] == {"max_length": 512}
+    trained = causal.load_model(whole, torch.device("cpu"))
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name]), name
+        assert torch.equal(tensor, tensor.half().float()), name

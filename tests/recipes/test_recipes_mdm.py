@@ -1,0 +1,267 @@
+"""The recipe of the builtin masked-diffusion model: masks, the objective, training, measuring, a folder that decoders load."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from decoders.backbones.load import inspect_model, load_backbone
+from recipes import absorbing, absorbing_folder, absorbing_quality, ar, causal, causal_folder, corpus, loop, mdm
+from tests.decoders.backbones.masked_models import look_alone
+from tests.recipes.recipes_of_tests import SHAPE, few_files, no_report, short_schedule, small_causal_model
+from tests.runs.causal_jobs import job_spec, run_here
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def few() -> list[corpus.SourceFile]:
+    return few_files()
+
+
+@pytest.fixture(scope="module")
+def prepared(few: list[corpus.SourceFile]) -> corpus.Prepared:
+    return corpus.prepare(*corpus.split(few), PreTrainedTokenizerFast.from_pretrained(ar.TOKENIZER))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_causal_model(tmp_path_factory.mktemp("causal"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def trainer_of(start: Path, prepared: corpus.Prepared, steps: int, seed: int = 0) -> absorbing.Trainer:
+    return absorbing.Trainer(absorbing.model_from(start), short_schedule(steps, seed), prepared.train, CPU)
+
+
+# ---- what is masked --------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_of_masks_are_spread_over_all_there_are() -> None:
+    for seed in range(50):
+        counts = np.sort(absorbing.mask_counts(np.random.default_rng(seed), 8, 16))
+        assert (np.abs(counts - np.arange(2, 17, 2)) <= 1).all() and counts[0] >= 1 and counts[-1] <= 16
+    many = np.concatenate([absorbing.mask_counts(np.random.default_rng(seed), 4, 8) for seed in range(2000)])
+    assert np.bincount(many, minlength=9)[1:] == pytest.approx(1000, rel=0.12)
+
+
+def test_every_window_has_a_mask_of_the_patterns_that_decoders_meet() -> None:
+    rng = np.random.default_rng(0)
+    masked = np.concatenate([absorbing.draw_masks(rng, count=8, length=64) for _ in range(300)])
+    assert masked.any(1).all()
+    runs = (np.diff(masked.astype(int), axis=1, prepend=0) == 1).sum(1)
+    suffixes = masked[(runs == 1) & masked[:, -1]]
+    assert set(suffixes.sum(1).tolist()) >= set(range(1, absorbing.LONGEST_SUFFIX + 1))
+    assert 0.25 < len(suffixes) / len(masked) < 0.40  # a span may end at the end too
+    assert 0.35 < ((runs > 0) & (runs <= 4)).mean() < 0.65
+    assert {absorbing.suffix_mask(rng, 6).sum() for _ in range(100)} == {1, 2, 3}
+
+
+def test_a_steps_windows_and_masks_depend_on_seed_and_step_only(start: Path, prepared: corpus.Prepared) -> None:
+    one, two, other = (trainer_of(start, prepared, 9, seed) for seed in (0, 0, 1))
+    for _ in range(3):
+        two.advance()
+    first, again = one.batch(5), two.batch(5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for elsewhere in (one.batch(6), other.batch(5)):
+        assert first[1].shape != elsewhere[1].shape or not torch.equal(first[1], elsewhere[1])
+    assert first[0].shape == first[1].shape and first[0].numel() == 512
+    assert absorbing.weighted_loss(one.model, *first).item() == one.batch_loss(5)[0].item()
+
+
+# ---- the objective ---------------------------------------------------------------------------------------------------
+
+
+def test_a_masked_token_counts_one_over_the_masked_share_of_its_window() -> None:
+    masked = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    third = 4 / 3
+    expected = torch.tensor([[4.0, 0, 0, 0], [third, third, 0, third], [1, 1, 1, 1]])
+    assert torch.allclose(absorbing.token_weights(masked), expected)
+    assert absorbing.token_weights(masked, heaviest=3.0)[0, 0] == 3.0
+    one_of_many = torch.arange(100).unsqueeze(0) == 7
+    assert absorbing.token_weights(one_of_many).max() == absorbing.HEAVIEST
+
+
+def test_the_loss_is_the_weighted_sum_over_masked_tokens_given_the_others(
+    start: Path, prepared: corpus.Prepared
+) -> None:
+    model = absorbing.model_from(start).eval()
+    ids = torch.from_numpy(prepared.train.ids[:12].reshape(2, 6))
+    masked = torch.tensor([[0, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1]], dtype=torch.bool)
+    total = 0.0
+    for row, weight in ((0, 2.0), (1, 6.0)):
+        shown = torch.where(masked[row], corpus.MASK_ID, ids[row]).unsqueeze(0)
+        law = model(input_ids=shown, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool)).logits[0].log_softmax(-1)
+        total -= weight * sum(law[i, ids[row, i]].item() for i in masked[row].nonzero()[:, 0])
+    assert absorbing.weighted_loss(model, ids, masked).item() == pytest.approx(total / 12, rel=0.01)  # bfloat16
+
+
+def test_a_masked_token_sees_both_sides_and_never_itself(start: Path) -> None:
+    model = absorbing.model_from(start).eval()
+    ids, masked = torch.arange(20, 28).unsqueeze(0), (torch.arange(8) == 3).unsqueeze(0)
+    before = absorbing.masked_logits(model, ids, masked)
+    for place in range(8):
+        changed = ids.clone()
+        changed[0, place] = 99
+        same = torch.equal(before, absorbing.masked_logits(model, changed, masked))
+        assert same == (place == 3)
+
+
+def test_the_bound_of_a_law_without_context_is_its_entropy(start: Path, prepared: corpus.Prepared) -> None:
+    model = absorbing.model_from(start).eval()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    flat = math.log(SHAPE.vocab_size)
+    bound = absorbing_quality.bound(model, prepared, length=64, limit=10)
+    assert bound.nats_per_token == pytest.approx(flat, rel=1e-5) and bound.tokens == 640
+    num_bytes = corpus.token_bytes(prepared.tokenizer)[absorbing_quality.windows(prepared, 64, 10)].sum()
+    assert bound.bits_per_byte == pytest.approx(640 * flat / math.log(2) / num_bytes, rel=1e-5)
+    assert absorbing_quality.guesses(model, prepared, share=0.5, limit=3).tokens == 3 * 128
+    places = absorbing_quality.suffix(model, prepared, limit=3)
+    assert [place.tokens for place in places] == [3] * absorbing_quality.SUFFIX
+    with pytest.raises(ValueError, match="no held-out file"):
+        absorbing_quality.bound(model, prepared, length=10**6)
+
+
+def test_the_bound_is_the_mean_over_the_orders_of_decoding(
+    start: Path, prepared: corpus.Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token after the other in a random order: the mean of its nats over all orders, here all 6 of 3 tokens."""
+    torch.manual_seed(0)
+    model = absorbing.model_from(start).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    window = np.array([[30, 400, 77]])
+
+    def nats(seen: tuple[int, ...], place: int) -> float:
+        masked = torch.tensor([[i not in seen for i in range(3)]])
+        law = absorbing.masked_logits(model, torch.from_numpy(window), masked).log_softmax(-1)
+        return -float(law[[i for i in range(3) if i not in seen].index(place), window[0, place]])
+
+    orders = list(itertools.permutations(range(3)))
+    with torch.no_grad():
+        exact = sum(nats(order[:n], order[n]) for order in orders for n in range(3)) / len(orders)
+    monkeypatch.setattr(absorbing_quality, "windows", lambda *_: np.repeat(window, 600, 0))
+    assert absorbing_quality.bound(model, prepared, length=3).nats_per_token * 3 == pytest.approx(exact, rel=0.02)
+
+
+# ---- training and the folder -----------------------------------------------------------------------------------------
+
+
+def test_training_starts_from_the_causal_weights_and_lowers_the_loss(start: Path, prepared: corpus.Prepared) -> None:
+    runs = []
+    source = causal.load_model(start, CPU).state_dict()
+    for _ in range(2):
+        trainer = trainer_of(start, prepared, 30)
+        assert all(torch.equal(tensor, source[name]) for name, tensor in trainer.model.state_dict().items())
+        runs.append([trainer.advance() for _ in range(30)])
+    assert runs[0] == runs[1]
+    assert np.mean(runs[0][-8:]) < np.mean(runs[0][:8]) - 0.2
+
+
+def test_a_resumed_training_ends_with_the_same_bits(start: Path, prepared: corpus.Prepared, tmp_path: Path) -> None:
+    straight, first, second = (trainer_of(start, prepared, 6) for _ in range(3))
+    assert loop.run(straight, None, loop.Pace(), no_report)
+    for _ in range(3):
+        first.advance()
+    first.save(tmp_path)
+    assert second.restore(tmp_path)
+    assert loop.run(second, tmp_path, loop.Pace(), no_report)
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, second.model.state_dict()[name]), name
+
+
+@pytest.fixture(scope="module")
+def written(few: list[corpus.SourceFile], start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """What the recipe writes in one go, and in two."""
+    folder, flags = tmp_path_factory.mktemp("masked"), ["--start", str(start), "--steps", "3", "--threads", "1"]
+    flags += ["--batch-tokens", "1024"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "standard_library", lambda: few)
+        whole, resumed = folder / "whole", folder / "resumed"
+        assert mdm.main([*flags, "--out", str(whole)]) == 0
+        again = [*flags, "--out", str(resumed), "--checkpoint-dir", str(folder / "state")]
+        assert mdm.main([*again, "--minutes", "0"]) == 3
+        assert mdm.main(again) == 0
+    return whole, resumed
+
+
+def test_the_recipe_writes_a_whole_folder_and_an_interrupted_one_writes_the_same(
+    written: tuple[Path, Path], few: list[corpus.SourceFile]
+) -> None:
+    whole, resumed = written
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
+    for name in causal_folder.TOKENIZER_FILES:
+        assert (whole / name).read_bytes() == (ar.TOKENIZER / name).read_bytes(), name
+    text = (whole / "README.md").read_text()
+    assert all(f"- `{file.path}`" in text for file in few[-2:])
+    assert "| 512 |" in text and "| 95% at random |" in text and "| suffix, mask 8 |" in text
+
+
+def test_the_written_folder_is_a_llada_checkpoint_with_the_trained_weights(
+    written: tuple[Path, Path], golden: Path
+) -> None:
+    folder, public = written[0], json.loads((golden / "llada" / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
+    assert config["mask_token_id"] == PreTrainedTokenizerFast.from_pretrained(folder).mask_token_id
+    own = {*absorbing_folder.SIZES, "max_sequence_length", "rope_theta", "weight_tying"}
+    own |= {"mask_token_id", "eos_token_id", "pad_token_id"}
+    kept = (config.keys() & public.keys()) - own
+    assert own - {"n_kv_heads"} <= config.keys() and len(kept) > 15
+    assert {key: config[key] for key in kept} == {key: public[key] for key in kept}
+    info, backbone = inspect_model(folder), load_backbone(folder, device="cpu")
+    assert (info.family, info.mask_id, info.max_length, info.shift) == ("llada", corpus.MASK_ID, causal.MAX_LENGTH, 0)
+    model = absorbing_folder.load_model(folder, CPU)
+    assert isinstance(model, LlamaForCausalLM)
+    assert all(torch.equal(tensor, tensor.half().float()) for tensor in model.state_dict().values())
+    ids = torch.arange(20, 60)
+    masked = ids % 3 == 0
+    with torch.no_grad():
+        expected = absorbing.masked_logits(model, ids.unsqueeze(0), masked.unsqueeze(0))
+    hidden = look_alone(backbone, ids.masked_fill(masked, corpus.MASK_ID).tolist())
+    torch.testing.assert_close(backbone.logits(hidden[masked]), expected, atol=1e-5, rtol=1e-5)
+
+
+INFILL = [{"id": str(n), "text": f"def f{n}(x):\n    return <mask:{n + 2}> + x<mask:2>\n"} for n in range(4)]
+PROMPTS = [{"id": "one", "prompt": "import os\n"}, {"id": "two", "prompt": "class A:\n    def f("}]
+
+
+def test_the_decoders_of_masked_diffusion_run_on_the_written_folder(written: tuple[Path, Path], tmp_path: Path) -> None:
+    def filled(kind: str) -> dict[str, Any]:
+        sections: dict[str, Any] = {"task": {"kind": "infill", "mask": {"kind": "marker"}}}
+        sections |= {"model": {"path": str(written[0]), "device": "cpu"}, "decoder": {"kind": kind}}
+        return run_here(job_spec(tmp_path, INFILL, **sections, output={"path": str(tmp_path / kind)}))
+
+    plain, speculative = filled("stepwise"), filled("ssd")
+    for name, row in plain.items():
+        assert (row["status"], row["new_tokens"]) == ("ok", int(name) + 4)
+        assert (row["text"], row["tokens"]) == (speculative[name]["text"], speculative[name]["tokens"])
+        assert speculative[name]["nfe"] <= row["nfe"]
+
+
+def test_the_written_folder_drafts_for_the_model_that_it_started_from(
+    written: tuple[Path, Path], start: Path, tmp_path: Path
+) -> None:
+    def completed(decoder: dict[str, Any]) -> dict[str, Any]:
+        sections: dict[str, Any] = {"model": {"path": str(start), "device": "cpu"}, "sampling": {"temperature": 1.0}}
+        output = {"path": str(tmp_path / decoder["kind"])}
+        return run_here(job_spec(tmp_path, PROMPTS, **sections, decoder=decoder, output=output))
+
+    plain = completed({"kind": "autoregressive"})
+    drafted = completed({"kind": "specdiff", "gamma": 4, "steps": 2, "drafter": {"path": str(written[0])}})
+    for name, row in plain.items():
+        assert (row["status"], row["tokens"]) == ("ok", drafted[name]["tokens"])
+        assert drafted[name]["proposed"] > 0

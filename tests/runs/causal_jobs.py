@@ -1,0 +1,102 @@
+"""A small causal model with the builtin tokenizer, and jobs over it that run in this process, without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.messages import Failure, WorkUnit
+from actors.text import Tokenizer, load_tokenizer
+from actors.worker import build_runner
+from jobs.driving.progress import Silence
+from jobs.plan.prepare import make_plan, prepare
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec, check_spec
+from storage.runs.records import read_results
+from storage.stores.store import open_store
+from tests.decoders.backbones.causal_models import save_random
+
+TOKENIZER = Path(__file__).parents[2] / "decoders" / "builtin" / "asarm-tiny"
+LONGEST, ROOM = 64, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A folder with a model, transformers' own copy of it, its tokenizer, and its end tokens."""
+
+    folder: Path
+    model: Any
+    tokenizer: Tokenizer
+    ends: list[int]
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text) or [1]
+
+    def expected(self, text: str, *, room: int = ROOM, ends: list[int] | None = None) -> list[int]:
+        """What transformers generates greedily behind a prompt, at most as far as the model's end."""
+        ids = torch.tensor([self.ids(text)])
+        room = min(room, LONGEST - ids.shape[1])
+        found = self.model.generate(
+            ids, do_sample=False, max_new_tokens=room, eos_token_id=self.ends if ends is None else ends, pad_token_id=5
+        )
+        return found[0, ids.shape[1] :].tolist()
+
+
+def make_world(folder: Path, **config: Any) -> World:
+    """A model in `folder / model` and what a test needs to know of it."""
+    model = save_model(folder / "model", ends=[2], **config)
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert tokenizer is not None
+    return World(folder, model, tokenizer, [2])
+
+
+def save_model(folder: Path, *, ends: list[int], **config: Any) -> Any:
+    """Save random Qwen2 weights beside the builtin tokenizer; returns transformers' own model with them.
+
+    With this seed and spread the model does not say the same tokens over and over.
+    """
+    config = {"vocab_size": 2048, "max_position_embeddings": LONGEST, "tie_word_embeddings": False} | config
+    model = save_random(folder, seed=2, std=0.5, **config)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return model
+
+
+def job_spec(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> JobSpec:
+    """A spec for these rows and the model in `folder / model`; `sections` replace whole sections."""
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {
+        "task": {"kind": "complete", "max_new_tokens": ROOM},
+        "input": {"path": str(folder / "rows.jsonl")},
+        "model": {"path": str(folder / "model"), "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "sampling": {"temperature": 0.0},
+        "output": {"path": str(folder / "run"), "unit_rows": 8},
+    } | sections
+    return check_spec(data)
+
+
+def results_of(spec: JobSpec) -> dict[str, dict[str, Any]]:
+    """Every result row of a finished run by its id."""
+    tables = read_results(open_store(spec.output.path))
+    return {row["id"]: row for table in tables for row in table.to_pylist()}
+
+
+def run_here(spec: JobSpec) -> dict[str, dict[str, Any]]:
+    """Plan the job and decode all of its units by one worker in this process; returns the result rows by id."""
+    store = open_store(spec.output.path)
+    plan = make_plan(prepare(spec, store), store, Silence())
+    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    for size in plan.sizes():
+        runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
+        while runner.held:
+            for news in runner.step():
+                assert not isinstance(news, Failure), news
+    runner.close()
+    return results_of(spec)

@@ -1,0 +1,24 @@
+"""Whole jobs by the command line's own code, with one worker in this process in the place of Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from tests.runs.local_pool import SiteHere
+
+
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, `draftmill run` and `rerun` decode in this process."""
+    for module in ("jobs.commands.run", "jobs.commands.rerun"):
+        monkeypatch.setattr(f"{module}.site_of", lambda **_: SiteHere())
+
+
+def run(spec: dict[str, Any], file: Path, command: str = "run") -> int:
+    """The exit code of the command line on a spec, which is written to `file`."""
+    file.write_text(yaml.safe_dump(spec))
+    return main([command, str(file), *(["--quiet"] if command == "run" else [])])

@@ -1,0 +1,302 @@
+"""`draftmill export`, and the OpenAI batch format in and out: every sample once, failed ones in a file of their own."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from jobs.commands.export_rows import openai_answer
+from jobs.finished.passes import latest_rows, passes_of
+from storage.runs.records import SCHEMA
+from storage.stores.store import open_store
+from tests.runs.causal_jobs import ROOM, save_model
+from tests.runs.jobs_here import run, without_ray
+from tests.runs.test_rerun import STILL_SICK, run_with
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+
+
+def request(name: str, body: Any, *, chat: bool) -> dict[str, Any]:
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def says(*contents: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": content} for content in contents]}
+
+
+PROMPTS = {
+    "plain": {"model": "m", "prompt": "def f(x):"},
+    "a list of one": {"model": "m", "prompt": ["def f(x):"]},
+    "../../etc/passwd": {"model": "m", "prompt": "x = 1\n"},
+    "no prompt": {"model": "m", "input": "x"},
+    "a list of two": {"model": "m", "prompt": ["a", "b"]},
+}
+TALKS = {
+    "a text": says("hello"),
+    "text parts": says([{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]),
+    "two messages": says("hello", "there"),
+    "an image": says([{"type": "image_url", "image_url": {"url": "http://x"}}]),
+    "a number": says(7),
+    "nobody": {"model": "m", "messages": []},
+}
+
+
+def batch(folder: Path, bodies: dict[str, Any], *, chat: bool) -> int:
+    """Run a file of requests by a small causal model; returns the exit code."""
+    folder.mkdir(exist_ok=True)
+    save_model(folder / "model", ends=[2])
+    settings = json.loads((folder / "model" / "tokenizer_config.json").read_text())
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    lines = [json.dumps(request(name, body, chat=chat)) for name, body in bodies.items()]
+    (folder / "batch.jsonl").write_text("\n".join(lines))
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": ROOM, "chat": chat},
+        "input": {"path": str(folder / "batch.jsonl")},
+        "model": {"path": str(folder / "model"), "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(folder / "run"), "unit_rows": 3},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        without_ray(patch)
+        return run(spec, folder / "job.yaml")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    assert batch(folder, PROMPTS, chat=False) == 3
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("talks")
+    assert batch(folder, TALKS, chat=True) == 3
+    return folder
+
+
+def lines_of(path: Path) -> dict[str, dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def rows_of(run_dir: Path) -> dict[str, dict[str, Any]]:
+    rows = [row for table in latest_rows(passes_of(open_store(str(run_dir)))) for row in table.to_pylist()]
+    return {row["id"]: row for row in rows}
+
+
+def test_prompts_of_a_batch_come_back_as_its_answers(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    assert main(["export", str(prompts / "run"), "--format", "openai", "--out", str(out)]) == 0
+    answers, errors, rows = lines_of(out), lines_of(tmp_path / "answers.errors.jsonl"), rows_of(prompts / "run")
+    assert set(answers) == {"plain", "a list of one", "../../etc/passwd"}
+    assert set(errors) == {"no prompt", "a list of two"}
+    for name, answer in answers.items():
+        body, row = answer["response"]["body"], rows[name]
+        (choice,) = body["choices"]
+        assert answer["error"] is None and answer["response"]["status_code"] == 200
+        assert body["object"] == "text_completion" and body["created"] > 10**9
+        assert choice["text"] == row["text"] and choice["index"] == 0
+        assert choice["finish_reason"] == {"eos": "stop", "length": "length"}[row["finish"]]
+        given, new = row["prompt_tokens"], row["new_tokens"]
+        usage = {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new}
+        assert body["usage"] == usage
+    for name, error in errors.items():
+        assert error["response"] is None
+        assert error["error"] == {"code": rows[name]["error_kind"], "message": rows[name]["error"]}
+    assert rows["plain"]["prompt_tokens"] == rows["a list of one"]["prompt_tokens"]
+    assert len({line["id"] for line in [*answers.values(), *errors.values()]}) == len(PROMPTS)
+
+
+def test_conversations_of_a_batch_come_back_as_messages(talks: Path, tmp_path: Path) -> None:
+    out, apart = tmp_path / "answers.jsonl", tmp_path / "what failed.jsonl"
+    command = ["export", str(talks / "run"), "--format", "openai", "--out", str(out), "--errors", str(apart)]
+    assert main(command) == 0
+    answers, errors, rows = lines_of(out), lines_of(apart), rows_of(talks / "run")
+    assert set(answers) == {"a text", "text parts", "two messages"}
+    for name, answer in answers.items():
+        body = answer["response"]["body"]
+        assert body["object"] == "chat.completion"
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": rows[name]["text"]}
+    assert (
+        rows["text parts"]["prompt_tokens"] == rows["a text"]["prompt_tokens"] < rows["two messages"]["prompt_tokens"]
+    )
+    assert {name: error["error"]["code"] for name, error in errors.items()} == {
+        "an image": "bad_messages",
+        "a number": "bad_messages",
+        "nobody": "bad_messages",
+    }
+    assert "part of type 'image_url'" in errors["an image"]["error"]["message"]
+
+
+def test_an_answer_of_every_kind_has_the_reason_that_the_api_has() -> None:
+    row = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "model", "started_at"])
+    row |= {"id": "a", "status": "ok", "text": "t", "key": 1}
+    for finish, reason in {"eos": "stop", "stop": "stop", "length": "length", "filled": "stop"}.items():
+        answer = openai_answer(row | {"finish": finish}, chat=True)
+        assert answer["response"]["body"]["choices"][0]["finish_reason"] == reason
+    skipped = openai_answer(row | {"status": "skipped"}, chat=True)
+    assert skipped["response"] is None and skipped["error"] == {"code": "skipped", "message": "skipped"}
+
+
+def test_every_format_has_every_row_once(prompts: Path, tmp_path: Path) -> None:
+    expected = rows_of(prompts / "run")
+    for kind in ("jsonl", "csv", "parquet"):
+        assert main(["export", str(prompts / "run"), "--format", kind, "--out", str(tmp_path / f"all.{kind}")]) == 0
+    assert pq.read_schema(tmp_path / "all.parquet").remove_metadata().equals(SCHEMA)
+    assert pq.read_table(tmp_path / "all.parquet").to_pylist() == list(expected.values())
+    found = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+    records = list(csv.DictReader((tmp_path / "all.csv").open(newline="")))
+    assert [row["id"] for row in found] == [row["id"] for row in records] == list(expected)
+    for row, record in zip(found, records, strict=True):
+        same = expected[row["id"]]
+        for name in ("text", "tokens", "logprob", "key", "finish", "error"):
+            assert row[name] == same[name]
+            written = record[name] if isinstance(same[name], str) else json.loads(record[name] or "null")
+            assert written == same[name]
+        assert row["metrics"] == {} and (row["started_at"] or "2").startswith("2")
+
+
+def test_columns_are_chosen_and_failed_samples_set_apart(
+    prompts: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    apart = tmp_path / "failed.jsonl"
+    command = ["export", str(prompts / "run"), "--format", "jsonl", "--columns", "text,id", "--errors", str(apart)]
+    assert main([*command, "--out", "-"]) == 0
+    lines = [json.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
+    assert [list(line) for line in lines] == [["text", "id"]] * 3 and all(line["text"] for line in lines)
+    failed = [json.loads(line) for line in apart.read_text().splitlines()]
+    assert {line["id"] for line in failed} == {"no prompt", "a list of two"}
+
+
+def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
+    from jobs.commands.export_rows import LineSink
+    from storage.runs.records import table_from_rows
+    from tests.storage.inputs.tables import result_row
+
+    row = result_row(0, logprob=float("-inf"), metrics={"a": float("nan")}, token_logprobs=[0.5, float("inf")])
+    with (tmp_path / "one.jsonl").open("wb") as file:
+        LineSink(file, lambda found: found).add(table_from_rows([row]))
+    found = json.loads((tmp_path / "one.jsonl").read_text(), parse_constant=pytest.fail)
+    assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"a": None}, [0.5, None])
+
+
+def test_what_a_rerun_mended_is_exported_mended(tmp_path: Path) -> None:
+    from tests.runs.jobs_of_tests import write_rows, write_spec
+
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 24))
+    assert run_with(set(STILL_SICK), "run", str(spec)) == 3
+    assert run_with(set(), "rerun", str(tmp_path / "run"), "--failed") == 0
+    out = tmp_path / "all.csv"
+    columns = ["--columns", "id,status,pass"]
+    assert main(["export", str(tmp_path / "run"), "--format", "csv", "--out", str(out), *columns]) == 0
+    records = list(csv.DictReader(out.open(newline="")))
+    assert {row["id"] for row in records if row["pass"] == "2"} == STILL_SICK
+    assert len(records) == 24 and {row["status"] for row in records} == {"ok"}
+
+
+def unfinished(run_dir: Path) -> None:
+    (run_dir / "_manifest.json").unlink()
+
+
+def nothing(run_dir: Path) -> None:
+    pass
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
+    "unfinished": (unfinished, ["jsonl", "--out", "{out}"], "is not finished"),
+    "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "is there already; --overwrite replaces it"),
+    "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is no place"),
+    "a folder": (nothing, ["jsonl", "--overwrite", "--out", "{run}/.."], "is a folder"),
+    "no such folder": (nothing, ["jsonl", "--out", "{run}/../no/such"], "No such file or directory"),
+    "inside the run": (nothing, ["jsonl", "--out", "{run}/data/all.jsonl"], "lies inside of the run directory"),
+    "another place": (
+        nothing,
+        ["jsonl", "--out", "gs://bucket/all"],
+        "--out: gs:// is not allowed; allowed: a local path, s3://",
+    ),
+    "failed ones there already": (
+        nothing,
+        ["jsonl", "--out", "{out}", "--errors", "{run}/../there"],
+        "--errors: '{run}/../there' is there already",
+    ),
+    "no such column": (nothing, ["csv", "--out", "{out}", "--columns", "txt"], "'txt' is no column of the result"),
+    "one file for both": (nothing, ["csv", "--out", "{out}", "--errors", "{out}"], "name a file of their own"),
+    "parquet to a pipe": (nothing, ["parquet", "--out", "-"], "--out: Parquet does not go to the standard output"),
+    "openai to a pipe": (nothing, ["openai", "--out", "-"], "--errors: failed samples"),
+    "openai with columns": (nothing, ["openai", "--out", "{out}", "--columns", "id"], "have their own form"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "arguments", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_export_that_can_not_be_is_refused_and_leaves_nothing(
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[Path], None],
+    arguments: list[str],
+    message: str,
+) -> None:
+    shutil.copytree(prompts / "run", tmp_path / "run", copy_function=os.link)
+    (tmp_path / "there").write_text("precious")
+    spoil(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    filled = [argument.format(out=tmp_path / "out", run=tmp_path / "run") for argument in arguments]
+    assert main(["export", str(tmp_path / "run"), "--format", *filled]) == 2
+    assert message.format(run=tmp_path / "run") in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before and (tmp_path / "there").read_text() == "precious"
+
+
+def test_pipes_take_what_comes_and_links_lead_to_what_is_replaced(prompts: Path, tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    target.write_text("old")
+    link.symlink_to(target)
+    taken: list[bytes] = []
+    reader = Thread(target=lambda: taken.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    command = ["export", str(prompts / "run"), "--format", "jsonl", "--out"]
+    assert main([*command, str(pipe), "--overwrite"]) == main([*command, str(link), "--overwrite"]) == 0
+    reader.join(60)
+    assert pipe.is_fifo() and link.is_symlink(), "neither was replaced"
+    assert taken == [target.read_bytes()] and taken[0].count(b"\n") == len(PROMPTS)
+
+
+def test_an_export_that_breaks_off_leaves_the_old_file(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "all.parquet"
+    out.write_text("the old one")
+    monkeypatch.setattr("jobs.commands.export_rows.ParquetSink._flush", lambda self: 1 / 0)
+    command = ["export", str(prompts / "run"), "--format", "parquet", "--out", str(out), "--overwrite"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main(command) == 1
+        gc.collect()
+    assert out.read_text() == "the old one" and os.listdir(tmp_path) == ["all.parquet"]
+    monkeypatch.undo()
+    assert main(command) == 0 and pq.read_table(out).num_rows == len(PROMPTS)
+
+
+def test_scores_and_tokens_alone_are_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.runs.jobs_of_tests import write_rows, write_spec
+
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
+    assert run_with(set(), "run", str(spec)) == 0
+    command = ["export", str(tmp_path / "run"), "--format", "openai", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert "--format: the results hold no text" in capsys.readouterr().err

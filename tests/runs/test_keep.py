@@ -1,0 +1,103 @@
+"""`input.keep`: columns of the inputs in every result row, in every pass, file and export."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.test_rerun import run_with
+
+COUNT = 8
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run over a jsonl and a parquet file, with a line that is torn, a sick row that a second pass mends, and columns
+    whose types differ between the files.
+    """
+    folder = tmp_path_factory.mktemp("kept")
+    (folder / "in").mkdir()
+    plain = [json.loads(line) for line in write_rows(folder / "plain.jsonl", COUNT).read_text().splitlines()]
+    rows = [row | {"lang": "en", "n": number, "meta": {"src": f"s{number}"}} for number, row in enumerate(plain)]
+    (folder / "in" / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"torn')
+    other = [row | {"id": f"p-{row['id']}", "n": "words", "lang": None} for row in rows]
+    pq.write_table(pa.Table.from_pylist(other), folder / "in" / "b.parquet")
+    spec = write_spec(
+        folder,
+        rows=folder / "in",
+        input={
+            "path": [str(folder / "in" / "a.jsonl"), str(folder / "in" / "b.parquet")],
+            "columns": {"id": "id", "tokens": "tokens"},
+            "keep": ["lang", "n", "meta.src"],
+        },
+        errors={"max_rate": 1.0},
+    )
+    assert run_with({"row-3"}, "run", str(spec)) == 0
+    assert run_with(set(), "rerun", str(folder / "run"), "--failed") == 0
+    return folder
+
+
+def expected(name: str) -> dict[str, Any] | None:
+    if name == "a.jsonl:8":
+        return None
+    number = int(name.rpartition("-")[2])
+    from_parquet = name.startswith("p-")
+    return {"lang": None if from_parquet else "en", "n": "words" if from_parquet else number, "meta.src": f"s{number}"}
+
+
+def exported(folder: Path, kind: str, *more: str) -> Path:
+    out = folder / f"{len(list(folder.iterdir()))}.{kind}"
+    assert main(["export", str(folder / "run"), "--format", kind, "--out", str(out), *more]) == 0
+    return out
+
+
+def test_kept_columns_are_in_every_row_of_an_export(kept: Path) -> None:
+    rows = [json.loads(line) for line in exported(kept, "jsonl", "--order", "input").read_text().splitlines()]
+    assert len(rows) == 2 * COUNT + 1
+    assert {row["id"]: row["keep"] for row in rows} == {row["id"]: expected(row["id"]) for row in rows}
+    assert {row["id"] for row in rows if row["pass"] == 2} == {"row-3", "a.jsonl:8"}
+
+
+def test_kept_columns_are_columns_of_a_csv_and_a_struct_of_parquet(kept: Path) -> None:
+    with exported(kept, "csv", "--columns", "id,keep").open() as file:
+        records = {record["id"]: record for record in csv.DictReader(file)}
+    assert records["row-2"] == {"id": "row-2", "keep.lang": "en", "keep.n": "2", "keep.meta.src": "s2"}
+    assert records["p-row-2"] == {"id": "p-row-2", "keep.lang": "", "keep.n": "words", "keep.meta.src": "s2"}
+    assert records["a.jsonl:8"] == {"id": "a.jsonl:8", "keep.lang": "", "keep.n": "", "keep.meta.src": ""}
+    table = pq.read_table(exported(kept, "parquet"))
+    found = {row["id"]: row["keep"] for row in table.select(["id", "keep"]).to_pylist()}
+    assert found["row-2"] == {"lang": "en", "n": "2", "meta.src": "s2"} and found["p-row-2"]["n"] == '"words"'
+    assert table.schema.field("keep").type.field("n").metadata == {b"draftmill.json": b"1"}
+
+
+def test_a_run_with_kept_columns_is_verified_compacted_and_resumed(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compact", str(kept / "run")]) == 0
+    assert main(["verify", str(kept / "run")]) == 0
+    assert "all promises hold" in capsys.readouterr().out
+    assert run_with(set(), "run", str(kept / "run.yaml")) == 0
+    capsys.readouterr()
+    assert main(["run", str(kept / "run.yaml"), "--quiet", "--set", "input.keep=[lang]"]) == 2
+    assert 'input.keep was ["lang", "n", "meta.src"], is ["lang"]' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [("[absent]", "input.keep: no row has a column 'absent'"), ("[id, id]", "input.keep: a column is named twice")],
+)
+def test_a_column_that_can_not_be_kept_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keep: str, message: str
+) -> None:
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 2))
+    assert run_with(set(), "run", str(spec), "--set", f"input.keep={keep}") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "_plan.json").exists()

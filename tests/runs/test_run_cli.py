@@ -1,0 +1,135 @@
+"""The command line: what a user sees, as processes of their own and in this one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jobs import cli
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.local_pool import without_ray
+
+BEFORE = ("hashing the model: ", "planning: reading 1 input file, ", "starting Ray", "loading the model on ")
+"""What is said before the first token."""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12))
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.cli", "run", str(spec)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    planned = "planned: 12 samples"
+    # On a busy machine a line of progress may come, every 30 s, and a blank line of Ray's.
+    progress = re.compile(r"[\d,]+/12 samples ")
+    said = [line for line in done.stderr.splitlines() if line and not progress.match(line)]
+    assert [line for line in said if not line.startswith(("planning: ", *BEFORE, planned))] == []
+    assert all(any(line.startswith(start) for line in said) for start in BEFORE)
+    assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_joins_a_cluster_by_its_address(ray_session: ModuleType, tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    address = ray_session.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", address, "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "8 ok" in done.stdout
+
+
+def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nobody listens at 127.0.0.1:1")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    tries = []
+
+    def too_busy(**options: object) -> None:
+        tries.append(options)
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("jobs.driving.session._init", too_busy)
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    assert cli.main(["run", str(spec)]) == 1
+    err = capsys.readouterr().err
+    assert len(tries) == 3 and "starting Ray" in err
+    assert err.count("The current node timed out during startup.; trying again") == 2
+    assert "draftmill: Ray did not start (attempt 3 of 3, " in err and "use --local, which needs no Ray" in err
+    assert "the plan is made: run it again to go on" in err and (tmp_path / "run" / "_plan.json").exists()
+    monkeypatch.undo()
+    with without_ray():
+        assert cli.main(["run", str(spec), "--quiet"]) == 0
+
+
+def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    spec = write_spec(tmp_path, rows=tmp_path / "missing.jsonl")
+    assert cli.main(["run", str(spec)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("draftmill: input.path: ") and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_something_unexpected_is_one_line_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jobs.commands.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
+    assert cli.main(["models"]) == 1
+    assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
+    with pytest.raises(KeyError):
+        cli.main(["models", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("command", "said"), [("run", "interrupted; run it again to go on\n"), ("validate", "interrupted\n")]
+)
+def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, said: str
+):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jobs.spec.job_spec.load_spec", interrupted)
+    assert cli.main([command, str(tmp_path / "any.yaml")]) == 4
+    assert capsys.readouterr().err == f"draftmill: {said}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run x.yaml --grace-seconds -3", "run x.yaml --grace-seconds nan", "rerun run --failed --grace-seconds soon",
+     "verify run --invariance -1", "compact run --file-mb 0"],
+)  # fmt: skip
+def test_a_number_that_makes_no_sense_is_refused_with_what_is_allowed(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(command.split())
+    assert refused.value.code == 2 and "is not allowed; allowed: " in capsys.readouterr().err
+
+
+def test_models_names_families_decoders_and_builtin_models(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["models"]) == 0
+    out = capsys.readouterr().out
+    assert "xlnet" in out and "assd" in out and "settings: k, drafter" in out
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert all(
+        command in out for command in ("run", "validate", "status", "verify", "rerun", "compact", "export", "models")
+    )

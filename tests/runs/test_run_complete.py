@@ -1,0 +1,245 @@
+"""Whole jobs of completions on a tiny random model: greedy ones equal transformers' own, and every decoder's the same text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jobs.cli import main
+from jobs.spec.job_spec import check_spec
+from storage.errors import UserError
+from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, results_of, run_here, save_model
+
+PROMPTS = {
+    "one": "def f(x):\n    return x\n",
+    "two": "import os\n\n\nclass Path:\n",
+    "three": "# a comment, and no more",
+    "letter": "x",
+    "empty": "",
+    "tight": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n",
+    "long": "the quick brown fox jumps over the lazy dog, " * 20,
+}
+ROWS: list[dict[str, Any]] = [{"id": name, "prompt": text} for name, text in PROMPTS.items()]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Its second end token is one that the model says in the middle of its first completion."""
+    world = make_world(tmp_path_factory.mktemp("causal"))
+    free = world.expected(PROMPTS["one"], ends=[])
+    end = next(token for n, token in enumerate(free) if n >= 3 and token not in free[:n])
+    (world.folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, end]}))
+    return dataclasses.replace(world, ends=[2, end])
+
+
+@pytest.fixture(scope="module")
+def completed(world: World, ray_session: ModuleType) -> dict[str, dict[str, Any]]:
+    """Results of a run by the command line, with Ray."""
+    spec = job_spec(world.folder, ROWS)
+    (world.folder / "job.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    assert main(["run", str(world.folder / "job.yaml"), "--quiet"]) == 3, "one row is too long"
+    return results_of(spec)
+
+
+@pytest.mark.ray
+def test_greedy_completions_are_those_of_transformers(world: World, completed: dict[str, dict[str, Any]]) -> None:
+    assert sorted(completed) == sorted(PROMPTS)
+    for name, row in completed.items():
+        if name == "long":
+            continue
+        expected = world.expected(PROMPTS[name])
+        assert row["tokens"] == expected and row["new_tokens"] == len(expected) == row["nfe"], name
+        assert row["prompt_tokens"] == len(world.ids(PROMPTS[name]))
+        ended = expected[-1] in world.ends
+        assert row["finish"] == ("eos" if ended else "length")
+        assert row["text"] == world.tokenizer.decode(expected[:-1] if ended else expected)
+        assert row["fills"] is None and row["token_logprobs"] is None and row["logprob"] < 0
+    assert completed["one"]["finish"] == "eos" and {row["finish"] for row in completed.values()} >= {"eos", "length"}
+
+
+@pytest.mark.ray
+def test_a_prompt_with_little_room_ends_with_the_model_and_one_without_any_fails(
+    completed: dict[str, dict[str, Any]],
+) -> None:
+    tight, long = completed["tight"], completed["long"]
+    assert LONGEST - ROOM < tight["prompt_tokens"] < LONGEST, "the row is to be cut short"
+    assert tight["new_tokens"] <= LONGEST - tight["prompt_tokens"]
+    assert (long["status"], long["error_kind"], long["text"]) == ("failed", "too_long", None)
+
+
+@pytest.mark.ray
+def test_a_finished_run_is_verified_and_decoded_again(
+    world: World, completed: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(world.folder / "run"), "--invariance", "7"]) == 0
+    assert "decoded 6 samples again, each alone: 6 equal (100.0%)" in capsys.readouterr().out
+    assert main(["verify", str(world.folder / "run"), "--invariance", "5"]) == 0
+    assert "decoded 5 samples again" in capsys.readouterr().out, "samples that are ok, however many failed"
+    assert main(["run", str(world.folder / "job.yaml"), "--quiet"]) == 3
+    out = capsys.readouterr().out
+    assert "is finished already" in out and "6 ok, 1 failed" in out and "NFE per token" in out
+
+
+def output(folder: Path, name: str) -> dict[str, Any]:
+    return {"path": str(folder / name), "unit_rows": 8}
+
+
+def test_a_prompt_that_is_too_long_is_cut_and_the_row_says_how_much(world: World, tmp_path: Path) -> None:
+    text = "x = 1\n" * LONGEST
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    source = {"path": str(tmp_path / "rows.jsonl"), "truncate": "left"}
+    job = job_spec(tmp_path, [{"id": "long", "prompt": text}, ROWS[0]], model=model, input=source)
+    rows = run_here(job)
+    ids = world.tokenizer.encode(text)
+    kept = ids[-(LONGEST - ROOM) :]
+    expected = world.model.generate(
+        torch.tensor([kept]), do_sample=False, max_new_tokens=ROOM, eos_token_id=world.ends, pad_token_id=5
+    )[0, len(kept) :].tolist()
+    assert rows["long"]["tokens"] == expected and rows["long"]["prompt_tokens"] == LONGEST - ROOM
+    assert rows["long"]["truncated_tokens"] == len(ids) - len(kept) and rows["one"]["truncated_tokens"] == 0
+
+
+def test_end_tokens_are_tokens_like_others_where_they_are_ignored(world: World, tmp_path: Path) -> None:
+    task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True}
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    rows = run_here(job_spec(tmp_path, ROWS[:1], task=task, model=model))
+    assert rows["one"]["tokens"] == world.expected(PROMPTS["one"], ends=[]) and rows["one"]["finish"] == "length"
+
+
+def test_a_stop_string_ends_a_completion_where_the_text_holds_it(world: World, tmp_path: Path) -> None:
+    free = world.expected(PROMPTS["two"], ends=[])
+    text = world.tokenizer.decode(free)
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    task = {"kind": "complete", "max_new_tokens": ROOM, "ignore_eos": True, "stop": [stop]}
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    row = run_here(job_spec(tmp_path, ROWS[1:2], task=task, model=model))["two"]
+    assert row["finish"] == "stop" and row["text"] == text[: text.index(stop)]
+    assert row["tokens"] == free[: row["new_tokens"]] and stop in world.tokenizer.decode(row["tokens"])
+    assert stop not in world.tokenizer.decode(row["tokens"][:-1]) and row["nfe"] == row["new_tokens"]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        {"kind": "speculative", "k": 3},
+        {"kind": "speculative", "k": 3, "drafter": {"kind": "model", "path": "SMALL"}},
+        {"kind": "jacobi", "block_size": 4},
+        {"kind": "multiblock_jacobi", "block_size": 4},
+    ],
+    ids=lambda decoder: "-".join([decoder["kind"], decoder.get("drafter", {}).get("kind", "")]),
+)
+def test_every_decoder_writes_the_text_of_the_sequential_one(
+    world: World, tmp_path: Path, decoder: dict[str, Any]
+) -> None:
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    if "drafter" in decoder:
+        save_model(tmp_path / "small", ends=[2], num_hidden_layers=1)
+        decoder = decoder | {"drafter": {"kind": "model", "path": str(tmp_path / "small")}}
+    sampling = {"temperature": 0.8, "top_p": 0.95}
+    stops = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
+    sequential = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, sampling=sampling))
+    changes = {"decoder": decoder, "sampling": sampling, "output": output(tmp_path, "other")}
+    other = run_here(job_spec(tmp_path, ROWS, task=stops, model=model, **changes))
+    assert {row["finish"] for row in sequential.values()} >= {"stop"}
+    for name, row in sequential.items():
+        said = {key: (row[key], other[name][key]) for key in ("tokens", "text", "finish", "error_kind")}
+        assert all(mine == theirs for mine, theirs in said.values()), said
+    drafter = decoder.get("drafter", {}).get("path", "ngram" if decoder["kind"] == "speculative" else None)
+    assert {row["drafter"] for row in other.values()} == {drafter}
+    if "drafter" in decoder:
+        assert all(row["nfe_draft"] for row in other.values() if row["status"] == "ok" and row["new_tokens"] > 1)
+
+
+def no_folder(folder: Path) -> None:
+    pass
+
+
+def other_vocabulary(folder: Path) -> None:
+    save_model(folder, ends=[2])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = [token for token, number in vocabulary.items() if number in {300, 301}]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def no_causal_model(folder: Path) -> None:
+    folder.symlink_to(TOKENIZER)
+
+
+def no_weights(folder: Path) -> None:
+    save_model(folder, ends=[2])
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_folder, "is no folder"),
+        (other_vocabulary, "has another vocabulary than the model, for example the token"),
+        (no_causal_model, "is of family 'xlnet', which is no causal model"),
+        (no_weights, "lacks model.safetensors"),
+    ],
+)
+def test_a_drafter_that_can_not_draft_is_refused_at_the_start(
+    world: World, tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    make(tmp_path / "small")
+    drafter = {"kind": "model", "path": str(tmp_path / "small")}
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    spec = job_spec(tmp_path, ROWS, model=model, decoder={"kind": "speculative", "drafter": drafter})
+    with pytest.raises(UserError) as caught:
+        run_here(spec)
+    assert caught.value.field == "decoder.drafter.path" and message in str(caught.value)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").rglob("*"))
+
+
+def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world: World, tmp_path: Path) -> None:
+    save_model(tmp_path / "small", ends=[2])
+    settings = json.loads((tmp_path / "small" / "tokenizer_config.json").read_text())
+    (tmp_path / "small" / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"chat_template": "{{ bos_token }}"})
+    )
+    drafter = {"kind": "model", "path": str(tmp_path / "small")}
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    spec = job_spec(tmp_path, ROWS[:1], model=model, decoder={"kind": "speculative", "drafter": drafter})
+    assert run_here(spec)["one"]["status"] == "ok"
+
+
+def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world: World, tmp_path: Path) -> None:
+    rows = [{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}]
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    with pytest.raises(UserError, match=r"task\.chat: no row has a prompt or a text, but messages"):
+        run_here(job_spec(tmp_path, rows, model=model))
+    with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
+        run_here(job_spec(tmp_path, rows, model=model, task={"kind": "complete", "chat": True}))
+
+
+def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    spec = job_spec(tmp_path, ROWS, model=model)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(check_spec(spec.model_dump(mode="json")).model_dump(mode="json")))
+    assert main(["validate", str(tmp_path / "job.yaml")]) == 0
+    said = capsys.readouterr().out
+    count = len(world.ids(PROMPTS["one"]))
+    for part in (
+        "complete, decoder autoregressive",
+        f"canvas    one: {count + ROOM} tokens, {count} of them the prompt, up to {ROOM} to generate",
+        "  |     return x",
+        f"  | [{ROOM}]",
+        "to generate, at most",
+        "1 of those looked at: too_long 1",
+        "tokens/s on one worker",
+    ):
+        assert part in said, f"{part!r} is not in\n{said}"
+    assert not (tmp_path / "run").exists()

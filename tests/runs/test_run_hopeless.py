@@ -1,0 +1,37 @@
+"""A job of which more has failed than it may: stopped early with exit code 3, and finished once more is allowed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.cli import main
+from jobs.spec import thresholds
+from storage.runs.commit import SUCCESS, done_units
+from storage.stores.store import open_store
+from tests.runs.jobs_of_tests import rows_of, write_spec
+from tests.runs.local_pool import without_ray
+
+ROWS = 240
+
+
+def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(thresholds, "HOPELESS", 20)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "\n".join(json.dumps({"id": f"row-{n}", "tokens": [7, None] if n % 2 else [99999]}) for n in range(ROWS))
+    )
+    spec, store = write_spec(tmp_path, rows=rows, errors={"max_rate": 0.1}), open_store(str(tmp_path / "run"))
+    with without_ray():
+        assert main(["run", str(spec), "--quiet"]) == 3
+        assert "more samples failed than `errors` allows; allow more to go on" in capsys.readouterr().err
+        assert 0 < len(done_units(store)) < ROWS // 4 and not store.exists(SUCCESS)
+        done = len(done_units(store))
+        assert main(["run", str(spec), "--quiet"]) == 3, "those that failed before count"
+        assert done < len(done_units(store)) < done + 8
+        assert main(["run", str(spec), "--quiet", "--set", "errors.max_rate=0.5"]) == 0
+    assert rows_of(store).num_rows == ROWS

@@ -1,0 +1,135 @@
+"""Whole jobs on a real Ray in this process: results, resume, exit codes, status and verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jobs.cli import main
+from storage.runs.records import SCHEMA
+from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def finished(ray_session: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 20 samples in 5 units by two workers, with traces."""
+    folder = tmp_path_factory.mktemp("job")
+    rows = write_rows(folder / "rows.jsonl", 20)
+    spec = write_spec(folder, rows=rows, output={"path": str(folder / "run"), "unit_rows": 4, "trace": "steps"})
+    assert main(["run", str(spec), "--quiet"]) == 0
+    return folder
+
+
+def test_every_column_of_a_result_row_is_real(finished: Path):
+    rows = rows_of(finished / "run")
+    assert rows.num_rows == 20 and set(rows.column("status").to_pylist()) == {"ok"}
+    inputs = {row["id"]: row["tokens"] for row in map(json.loads, (finished / "rows.jsonl").read_text().splitlines())}
+    for row in rows.to_pylist():
+        given = inputs[row["id"]]
+        masked = given.count(None)
+        assert (row["new_tokens"], row["prompt_tokens"]) == (masked, len(given) - masked)
+        assert len(row["tokens"]) == masked and row["finish"] == "filled" and row["text"] is None
+        assert sum(fill["end"] - fill["start"] for fill in row["fills"]) == masked
+        assert row["logprob"] <= 0 and min(1, masked) <= row["nfe"] <= masked
+        assert sum(n * count for n, count in enumerate(row["accept_hist"])) == masked
+        assert row["key"] > 0 and row["decoder"] == "assd" and row["drafter"] == "self"
+
+
+def test_a_result_file_has_the_schema_and_says_whose_it_is(finished: Path):
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(finished / "run" / "data" / "unit-00000000.parquet")
+    assert schema.remove_metadata().equals(SCHEMA)
+    plan = json.loads((finished / "run" / "_plan.json").read_text())
+    assert schema.metadata[b"draftmill.fingerprint"].decode() == plan["fingerprint"]
+
+
+def test_traces_tell_every_iteration(finished: Path):
+    import pyarrow.parquet as pq
+
+    trace = pq.read_table(finished / "run" / "traces").to_pylist()
+    results = {row["id"]: row for row in rows_of(finished / "run").to_pylist()}
+    for name, row in results.items():
+        steps = sorted((step for step in trace if step["id"] == name), key=lambda step: step["iteration"])
+        committed = dict(pair for step in steps for pair in zip(step["positions"], step["committed"], strict=True))
+        assert [committed[position] for position in sorted(committed)] == row["tokens"]
+        assert len(steps) == row["iterations"]
+
+
+def test_a_finished_run_says_so_prints_its_table_and_changes_nothing(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")}
+    assert main(["run", str(finished / "run.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "is finished already" in out and "20 ok" in out and "NFE per token" in out and "tokens/s" in out
+    assert {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")} == before
+
+
+def test_a_changed_spec_is_refused_with_the_key_named(finished: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["run", str(finished / "run.yaml"), "--set", "decoder.k=2"]) == 2
+    assert "decoder.k was 3, is 2" in capsys.readouterr().err
+
+
+def test_what_changes_no_result_may_change(finished: Path):
+    changes = ["workers.count=1", "batching.max_rows=2", "name=other", "errors.max_rate=0.5"]
+    assert main(["run", str(finished / "run.yaml"), *(part for item in changes for part in ("--set", item))]) == 0
+
+
+def test_one_worker_with_another_batch_size_gives_the_same_rows(finished: Path):
+    spec = write_spec(
+        finished,
+        rows=finished / "rows.jsonl",
+        out="other",
+        workers={"count": 1},
+        batching={"max_rows": 3},
+        output={"path": str(finished / "other"), "unit_rows": 4, "trace": "steps"},
+    )
+    assert main(["run", str(spec), "--quiet"]) == 0
+    assert rows_of(finished / "other").equals(rows_of(finished / "run"))
+
+
+def test_verify_and_status_read_the_directory_alone(finished: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", str(finished / "run"), "--invariance", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "all promises hold" in out and "4 equal (100.0%)" in out
+    assert main(["status", str(finished / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "finished" in out and "5 done, 0 running, 0 to go" in out and "20 of 20 done (100.0%), 0 failed" in out
+
+
+def test_missing_units_are_done_again_and_nothing_else(finished: Path):
+    run = finished / "run"
+    expected = rows_of(run)
+    kept = (run / "data" / "unit-00000000.parquet").stat().st_mtime_ns
+    for name in ("_SUCCESS", "_manifest.json", "data/unit-00000003.parquet"):
+        (run / name).unlink()
+    assert main(["run", str(finished / "run.yaml"), "--quiet"]) == 0
+    assert rows_of(run).equals(expected)
+    assert (run / "data" / "unit-00000000.parquet").stat().st_mtime_ns == kept
+
+
+def test_bad_rows_are_failed_rows_and_too_many_of_them_is_exit_code_3(ray_session: ModuleType, tmp_path: Path):
+    rows = write_rows(tmp_path / "rows.jsonl", 6)
+    with rows.open("a") as file:
+        file.write(
+            '{"id": "torn", "tokens": [1, 2\n{"id": "text", "tokens": "abc"}\n{"id": "huge", "tokens": [99999]}\n'
+        )
+    spec = write_spec(tmp_path, rows=rows)
+    assert main(["run", str(spec), "--quiet"]) == 3
+    found = {row["id"]: row["error_kind"] for row in rows_of(tmp_path / "run").to_pylist()}
+    assert sorted(filter(None, found.values())) == ["bad_json", "bad_tokens", "bad_tokens"]
+    assert sum(kind is None for kind in found.values()) == 6
+    assert main(["run", str(spec), "--quiet", "--set", "errors.max_rate=0.5"]) == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", str(tmp_path)]) == 2
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""`run --local`: one worker in the driver's own process, without Ray, and the same rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ray._private.node import Node
+
+from actors.job import Seat
+from jobs.cli import main
+from jobs.driving import session
+from jobs.driving.crew import fitting_threads
+from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
+from tests.runs.local_pool import without_ray
+
+
+def test_a_local_run_has_the_rows_and_the_fingerprint_of_any_other(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 12)
+    specs = [write_spec(tmp_path, rows=rows, out=name) for name in ("local", "other")]
+    assert main(["run", str(specs[0]), "--local", "--quiet"]) == 0
+    with without_ray(workers=2):
+        assert main(["run", str(specs[1]), "--quiet"]) == 0
+    assert unequal(rows_of(tmp_path / "local"), rows_of(tmp_path / "other")) == []
+    plans = [(tmp_path / name / "_plan.json").read_text() for name in ("local", "other")]
+    fingerprints = [next(line for line in plan.splitlines() if '"fingerprint"' in line) for plan in plans]
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
+    for key, message in {
+        "workers.count=2": "workers.count: 2 workers, but --local has one; allowed: auto, 1",
+        "workers.gpus=2": "workers.gpus: 2 GPUs, but --local uses one",
+    }.items():
+        assert main(["run", str(spec), "--local", "--quiet", "--set", key]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["run", str(spec), "--local", "--quiet", "--ray-address", "127.0.0.1:1"]) == 2
+    assert "--local runs without Ray" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    code = "import sys; from jobs.cli import main; code = main(sys.argv[1:]); sys.exit('ray' in sys.modules or code)"
+    command = [sys.executable, "-c", code, "run", str(spec), "--local", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 48, longest=40)
+    spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})
+    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--local", "--quiet", "--grace-seconds", "5"]
+    slow = os.environ | {"DRAFTMILL_FAILPOINTS": "worker.step=sleep:60:6"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow)
+    deadline_s = time.monotonic() + 120
+    while (
+        time.monotonic() < deadline_s
+        and not list((tmp_path / "run" / "data").glob("unit-*"))
+        and process.poll() is None
+    ):
+        time.sleep(0.01)  # the condition is polled, not assumed
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 4 and "run it again to go on" in err, err
+    with without_ray():
+        assert main(["run", str(spec), "--quiet"]) == 0
+    assert rows_of(tmp_path / "run").num_rows == 48
+
+
+def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
+    assert main(["run", str(spec), "--local", "--quiet", "--set", "model.device=cuda"]) == 2
+    assert "model.device: 'cuda', but this machine has no usable GPU" in capsys.readouterr().err
+
+
+def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.driving.session._init", lambda **options: None)
+    for given, expected in ((None, "0"), ("7", "7")):
+        monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
+        session._start_local(None, lambda message: None)
+        assert os.environ.pop("RAY_worker_niceness") == expected
+        assert int(os.environ.pop("RAY_gcs_server_request_timeout_seconds")) > 60, "Ray's own limit"
+
+
+def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_starts_have_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Names of Ray's own: a version without them would quietly start everything again."""
+    parts = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = {name: getattr(Node, name) for name in parts}
+    seen: list[object] = []
+    monkeypatch.setattr(
+        "jobs.driving.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts)
+    )
+    monkeypatch.setattr("os.environ", {})
+    session._start_local(None, lambda message: None)
+    assert seen == [None] * 3
+    assert {name: getattr(Node, name) for name in parts} == before
+
+
+def test_a_small_model_gets_one_thread() -> None:
+    seat = Seat(cpus=1.0, gpus=0.0, threads=16)
+    wanted = {0: 1, 3_700_000: 1, 135_000_000: 6, 8_000_000_000: 16}
+    assert {size: fitting_threads(seat, size).threads for size in wanted} == wanted

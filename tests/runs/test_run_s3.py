@@ -1,0 +1,184 @@
+"""Whole jobs whose run directory, and rows, are on S3: the same results as on disk, whatever the network does.
+
+The workers are processes of Ray: they find their credentials in the environment and the server by `s3.endpoint`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
+from storage.stores.s3 import ATTEMPTS, S3Store
+from storage.stores.verbs import S3Options
+from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
+from tests.storage.stores.s3_server import S3Server
+
+pytestmark = [pytest.mark.ray, pytest.mark.s3, pytest.mark.slow]
+
+ROWS, UNITS = 24, 6
+ALWAYS = 10**9
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job, which any test may run into a prefix of its own; `expected` is what it gives on local disk."""
+
+    folder: Path
+    rows: Path
+    expected: pa.Table
+    bucket: str
+    options: S3Options
+
+    def spec(self, name: str, **changes: object) -> tuple[Path, S3Store]:
+        """A spec that writes to `name` in the bucket, and the store there."""
+        url = f"s3://{self.bucket}/{name}"
+        sections = {
+            "output": {"path": url, "unit_rows": ROWS // UNITS, "trace": "steps"},
+            "s3": {"endpoint": self.options.endpoint, "region": self.options.region},
+        }
+        return write_spec(self.folder, rows=self.rows, out=name, **sections | changes), S3Store(url, self.options)
+
+    def verify(self, store: S3Store) -> int:
+        """The exit code of `draftmill verify`, which has the server's address from its own argument."""
+        return main(["verify", store.url, "--s3-endpoint", str(self.options.endpoint)])
+
+
+@pytest.fixture(scope="module")
+def job(
+    ray_session: ModuleType, s3_session: S3Server, s3_options: S3Options, tmp_path_factory: pytest.TempPathFactory
+) -> Job:
+    folder = tmp_path_factory.mktemp("s3")
+    rows = write_rows(folder / "rows.jsonl", ROWS)
+    spec = write_spec(folder, rows=rows, output={"path": str(folder / "run"), "unit_rows": ROWS // UNITS})
+    assert main(["run", str(spec), "--quiet"]) == 0
+    return Job(folder, rows, rows_of(folder / "run"), s3_session.new_bucket(), s3_options)
+
+
+@pytest.fixture(scope="module")
+def finished(job: Job) -> tuple[Path, S3Store]:
+    spec, store = job.spec("finished")
+    assert main(["run", str(spec), "--quiet"]) == 0
+    return spec, store
+
+
+def names(store: S3Store, prefix: str = "") -> list[str]:
+    return [stat.name for stat in store.list(prefix)]
+
+
+def unit_files(folder: str) -> list[str]:
+    return [f"{folder}/unit-{unit:08d}.parquet" for unit in range(UNITS)]
+
+
+def test_a_run_on_s3_is_complete_and_has_the_rows_of_a_run_on_disk(
+    job: Job, finished: tuple[Path, S3Store], s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+):
+    _, store = finished
+    assert rows_of(store).equals(job.expected)
+    assert names(store, "data/") == unit_files("data") and names(store, "traces/") == unit_files("traces")
+    assert store.exists(SUCCESS) and not names(store, "_probe") and not names(store, "commits/")
+    assert job.verify(store) == 0
+    assert "all promises hold" in capsys.readouterr().out
+    assert main(["status", store.url, "--s3-endpoint", s3_server.endpoint]) == 0
+    assert f"{UNITS} done, 0 running, 0 to go" in capsys.readouterr().out
+
+
+def test_a_units_facts_are_in_its_metadata_and_no_credentials_are_anywhere(finished: tuple[Path, S3Store]):
+    _, store = finished
+    manifest = read_manifest(store)
+    assert manifest is not None
+    for unit in manifest.units:
+        stat = store.stat(unit.object)
+        assert stat is not None and stat.etag == unit.etag
+        assert (stat.metadata["sha256"], stat.metadata["fingerprint"]) == (unit.sha256, manifest.fingerprint)
+    assert not [name for name in names(store) if b"test-secret" in store.get(name)]
+
+
+def test_a_finished_run_says_so_and_writes_and_deletes_nothing(
+    finished: tuple[Path, S3Store], s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+):
+    spec, store = finished
+    before = list(store.list())
+    s3_server.app.requests.clear()
+    assert main(["run", str(spec)]) == 0
+    assert {method for method, _ in s3_server.app.requests} <= {"GET", "HEAD"}
+    assert list(store.list()) == before
+    assert f"{store.url} is finished already" in capsys.readouterr().out
+
+
+def test_rows_are_read_from_s3_packed_lines_and_tables_alike(job: Job):
+    lines = job.rows.read_bytes().splitlines(keepends=True)
+    half = len(lines) // 2
+    table = pa.Table.from_pylist([json.loads(line) for line in lines[half:]])
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink)
+    inputs = S3Store(f"s3://{job.bucket}/rows", job.options)
+    inputs.put("first.jsonl.gz", gzip.compress(b"".join(lines[:half])))
+    inputs.put("second.parquet", sink.getvalue().to_pybytes())
+    columns = {"id": "id", "tokens": "tokens"}
+    spec, store = job.spec("from-s3", input={"path": f"{inputs.url}/*", "columns": columns})
+    assert main(["run", str(spec), "--quiet"]) == 0
+    assert rows_of(store).equals(job.expected)
+    assert job.verify(store) == 0
+    assert names(inputs) == ["first.jsonl.gz", "second.parquet"]
+
+
+def test_lost_answers_slow_downs_and_broken_bodies_spoil_nothing(job: Job, s3_server: S3Server):
+    # As many answers as a writer has patience for: a twin, or the unit's next attempt, finds the file there.
+    s3_server.fail("lost", part=unit_files("data")[-1], times=ATTEMPTS)
+    s3_server.fail("lost", part="/data/", times=2, every=2)
+    s3_server.fail("lost", part="/_", times=2, every=2)
+    s3_server.fail("503", times=4, every=3)
+    s3_server.fail("reset", times=2, every=4)
+    s3_server.fail("cut", method="GET", part="/plan/")
+    s3_server.fail("503", method="GET", times=3, every=3)
+    s3_server.fail("500", method="HEAD", times=3, every=2)
+    spec, store = job.spec("faulty")
+    assert main(["run", str(spec), "--quiet"]) == 0
+    assert [fault.times for fault in s3_server.app.faults] == [0] * 8, "every fault has struck"
+    s3_server.calm()
+    assert rows_of(store).equals(job.expected)
+    assert names(store, "data/") == unit_files("data")
+    assert job.verify(store) == 0
+
+
+def test_where_conditions_are_ignored_the_driver_records_which_files_count_and_says_so(
+    job: Job, s3_server: S3Server, capsys: pytest.CaptureFixture[str]
+):
+    s3_server.fail("ignore_conditions", times=ALWAYS)
+    spec, store = job.spec("careless")
+    assert main(["run", str(spec)]) == 0
+    assert f"{store.url} ignores conditional writes: the driver records" in capsys.readouterr().err
+    assert rows_of(store).equals(job.expected)
+    assert sorted(done_units(store, conditional=False)) == list(range(UNITS))
+    assert len(names(store, "data/")) == UNITS and not set(names(store, "data/")) & set(unit_files("data"))
+    assert job.verify(store) == 0
+
+    # A driver that died between a unit's file and its record: the unit is done again, and one file of it is left.
+    before = set(names(store))
+    kept = {name: store.get(name) for name in before if name.startswith("commits/")}
+    (record,) = names(store, "commits/unit-00000003")
+    for name in (MANIFEST, SUCCESS, record):
+        store.delete(name)
+    assert main(["run", str(spec)]) == 0
+    assert f"resuming: {UNITS - 1} of {UNITS} units are done" in capsys.readouterr().err
+    assert rows_of(store).equals(job.expected)
+    assert {name for name, data in kept.items() if store.exists(name) and store.get(name) == data} == {*kept} - {record}
+    assert len(names(store, "commits/unit-00000003")) == 1
+    for folder in ("data/", "traces/"):
+        files = set(names(store, folder))
+        assert len(files) == len({name.split(".")[0] for name in files}) == UNITS and len(files - before) == 1
+    assert job.verify(store) == 0
+
+    # A late twin's file beside the one that counts would be read twice by whoever reads the whole folder.
+    store.put("data/unit-00000000.0.parquet", store.get(names(store, "data/")[0]))
+    assert job.verify(store) == 1
+    assert "not in the manifest, first data/unit-00000000.0.parquet" in capsys.readouterr().out

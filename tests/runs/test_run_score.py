@@ -1,0 +1,91 @@
+"""Whole jobs that score texts on a tiny random model: the scores are transformers' own law."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.commands.invariance import check_invariance
+from jobs.commands.validate import validate
+from jobs.plan.plan import load_plan
+from storage.runs.commit import Manifest, done_units, read_unit
+from storage.stores.store import open_store
+from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("causal"))
+
+
+TEXTS: list[dict[str, Any]] = [
+    {"id": "whole", "text": "import os\nimport sys\n"},
+    {"id": "behind", "prompt": "def f(x):", "completion": "\n    return é\n"},
+    {"id": "alone", "completion": "x = 1"},
+    {"id": "nothing", "text": ""},
+    {"id": "long", "text": "the quick brown fox " * 40},
+]
+
+
+@pytest.fixture(scope="module")
+def scored(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Folder and results of a job that scores texts."""
+    folder = tmp_path_factory.mktemp("scores")
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    return folder, run_here(job_spec(folder, TEXTS, task={"kind": "score"}, model=model))
+
+
+def law_of(world: World, ids: list[int], first: int) -> list[float]:
+    """transformers' log-probabilities of ids[first:], each given all ids before it."""
+    with torch.no_grad():
+        laws = world.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [float(laws[place - 1, ids[place]]) for place in range(first, len(ids))]
+
+
+def test_scores_are_the_models_law(world: World, scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    for row in TEXTS[:3]:
+        found = scored[1][row["id"]]
+        before, text = row.get("prompt", ""), str(row.get("completion", row.get("text")))
+        prompt, ids = world.ids(before), world.tokenizer.encode(text)
+        expected = law_of(world, [*prompt, *ids], len(prompt))
+        assert found["tokens"] == ids and found["text"] == text and found["finish"] == "filled"
+        assert (found["prompt_tokens"], found["new_tokens"], found["nfe"]) == (len(prompt), len(ids), 1)
+        assert found["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert found["logprob"] == pytest.approx(sum(expected), abs=1e-3)
+        bits = -sum(expected) / math.log(2) / len(text.encode())
+        assert dict(found["metrics"]) == {"bits_per_byte": pytest.approx(bits, rel=1e-5)}
+        assert found["fills"] is None and found["drafter"] is None
+
+
+def test_texts_that_can_not_be_scored_fail_alone(scored: tuple[Path, dict[str, dict[str, Any]]]) -> None:
+    kinds = {name: row["error_kind"] for name, row in scored[1].items() if row["status"] == "failed"}
+    assert kinds == {"nothing": "empty_text", "long": "too_long"}
+
+
+def test_a_text_is_scored_alike_alone(
+    world: World, scored: tuple[Path, dict[str, dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(str(scored[0] / "run"))
+    plan = load_plan(store)
+    assert plan is not None
+    committed = [read_unit(store, name) for name in done_units(store).values()]
+    assert check_invariance(store, plan, Manifest(plan.fingerprint, 2, tuple(committed)), samples=len(TEXTS)) == 1.0
+    assert "3 equal (100.0%)" in capsys.readouterr().out
+
+
+def test_a_dry_run_says_what_is_scored(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    assert validate(job_spec(tmp_path, TEXTS, task={"kind": "score"}, model=model)) == 0
+    said = capsys.readouterr().out
+    count = len(world.tokenizer.encode(TEXTS[0]["text"]))
+    for part in (
+        "score, decoder autoregressive",
+        f"{count} to score from position 1 on",
+        "to score",
+        "tokens/s on one worker",
+    ):
+        assert part in said, f"{part!r} is not in\n{said}"

@@ -1,0 +1,196 @@
+"""Whole jobs whose drafts a masked-diffusion model fills in: the sequential text, and drafters that can't draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from decoders.backbones.families.table import find_family
+from decoders.backbones.heads import DraftHeads
+from decoders.backbones.load import inspect_model
+from decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from storage.errors import UserError
+from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
+from tests.conftest import ROOT
+
+ROWS: list[dict[str, Any]] = [
+    {"id": "one", "prompt": "def f(x):\n    return x\n"},
+    {"id": "two", "prompt": "import os\n\n\nclass Path:\n"},
+    {"id": "empty", "prompt": ""},
+    {"id": "tight", "prompt": "for value in values:\n    total = total + value\n" * 3 + "print(total)\n"},
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A causal model with the builtin tokenizer."""
+    return make_world(tmp_path_factory.mktemp("causal"))
+
+
+def save_masked(folder: Path, family: str, **changes: Any) -> None:
+    """Save random weights of a family after its golden checkpoint's config."""
+    folder.mkdir()
+    config = json.loads((ROOT / "tests" / "data" / family / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(3)
+    shapes = find_family(config, "auto").weight_shapes(config)
+    save_file(
+        {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+
+
+def save_llada(folder: Path) -> None:
+    """With the target's tokenizer, whose mask is one of its tokens."""
+    sizes = {"vocab_size": 2048, "embedding_size": 2048, "max_sequence_length": LONGEST}
+    save_masked(folder, "llada", mask_token_id=6, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+
+
+def save_headed(folder: Path) -> None:
+    """The same with a draft head of random weights, which change every draft."""
+    save_llada(folder)
+    torch.manual_seed(5)
+    heads = DraftHeads(width=json.loads((folder / "config.json").read_text())["d_model"], markov_hidden=16)
+    weights = {name: 0.3 * torch.randn_like(tensor) for name, tensor in heads.state_dict().items()}
+    save_file(weights, folder / "draft_head.safetensors")
+    (folder / "draft_head.json").write_text(json.dumps({"kind": "specdiff", **heads.sizes()}))
+
+
+def save_mdlm(folder: Path) -> None:
+    """Without a tokenizer; the mask is behind the target's ids."""
+    save_masked(folder, "mdlm", vocab_size=2049, model_length=32)
+
+
+def save_sedd(folder: Path) -> None:
+    """Conditioned on the noise, and with a window of 16 tokens."""
+    save_masked(folder, "sedd", tokens=2048)
+
+
+def spec_of(world: World, folder: Path, decoder: dict[str, Any], **sections: Any) -> Any:
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    task = {"kind": "complete", "max_new_tokens": ROOM, "stop": ["e", "  "]}
+    output = {"path": str(folder / decoder["kind"]), "unit_rows": 8}
+    sections = {"sampling": {"temperature": 0.8, "top_p": 0.95}, "output": output} | sections
+    return job_spec(folder, ROWS, task=task, model=model, decoder=decoder, **sections)
+
+
+@pytest.mark.parametrize(
+    ("save", "settings"),
+    [
+        (save_llada, {"gamma": 4, "steps": 2}),
+        (save_llada, {"gamma": "auto", "order": "native"}),
+        (save_headed, {"gamma": 4, "steps": 1}),
+        (save_headed, {"gamma": "auto"}),
+        (save_mdlm, {"gamma": 5, "steps": 3, "window": "full"}),
+        (save_sedd, {"gamma": 3, "steps": 3}),
+    ],
+)
+def test_a_job_with_a_diffusion_drafter_writes_the_sequential_text(
+    world: World, tmp_path: Path, save: Callable[[Path], None], settings: dict[str, Any]
+) -> None:
+    save(tmp_path / "masked")
+    decoder = {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}} | settings
+    expected = run_here(spec_of(world, tmp_path, {"kind": "autoregressive"}))
+    found = run_here(spec_of(world, tmp_path, decoder))
+    assert {row["finish"] for row in expected.values()} >= {"stop"}
+    for name, row in expected.items():
+        said = {key: (row[key], found[name][key]) for key in ("tokens", "text", "finish", "status")}
+        assert all(mine == theirs for mine, theirs in said.values()), said
+        assert found[name]["nfe"] <= row["nfe"]
+    assert {row["drafter"] for row in found.values()} == {decoder["drafter"]["path"]}
+    if settings["gamma"] != "auto":
+        assert all(row["nfe_draft"] for row in found.values() if row["new_tokens"] > 1)
+
+
+def test_a_drafters_own_head_drafts_unless_it_is_turned_off(world: World, tmp_path: Path) -> None:
+    save_headed(tmp_path / "masked")
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for name, head in (("own", "auto"), ("none", "none"), ("named", str(tmp_path / "masked"))):
+        decoder = {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}, "gamma": 6, "head": head}
+        spec = spec_of(world, tmp_path, decoder, output={"path": str(tmp_path / name), "unit_rows": 8})
+        found = run_here(spec)
+        rows[name] = [(row["proposed"], row["accepted"]) for row in found.values()]
+    assert rows["own"] == rows["named"] != rows["none"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"kind": "assd"}, "is of kind 'assd'; allowed here: specdiff"), ({"width": 99}, "does not fit")],
+)
+def test_a_head_that_does_not_fit_is_refused_by_name(
+    world: World, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    save_headed(tmp_path / "masked")
+    file = tmp_path / "masked" / "draft_head.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    with pytest.raises(UserError) as caught:
+        run_here(spec_of(world, tmp_path, {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}}))
+    assert caught.value.field == "decoder.head" and message in str(caught.value)
+
+
+def save_other_size(folder: Path) -> None:
+    save_masked(folder, "mdlm", vocab_size=2047)
+
+
+def save_causal(folder: Path) -> None:
+    save_model(folder, ends=[2])
+
+
+def save_other_tokens(folder: Path) -> None:
+    save_llada(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = [token for token, number in vocabulary.items() if number in {300, 301}]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (save_causal, "is of family 'qwen2', which is no masked-diffusion model; allowed: dream, llada, mdlm, sedd"),
+        (save_other_size, "has 2047 ids, the model 2048"),
+        (save_other_tokens, "has another vocabulary than the model, for example the token"),
+        (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is no masked-diffusion model"),
+    ],
+)
+def test_a_drafter_that_can_not_draft_is_refused_at_the_start(
+    world: World, tmp_path: Path, save: Callable[[Path], None], message: str
+) -> None:
+    save(tmp_path / "masked")
+    with pytest.raises(UserError) as caught:
+        run_here(spec_of(world, tmp_path, {"kind": "specdiff", "drafter": {"path": str(tmp_path / "masked")}}))
+    assert caught.value.field == "decoder.drafter.path" and message in str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_by_name(world: World, tmp_path: Path) -> None:
+    decoder = {"kind": "specdiff", "drafter": {"path": "masked"}}
+    rejection = {"sampling": {"temperature": 1.0, "acceptance": "rejection"}}
+    for changes, sections, field, message in (
+        ({"gamma": "auto"}, rejection, "decoder.gamma", "allowed with 'rejection': a number"),
+        ({"head": "some/folder", "order": "native"}, {}, "decoder.head", "allowed with it: auto, none"),
+        ({"gamma": 0}, {}, "decoder.gamma", "0 is not allowed"),
+        ({"drafter": {"kind": "model", "path": "masked"}}, {}, "decoder.drafter.kind", "unknown key"),
+    ):
+        with pytest.raises(UserError) as caught:
+            spec_of(world, tmp_path, decoder | changes, **sections)
+        assert caught.value.field == field and message in str(caught.value)
+
+
+def test_a_full_window_of_nobody_knows_what_length_is_an_error_of_the_window(world: World, tmp_path: Path) -> None:
+    save_llada(tmp_path / "masked")
+    settings = SpecDiffSettings(kind="specdiff", window="full", drafter=DrafterPlace(path=str(tmp_path / "masked")))
+    found = dataclasses.replace(inspect_model(tmp_path / "masked"), max_length=None)
+    with pytest.raises(ValueError, match=r"decoder\.window: 'full'.*allowed: short"):
+        settings.check_drafter(found)
+    settings.check_drafter(inspect_model(tmp_path / "masked"))

@@ -1,0 +1,295 @@
+"""What `draftmill verify` is for: every kind of damage to a finished run, made on purpose, is found and said in words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.cli import main
+from storage.stores.store import open_store
+from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.local_pool import without_ray
+
+ROWS, UNIT_ROWS = 12, 4
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of three units."""
+    folder = tmp_path_factory.mktemp("sound")
+    rows = write_rows(folder / "rows.jsonl", ROWS, longest=8)
+    spec = write_spec(folder, rows=rows, output={"path": str(folder / "run"), "unit_rows": UNIT_ROWS})
+    with without_ray():
+        assert main(["run", str(spec), "--quiet"]) == 0
+    return folder / "run"
+
+
+def copied(sound: Path, run: Path) -> Path:
+    """A copy of the run whose manifest has the etags of the copied files."""
+    shutil.copytree(sound, run)
+
+    def update(manifest: Any) -> None:
+        for one in manifest["units"]:
+            one["etag"] = etag_of(run / one["object"])
+
+    edited("_manifest.json", update)(run)
+    return run
+
+
+def etag_of(path: Path) -> str:
+    """As a store on disk makes it."""
+    stat = open_store(str(path.parent)).stat(path.name)
+    assert stat is not None
+    return stat.etag
+
+
+def unit(run: Path, number: int = 1) -> Path:
+    return run / "data" / f"unit-{number:08d}.parquet"
+
+
+def edited(name: str, change: Callable[[Any], Any]) -> Damage:
+    """A JSON file of which something is changed."""
+
+    def damage(run: Path) -> None:
+        found = json.loads((run / name).read_text())
+        change(found)
+        (run / name).write_text(json.dumps(found))
+
+    return damage
+
+
+def set_in_manifest(key: str, value: Any) -> Damage:
+    return edited("_manifest.json", lambda found: found["units"][1].update({key: value}))
+
+
+def bytes_of(change: Callable[[bytes], bytes]) -> Damage:
+    """A unit's file of which some bytes are changed."""
+    return lambda run: void(unit(run).write_bytes(change(unit(run).read_bytes())))
+
+
+def flipped(at: float) -> Damage:
+    """One bit, so far (0 to 1) into the file."""
+
+    def flip(data: bytes) -> bytes:
+        place = int(at * (len(data) - 1))
+        return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+    return bytes_of(flip)
+
+
+def rows_changed(change: Callable[[pa.Table], pa.Table], *, covered: bool = True) -> Damage:
+    """Other rows in a unit's file; `covered`: by one who also writes its new hash, etag and size into the manifest."""
+
+    def damage(run: Path) -> None:
+        table = pq.read_table(unit(run))
+        pq.write_table(change(table).replace_schema_metadata(table.schema.metadata), unit(run))
+        data = unit(run).read_bytes()
+        facts = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "etag": etag_of(unit(run))}
+        if covered:
+            edited("_manifest.json", lambda found: found["units"][1].update(facts))(run)
+
+    return damage
+
+
+def column(table: pa.Table, name: str, value: Any) -> pa.Table:
+    """The table with the first value of a column replaced."""
+    index, field = table.column_names.index(name), table.schema.field(name)
+    values = [value, *table.column(name).to_pylist()[1:]]
+    return table.set_column(index, field, pa.array(values, field.type))
+
+
+def metadata(key: str, value: str) -> Damage:
+    """Another word in what a unit's file says of itself."""
+
+    def damage(run: Path) -> None:
+        table = pq.read_table(unit(run))
+        told = {**table.schema.metadata, f"draftmill.{key}".encode(): value.encode()}
+        pq.write_table(table.replace_schema_metadata(told), unit(run))
+
+    return damage
+
+
+def void(_: object) -> None:
+    """Whatever came back is not wanted."""
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a bit of the data": (flipped(0.1), ""),
+    "a bit of the middle": (flipped(0.5), ""),
+    "a bit of the footer": (flipped(0.9), ""),
+    "a file cut short": (bytes_of(lambda data: data[:-30]), "can't be read"),
+    "an empty file": (bytes_of(lambda data: b""), "can't be read"),
+    "another kind of file": (bytes_of(lambda data: b"not a table" * 50), "can't be read"),
+    "a file that is gone": (lambda run: unit(run).unlink(), "can't be read"),
+    "a file too many": (lambda run: void(shutil.copy(unit(run), unit(run, 9))), "not in the manifest"),
+    "the file of another unit": (lambda run: void(shutil.copy(unit(run, 2), unit(run))), "SHA-256"),
+    "a row twice": (rows_changed(lambda t: pa.concat_tables([t, t.slice(0, 1)])), "twice or were never planned"),
+    "a row in the place of another": (
+        rows_changed(lambda t: pa.concat_tables([t.slice(0, 3), t.slice(0, 1)])),
+        "1 planned rows are missing",
+    ),
+    "a row less": (rows_changed(lambda t: t.slice(1)), "1 planned rows are missing"),
+    "rows in another order": (rows_changed(lambda t: t.take([1, 0, 2, 3])), "order of the plan"),
+    "a row that was not planned": (rows_changed(lambda t: column(t, "id", "other")), "never planned"),
+    "a status": (rows_changed(lambda t: column(t, "status", "failed")), "rows are ok, the manifest has"),
+    "a status that there is not": (rows_changed(lambda t: column(t, "status", "odd")), "rows are ok"),
+    "rows of another unit": (rows_changed(lambda t: column(t, "unit", 7)), "rows name another unit"),
+    "rows of another pass": (rows_changed(lambda t: column(t, "pass", 2)), "rows name another pass"),
+    "a column less": (rows_changed(lambda t: t.drop_columns(["status"])), "schema"),
+    "a column more": (rows_changed(lambda t: t.append_column("more", t["id"])), "schema"),
+    "a text, its hash left": (rows_changed(lambda t: column(t, "text", "x"), covered=False), "SHA-256"),
+    "the fingerprint of a file": (metadata("fingerprint", "f00"), "its fingerprint is"),
+    "a manifest's fingerprint": (edited("_manifest.json", lambda m: m.update(fingerprint="f00")), "of another job"),
+    "a unit not listed": (edited("_manifest.json", lambda m: m["units"].pop()), "the manifest does not list it"),
+    "a unit listed twice": (edited("_manifest.json", lambda m: m["units"].append(m["units"][0])), "twice"),
+    "a unit that was not planned": (
+        edited("_manifest.json", lambda m: m["units"].append(m["units"][0] | {"unit": 9})),
+        "not in the plan",
+    ),
+    "a hash": (set_in_manifest("sha256", "0" * 64), "SHA-256"),
+    "an etag": (set_in_manifest("etag", "0"), "etag"),
+    "a size": (set_in_manifest("bytes", 7), "bytes"),
+    "a number of rows": (set_in_manifest("rows", 5), "rows"),
+    "a number of failed rows": (set_in_manifest("failed", 1), "rows are failed"),
+    "totals that are not the sum": (edited("_manifest.json", lambda m: m["totals"].update(ok=1)), "totals"),
+    "a manifest that is no JSON": (lambda run: void((run / "_manifest.json").write_text("{")), "damaged"),
+    "a manifest of another shape": (lambda run: void((run / "_manifest.json").write_text("[]")), "damaged"),
+    "_SUCCESS gone": (lambda run: (run / "_SUCCESS").unlink(), "no _SUCCESS"),
+    "_SUCCESS of another job": (edited("_SUCCESS", lambda s: s.update(fingerprint="f00")), "_SUCCESS"),
+    "_SUCCESS empty": (lambda run: void((run / "_SUCCESS").write_text("")), "_SUCCESS"),
+}
+
+
+def test_verify_finds_a_sound_run_sound(sound: Path):
+    assert main(["verify", str(sound)]) == 0
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_verify_finds(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
+    run = copied(sound, tmp_path / "run")
+    damage, words = DAMAGES[kind]
+    damage(run)
+    assert main(["verify", str(run)]) == 1
+    told = capsys.readouterr()
+    assert "unexpected" not in told.err
+    assert words in told.out + told.err
+
+
+@pytest.mark.parametrize("name", ["_plan.json", "plan"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"PAR1 and no more"])
+def test_a_damaged_plan_is_said_in_words(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
+):
+    run = shutil.copytree(sound, tmp_path / "run")
+    path = run / name if name.startswith("_") else next((run / name).iterdir())
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    for command in (["verify", str(run)], ["status", str(run)], ["compact", str(run)], ["rerun", str(run), "--failed"]):
+        code = main(command)
+        told = capsys.readouterr().err
+        assert "unexpected" not in told, f"{command[0]}: {told}"
+        assert code in {0, 1, 2} and (code or command[0] != "verify")
+
+
+def test_a_copied_run_is_as_good_as_the_first_and_its_damage_is_found_too(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = shutil.copytree(sound, tmp_path / "run")
+    assert main(["verify", str(run)]) == 0
+    assert "the run was copied" in capsys.readouterr().out
+    with unit(run).open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    assert main(["verify", str(run)]) == 1
+    told = capsys.readouterr().out
+    assert unit(run).name in told and "etag is" not in told
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten"])
+def test_other_commands_name_a_damaged_file_in_one_line_and_say_what_helps(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    run, spec = copied(sound, tmp_path / "run"), tmp_path / "spec.yaml"
+    data = unit(run).read_bytes()
+    half = len(data) // 2
+    unit(run).write_bytes(data[:half] if damage == "cut off" else data[:half] + b"\xff" * 64 + data[half + 64 :])
+    spec.write_text(sound.with_suffix(".yaml").read_text())
+    export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
+    for arguments in (["run", str(spec), "--set", f"output.path={run}", "--quiet"], ["compact", str(run)], export):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and f"{unit(run)} is damaged: " in said and "delete it" in said
+    for name in (str(unit(run)), "_manifest.json", "_SUCCESS"):
+        (run / name).unlink()
+    with without_ray():
+        assert main(["run", str(spec), "--set", f"output.path={run}", "--quiet"]) == 0
+    assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.parametrize("name", ["_manifest.json", "_lease.json", "compact/_manifest.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"units": [{"unit": 0}]}', "\\udc80"])
+def test_a_damaged_file_of_bookkeeping_is_exit_code_2_in_one_line_and_the_run_is_fine_without_it(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str
+) -> None:
+    run = copied(sound, tmp_path / "run")
+    assert main(["compact", str(run)]) == 0
+    (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))
+    export = ["export", str(run), "--format", "jsonl", "--out", str(tmp_path / "all.jsonl")]
+    start = ["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]
+    told = 0
+    capsys.readouterr()
+    for arguments in (start, ["status", str(run)], ["verify", str(run)], ["rerun", str(run), "--failed"], export):
+        code, said = main(arguments), capsys.readouterr()
+        told += name in said.err + said.out
+        assert code == 0 or name in said.err + said.out, arguments
+        lines = [line for line in said.err.splitlines() if not line.startswith("hashing the model: ")]
+        assert code in ({0, 1} if arguments[0] == "verify" else {0, 2}) and len(lines) <= 1, arguments
+    assert told or name == "_lease.json"
+    (run / name).unlink()
+    (run / "_SUCCESS").unlink()
+    with without_ray():
+        assert main(start) == 0
+    assert main(["verify", str(run)]) == 0
+
+
+@pytest.mark.parametrize("gone", [["_manifest.json"], ["_SUCCESS"], ["_manifest.json", "data/unit-00000001.parquet"]])
+def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_again(
+    sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: list[str]
+) -> None:
+    run = copied(sound, tmp_path / "run")
+    for name in gone:
+        (run / name).unlink()
+    assert main(["status", str(run)]) == 0
+    assert "not running; `draftmill run` goes on with it" in capsys.readouterr().out
+    with without_ray():
+        assert main(["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]) == 0
+    assert main(["verify", str(run)]) == 0
+
+
+def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
+    sound: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = sound.with_name("rows.jsonl")
+    before, content = rows.stat(), rows.read_text()
+    try:
+        rows.write_text(content.replace("row-7", "row-8"))
+        os.utime(rows, (before.st_atime, before.st_mtime + 10))
+        assert main(["verify", str(sound), "--invariance", "2"]) == 2
+        assert "the inputs changed" in capsys.readouterr().err
+    finally:
+        rows.write_text(content)
+    assert main(["verify", str(sound), "--invariance", "2"]) == 0
+    assert "2 samples again, each alone: 2 equal" in capsys.readouterr().out
