@@ -115,6 +115,7 @@ class Moody:
         generator = torch.Generator().manual_seed(0)
         self.vocab_size = self.width = vocab_size
         self.device, self.dtype, self.min_rows, self.num_rows_computed = torch.device("cpu"), torch.float64, 1, 0
+        self.exact = True
         self.said_PV = 3 * torch.randn(length, vocab_size, generator=generator, dtype=torch.float64)
         self.moods_HPV = torch.randn(64, length, vocab_size, generator=generator, dtype=torch.float64)
         self.weights_P = torch.randint(1, 1 << 20, (length,), generator=generator)
