@@ -48,7 +48,7 @@ from jobs.schedule.events import (
     WorkerUp,
 )
 from jobs.schedule.staffing import Staffing
-from jobs.schedule.unit_leases import COPIES, Lease, Ledger, Limits, Unit, Worker
+from jobs.schedule.unit_leases import COPIES, Ledger, Limits, Unit, UnitLease, Worker
 from jobs.schedule.waiting import UnitSize
 
 DEFAULT = Limits()
@@ -141,7 +141,7 @@ class Scheduler:
             else:
                 self._failed(lease, cause, death=True)
 
-    def _lost_device(self, lease: Lease, cause: Cause) -> None:
+    def _lost_device(self, lease: UnitLease, cause: Cause) -> None:
         """The device broke down: the machine's fault, unless it happens to this unit wherever it is decoded."""
         unit = self.books.touched[lease.unit]
         unit.lost_devices += 1
@@ -181,7 +181,7 @@ class Scheduler:
 
     # ---- what follows a failure
 
-    def _failed(self, lease: Lease, cause: Cause, *, death: bool) -> None:
+    def _failed(self, lease: UnitLease, cause: Cause, *, death: bool) -> None:
         unit = self.books.touched[lease.unit]
         if lease.rows is not None:
             return self._answered(lease, cause)
@@ -194,7 +194,7 @@ class Scheduler:
         unit.alone = unit.alone or unit.deaths >= self.limits.deaths
         return self.books.enqueue(lease.unit)
 
-    def _rest(self, lease: Lease, message: str) -> None:
+    def _rest(self, lease: UnitLease, message: str) -> None:
         unit = self.books.touched[lease.unit]
         unit.infra_failures += 1
         if unit.infra_failures >= self.limits.infra:
@@ -220,7 +220,7 @@ class Scheduler:
             unit.inquest.accuse(everything, cause)
         self.books.enqueue(number)
 
-    def _answered(self, lease: Lease, cause: Cause | None) -> None:
+    def _answered(self, lease: UnitLease, cause: Cause | None) -> None:
         """A probe has ended: its rows are cleared if `cause` is None."""
         unit = self.books.touched[lease.unit]
         assert unit.inquest is not None and lease.rows is not None
@@ -296,7 +296,7 @@ class Scheduler:
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
         self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
 
-    def _give_back(self, lease: Lease) -> None:
+    def _give_back(self, lease: UnitLease) -> None:
         """A lease was struck out before its work was done: that is still to do."""
         unit = self.books.touched[lease.unit]
         if unit.inquest is not None and lease.rows is not None:

@@ -69,7 +69,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Lease:
+class UnitLease:
     """One assignment. `rows` is the probed range, None for the unit as a whole."""
 
     number: int
@@ -116,7 +116,7 @@ class Ledger:
         self.touched: dict[int, Unit] = {}
         self.done: set[int] = set()
         self.delicate: set[int] = set()
-        self.leases: dict[int, Lease] = {}
+        self.leases: dict[int, UnitLease] = {}
         self.workers: dict[str, Worker] = {}
         self.waiting = Waiting(self.sizes.values(), self.done, workers)
         self._num_leases = 0
@@ -132,7 +132,7 @@ class Ledger:
     def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float) -> WorkUnit:
         """Enter a lease of the unit (or, for a probe, of its `rows`); returns the message that hands it out."""
         unit = self.touched.setdefault(number, Unit(self.sizes[number]))
-        lease = Lease(self._num_leases, number, worker.name, rows, expires_s)
+        lease = UnitLease(self._num_leases, number, worker.name, rows, expires_s)
         self._num_leases += 1
         self.leases[lease.number] = lease
         worker.leases.append(lease.number)
@@ -151,7 +151,7 @@ class Ledger:
             verdicts=unit.verdicts,
         )
 
-    def release(self, number: int) -> Lease:
+    def release(self, number: int) -> UnitLease:
         """Strike out a lease; the caller says what becomes of its unit."""
         lease = self.leases.pop(number)
         self.touched[lease.unit].leases.remove(number)
@@ -176,7 +176,7 @@ class Ledger:
             worker.spent = set(leases).intersection(worker.leases)
         return worker is not None and worker.spent != before
 
-    def dismiss(self, name: str) -> tuple[Worker, list[Lease]] | None:
+    def dismiss(self, name: str) -> tuple[Worker, list[UnitLease]] | None:
         """Strike out a worker with its leases; None if it is unknown."""
         worker = self.workers.pop(name, None)
         return (worker, [self.release(number) for number in worker.leases]) if worker else None
@@ -205,13 +205,13 @@ class Ledger:
         free = [worker for worker in staying if not any(self.is_alone(number) for number in worker.leases)]
         return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
 
-    def slow(self) -> list[Lease]:
+    def slow(self) -> list[UnitLease]:
         """The leases whose units may be copied: first those that may be lost, then what is hardly begun, then the oldest.
 
         None of a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
         """
 
-        def order(lease: Lease) -> tuple[bool, bool, int]:
+        def order(lease: UnitLease) -> tuple[bool, bool, int]:
             holder = self.workers[lease.worker]
             return not holder.leaving, holder.leases[0] == lease.number, lease.number
 
@@ -234,7 +234,7 @@ class Ledger:
                 unit.resting_until_s = None
                 self.enqueue(number)
 
-    def finish(self, number: int) -> list[Lease]:
+    def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, wherever it was, and forget its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
