@@ -1,4 +1,4 @@
-"""The exit codes of every command, which scripts and schedulers rely on (README)."""
+"""The exit codes of every command. Scripts and cluster schedulers rely on them (README)."""
 
 from __future__ import annotations
 

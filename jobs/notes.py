@@ -1,4 +1,4 @@
-"""What a user is told while something goes on: where notes go, and counts, rates, sizes and times in words."""
+"""Notes to the user during long steps, and counts, rates, sizes and times as text."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Protocol
 
 
 class Notes(Protocol):
-    """A place for notes to the user."""
+    """Receives notes to the user."""
 
     def note(self, message: str) -> None:
-        """Tell the user of one event, now."""
+        """Show the user one message now."""
         ...
 
     def step(self, what: str, done: int, total: int) -> None:
@@ -18,7 +18,7 @@ class Notes(Protocol):
 
 
 class Unnoted:
-    """Takes notes to nobody."""
+    """Discards all notes."""
 
     def note(self, message: str) -> None:
         """See Notes."""
@@ -33,12 +33,12 @@ def counted(count: int, noun: str) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """A rate, with a decimal where it is below 10."""
+    """A rate, with one decimal below 10."""
     return f"{rate:,.0f}" if rate >= 9.95 or rate == 0 else f"{rate:.1f}"
 
 
 def size_text(num_bytes: float) -> str:
-    """A size in the unit that suits it."""
+    """A size in bytes, kB, MB or GB."""
     for unit in ("bytes", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

@@ -1,1 +1,1 @@
-"""Running workers: Ray or this process, the driver's loop, the lease, progress."""
+"""Running workers on Ray or in this process: the driver's loop, its lease, and its progress display."""

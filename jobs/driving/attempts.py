@@ -1,6 +1,7 @@
-"""The attempts log: RUN/attempts/*.jsonl, who tried what, when, and why it failed. Best effort: never stops a job.
+"""The attempts log, RUN/attempts/*.jsonl: which worker tried which unit, when, and why it failed. Best effort.
 
-An object store can't append, so a log is a series of files, each rewritten until it is full:
+A failure to write the log never stops a job. An object store can't append, so a log is a series of files, each rewritten
+until it is full:
 
     attempts/epoch-0003-part-0000.jsonl     one line per receipt, failure, death or quarantine
     attempts/epoch-0003-session.jsonl       one line: the sums of this driver's session so far
@@ -27,7 +28,7 @@ FLUSH_EVERY_S = 10.0
 
 
 class AttemptsLog:
-    """Collects lines and writes them every so often."""
+    """Collects lines and writes them every FLUSH_EVERY_S seconds."""
 
     def __init__(self, store: Store, epoch: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -39,18 +40,18 @@ class AttemptsLog:
         self._flushed_s = clock()
 
     def add(self, what: str, **facts: Any) -> None:
-        """Add one line: `what` happened, and the facts."""
+        """Add one line with the event's name, `what`, and its facts."""
         told = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
         self._lines.append(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
         self._dirty = True
 
     def maybe_flush(self, totals: Totals) -> None:
-        """Write what is new, if it is time."""
+        """Flush, if the last flush was at least FLUSH_EVERY_S seconds ago."""
         if self._clock() - self._flushed_s >= FLUSH_EVERY_S:
             self.flush(totals)
 
     def flush(self, totals: Totals) -> None:
-        """Write what is new, and the session's sums."""
+        """Write new lines and the session's sums."""
         self._flushed_s = self._clock()
         try:
             if self._dirty:
@@ -58,7 +59,7 @@ class AttemptsLog:
             if totals.started_s is not None:
                 self._put("session", [json.dumps(session_record(totals))])
         except StoreError:
-            return  # best effort: the results don't depend on it
+            return  # best effort: the results don't depend on the log
         self._dirty = False
         if len(self._lines) >= LINES_PER_FILE:
             self._part, self._lines = self._part + 1, []
@@ -72,7 +73,7 @@ class AttemptsLog:
 class Sessions:
     """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
 
-    `units_held` is how many units were in hand when the latest session was last heard of.
+    `units_held` is how many units workers held at the latest session's last record.
     """
 
     wall_s: float = 0.0
@@ -84,7 +85,7 @@ class Sessions:
 
 
 def session_record(totals: Totals) -> dict[str, Any]:
-    """What is kept of a session."""
+    """The record of a session, for the log."""
     return {
         "wall_s": totals.wall_s,
         "worker_s": totals.worker_s,
@@ -96,7 +97,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
 
 
 def read_sessions(store: Store) -> Sessions:
-    """Sum up the sessions on record; a record that can't be read is left out."""
+    """Sum up the recorded sessions; skips records that can't be read."""
     total = Sessions()
     for stat in store.list("attempts/"):
         if not stat.name.endswith("-session.jsonl"):

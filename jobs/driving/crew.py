@@ -1,4 +1,4 @@
-"""How many workers, and what each gets: the `workers` section of a spec against what Ray has. Pure."""
+"""How many workers to run, and the resources of each, from the spec's `workers` section and Ray's resources. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jobs.spec.job_spec import WorkerSettings
 from storage.errors import UserError
 
 PARAMETERS_PER_THREAD = 25_000_000
-"""A smaller model's products are over before a second thread has begun; on a busy machine they then wait for it."""
+"""Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
 
 
 def crew(
@@ -17,22 +17,22 @@ def crew(
 ) -> tuple[int, Seat]:
     """Number of workers, at most one per unit, and the seat of each.
 
-    `gpus: auto` is one GPU each where the cluster has any. `count: auto` fills the GPUs, or else the CPUs: a small model
-    decodes best with one thread a worker. The CPUs are divided among the workers as torch threads. Raises UserError if
-    not even one worker fits, or the model is to be on a GPU (`device`) and workers have none.
+    `gpus: auto` is one GPU each if the cluster has any. `count: auto` fills the GPUs, or else the CPUs: a small model
+    decodes best with one thread per worker. The CPUs are divided among the workers as torch threads. Raises UserError if
+    not even one worker fits, or if `device` is a GPU and workers have none.
     """
     gpus = (1.0 if num_gpus else 0.0) if workers.gpus == "auto" else workers.gpus
     if gpus > num_gpus:
-        raise UserError(f"a worker wants {gpus:g} GPUs, Ray has {num_gpus}", field="workers.gpus")
+        raise UserError(f"a worker needs {gpus:g} GPUs, Ray has {num_gpus}", field="workers.gpus")
     if workers.cpus > num_cpus:
-        raise UserError(f"a worker wants {workers.cpus:g} CPUs, Ray has {num_cpus}", field="workers.cpus")
+        raise UserError(f"a worker needs {workers.cpus:g} CPUs, Ray has {num_cpus}", field="workers.cpus")
     if device.startswith("cuda") and not gpus:
-        raise UserError(f"{device!r}, but workers get no GPU, of which Ray has {num_gpus}", field="model.device")
+        raise UserError(f"{device!r}, but workers get no GPU (Ray has {num_gpus})", field="model.device")
     number = int(device.partition(":")[2] or 0)
     if number >= max(1, int(gpus)):
-        seen = "the one it is given, as cuda:0" if gpus <= 1 else f"the {int(gpus)} it is given, as cuda:0 and so on"
+        seen = "its own, as cuda:0" if gpus <= 1 else f"its own {int(gpus)}, as cuda:0 and so on"
         raise UserError(
-            f"{device!r} can't be had: Ray chooses the GPUs, and a worker sees only {seen}; allowed: cuda "
+            f"{device!r} is not available: Ray chooses the GPUs, and a worker sees only {seen}; allowed: cuda "
             f"(to choose the GPU yourself, start with CUDA_VISIBLE_DEVICES={number})",
             field="model.device",
         )
@@ -44,5 +44,5 @@ def crew(
 
 
 def fitting_threads(seat: Seat, num_parameters: int) -> Seat:
-    """The seat with no more torch threads than a model of this size can use."""
+    """The same seat, with at most as many torch threads as a model of this size can use."""
     return replace(seat, threads=min(seat.threads, -(-num_parameters // PARAMETERS_PER_THREAD) or 1))

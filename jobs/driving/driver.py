@@ -1,6 +1,6 @@
-"""The driver's loop: what the pool reports becomes events, what the scheduler commands is done. It decides nothing.
+"""The driver's loop: turns the pool's reports into scheduler events and executes the scheduler's commands. Decides nothing.
 
-A signal only sets a flag, which the loop sees within its 0.2 s of waiting: an exception out of a signal handler does not
+A signal only sets a flag, and the loop checks the flag every 0.2 s: an exception raised in a signal handler does not
 interrupt Ray.
 """
 
@@ -46,15 +46,15 @@ from storage.runs.commit import CommittedUnit
 POLL_S = 0.2
 
 CLOSING_S = 5.0
-"""What is kept of the grace to end the workers, write the log and let go of Ray."""
+"""Seconds of the grace period reserved for ending the workers, writing the log and shutting down Ray."""
 
 ROOM_EVERY_S = 5.0
-"""Seconds between two looks at how many workers the cluster has room for."""
+"""Seconds between two checks of how many workers the cluster has room for."""
 
 TOO_MANY = "more samples failed than `errors` allows"
 
 MOST_GAP_S = 10.0
-"""Seconds between two looks at the workers that count as their silence; the rest is time in which the driver stood still."""
+"""Seconds between two polls that count as the workers' silence, at most: in a longer gap the driver itself was suspended."""
 
 
 class Workers(Protocol):
@@ -73,26 +73,26 @@ class Workers(Protocol):
 
 @dataclass(slots=True)
 class StopFlag:
-    """Set by a signal or by the keeper of the lease; `reason` says which. Set twice, it is urgent: no grace."""
+    """Set by a signal or by the lease keeper; `reason` says which. Set twice, it is urgent: there is no grace period."""
 
     reason: str | None = None
     urgent: bool = False
     _warned: bool = False
 
     def set(self, reason: str) -> None:
-        """Ask the driver to stop; the first reason stays."""
+        """Ask the driver to stop; keeps the first reason."""
         self.urgent = self.reason is not None and not self._warned
         self._warned = False
         self.reason = self.reason or reason
 
     def warn(self, reason: str) -> None:
-        """Ask the driver to stop before the signal that is to come, which then is the first one and not urgent."""
+        """Ask the driver to stop ahead of an expected signal; that signal then counts as the first, so it is not urgent."""
         self._warned = self._warned or self.reason is None
         self.reason = self.reason or reason
 
     @contextmanager
     def on_signals(self) -> Iterator[StopFlag]:
-        """For the time of the block SIGINT and SIGTERM set the flag; must be entered after ray.init, which takes SIGTERM."""
+        """During the block, SIGINT and SIGTERM set the flag. Enter it after ray.init, which installs its own SIGTERM handler."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self.set(signal.Signals(number).name)
@@ -107,9 +107,9 @@ class StopFlag:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """For the time of the block SIGTERM raises KeyboardInterrupt, as SIGINT does: what is held is let go, nothing is finished.
+    """During the block, SIGTERM raises KeyboardInterrupt, as SIGINT does: resources are released; no unit is finished.
 
-    It is for the time before and after the driver's loop; the loop has its flag.
+    For use before and after the driver's loop; the loop itself uses StopFlag.
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -120,10 +120,10 @@ def interruptible() -> Iterator[None]:
 
 @dataclass(slots=True)
 class Driver:
-    """Runs a scheduler against a pool until it finishes. `committed` collects the facts of the units done here.
+    """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
 
-    `hopeless` says of a number of failed samples whether there is no point in going on: then it drains. `room` says how many
-    workers would fit now, in which those that are there are counted.
+    `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
+    workers fit now, including those that exist.
     """
 
     scheduler: Scheduler
@@ -146,7 +146,7 @@ class Driver:
     _room_at_s: float = 0.0
 
     def run(self) -> Finish:
-        """Drive until the scheduler finishes, or until a stop was asked for and the grace is over."""
+        """Run until the scheduler finishes, or until the grace period after a stop request is over."""
         while True:
             self._tell(Tick(self._watched()))
             self._look_for_room()
@@ -164,13 +164,13 @@ class Driver:
                 return self._judged(Finish("drained", "the grace period is over"))
 
     def _judged(self, finish: Finish) -> Finish:
-        """A job that was drained since it is hopeless ended as that."""
+        """Report a job that was drained because too many samples failed as hopeless, not as drained."""
         is_hopeless = finish.how == "drained" and self.stop.reason == TOO_MANY
         return Finish("hopeless", TOO_MANY) if is_hopeless else finish
 
     def _watched(self) -> float:
-        """Seconds in which the workers could make themselves heard. A driver that wakes up has not heard them for long,
-        and may not hold that against them.
+        """Seconds in which workers could report. Excludes time in which the driver itself was suspended: their silence in
+        that time is not their fault.
         """
         now_s = self.clock()
         self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
@@ -178,7 +178,7 @@ class Driver:
         return self._watched_s
 
     def _look_for_room(self) -> None:
-        """Only more room than at the last look is told: who was given up since its machine is no good is not asked for again."""
+        """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
         if self._watched_s < self._room_at_s:
             return
         self._room_at_s = self._watched_s + ROOM_EVERY_S
@@ -189,7 +189,7 @@ class Driver:
     def _drain(self, reason: str) -> None:
         run_on_s = max(0.0, self.grace_s - CLOSING_S)
         self._deadline_s = self.clock() + run_on_s
-        self.display.note(f"{reason}: finishing the units that run, for at most {run_on_s:.0f} s")
+        self.display.note(f"{reason}: finishing the running units, for at most {run_on_s:.0f} s")
         self._tell(Drain())
 
     # ---- news in
@@ -205,11 +205,11 @@ class Driver:
                 self._worker_died(news)
             case Leaving(worker, left_s):
                 self.log.add("worker_leaving", worker=worker, left_s=left_s)
-                self.display.note(f"worker {worker} is on a node that is drained{within(left_s)}")
+                self.display.note(f"worker {worker} is on a node that is being drained{within(left_s)}")
                 self._tell(WorkerLeaving(worker))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
-                self.stop.warn("this node is drained")
+                self.stop.warn("this node is being drained")
             case Reported(worker, report):
                 self.totals.reported(report)
                 for item in report.news:
@@ -278,5 +278,5 @@ class Driver:
 
 
 def within(left_s: float | None) -> str:
-    """How soon, as far as it is known."""
+    """The text ` within N s`, empty if the time is unknown."""
     return "" if left_s is None else f" within {left_s:.0f} s"

@@ -1,4 +1,4 @@
-"""Keeps the run directory's lease alive in a thread of its own, however long planning or a store's answer takes."""
+"""Renews the run directory's lease in a separate thread, however long planning or a store's answer takes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RENEWALS_PER_TTL = 4
 
 @contextmanager
 def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = TTL_S) -> Iterator[Lease]:
-    """Hold the lease for the time of the block; raises LeaseHeld at once if another driver has it.
+    """Hold the lease during the block; raises LeaseHeld at once if another driver has it.
 
-    `on_lost` is called, from the keeper's thread, with a reason when the lease is gone and the driver must stop. A block that
-    ends with a UserError before it has written anything leaves nothing behind.
+    When the lease is lost and the driver must stop, the keeper's thread calls `on_lost` with a reason. A block that ends with
+    a UserError before it has written anything leaves the run directory as it was.
     """
     lease = acquire(store, this_process(), ttl_s)
     done = threading.Event()
@@ -45,7 +45,7 @@ def _keep(lease: Lease, done: threading.Event, on_lost: Callable[[str], None]) -
 
 
 def keep_once(lease: Lease, on_lost: Callable[[str], None]) -> bool:
-    """Renew the lease, whatever the store says; false, and `on_lost` is told why, if it is gone."""
+    """Renew the lease. If it is lost, call `on_lost` with the reason and return False. A store error alone doesn't lose it."""
     try:
         lease.renew()
     except LeaseLost as error:
@@ -63,11 +63,11 @@ def give_back(lease: Lease) -> None:
     try:
         lease.release()
     except StoreError:
-        return  # it expires by itself
+        return  # the lease expires by itself
 
 
 def withdraw(lease: Lease) -> None:
-    """Leave the run directory as it was found, if nothing but the lease has come to it and the store can be reached."""
+    """Restore the run directory, if it holds nothing new but the lease and the store can be reached."""
     with suppress(StoreError):
         lease.withdraw()
         tidy(lease.store)

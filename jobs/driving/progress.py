@@ -1,6 +1,6 @@
-"""What a user sees while a job runs: a live line on a terminal, one line every 30 s in a pipe, nothing with --quiet.
+"""Progress display of a running job: a live line on a terminal, one line every 30 s in a pipe, nothing with --quiet.
 
-Everything goes to stderr; stdout is kept for results. Knows Totals, not how they come about.
+Everything goes to stderr; stdout is reserved for results. Reads Totals; does not compute them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
 BAR = 16
-"""Cells of the bar."""
+"""Width of the bar in characters."""
 
 
 class Display(Notes, Protocol):
@@ -31,12 +31,12 @@ class Display(Notes, Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def show(self, totals: Totals) -> None:
-        """Show the state of things; may be called often."""
+        """Show the current totals; may be called often."""
         ...
 
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
-    """The display that suits `stream` (default stderr)."""
+    """The display for `stream` (default stderr)."""
     stream = stream or sys.stderr
     if quiet:
         return Silence()
@@ -44,7 +44,7 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
 
 
 class Silence(Unnoted):
-    """Says nothing."""
+    """Shows nothing."""
 
     def __enter__(self) -> Silence:
         return self
@@ -117,7 +117,7 @@ class LiveLine(Silence):
 
 
 def progress_line(totals: Totals) -> str:
-    """Samples, tokens per second, NFE per token, errors, workers and the time to go, in one line."""
+    """Samples, tokens per second, NFE per token, errors, workers and the remaining time, in one line."""
     decoded = totals.decoded
     parts = [
         f"{totals.rows_done:,}/{totals.rows:,} samples ({ratio(totals.rows_done, totals.rows):.0%})",
@@ -131,7 +131,7 @@ def progress_line(totals: Totals) -> str:
 
 
 def workers_text(totals: Totals) -> str:
-    """How many workers there are; before the first one is up, that they load the model."""
+    """The number of workers; before the first one is up, the number that load the model."""
     if not totals.workers and totals.loading:
         return f"{counted(totals.loading, 'worker')} {'loads' if totals.loading == 1 else 'load'} the model"
     return counted(totals.workers, "worker")

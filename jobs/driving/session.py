@@ -1,7 +1,6 @@
-"""A Ray to run on: one of our own on this machine, or a cluster that is already there.
+"""Connects to an existing Ray cluster, or starts a Ray of our own on this machine.
 
-Only a Ray that was started here is shut down here. All of Ray's chatter is silenced; what matters reaches the user
-through the driver.
+Shuts down only a Ray that it started. Ray's own log output is silenced; the driver reports what the user needs to know.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 from storage.errors import StoreError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where the packages lie: the checkout, or the environment's site-packages."""
+"""The folder that holds the packages: the checkout, or the environment's site-packages."""
 
 PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")
 
@@ -30,14 +29,14 @@ OBJECT_STORE_BYTES = 128 * 2**20
 """Small: the object store carries messages, never samples."""
 
 STARTS = 3
-"""How often a Ray of our own is started at most: where others keep the machine busy, Ray gives up after half a minute."""
+"""Attempts to start a Ray of our own: on a busy machine, Ray's start gives up after half a minute."""
 
 _UNUSED = ("start_api_server", "start_monitor", "start_log_monitor")
 
 ADVICE = "the machine may be too busy, try later, or use --local, which needs no Ray"
 
 _LOCAL_ENVIRONMENT = {
-    # Ray's own limits suit an idle machine; all that can be raised is. (Its wait for the node itself is fixed at 30 s.)
+    # Ray's default limits suit an idle machine; raise all that can be raised. (Its wait for the node itself is fixed at 30 s.)
     "RAY_gcs_server_port_wait_time_s": "180",
     "RAY_gcs_server_request_timeout_seconds": "180",
     "RAY_raylet_start_wait_time_s": "180",
@@ -47,15 +46,15 @@ _LOCAL_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray makes workers nicer than the driver by 15, and beside any other busy process they would then stand still.
+    # By default Ray raises the workers' niceness to 15; next to any other busy process they would then get no CPU time.
     "RAY_worker_niceness": "0",
-    # A worker that asks for no GPU must see none.
+    # A worker that requests no GPU must see no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
 
 
 class RayDidNotStart(StoreError):
-    """A Ray of our own did not start, however often it was tried."""
+    """A Ray of our own did not start in STARTS attempts."""
 
 
 def _silence(message: str) -> None:
@@ -66,10 +65,10 @@ def _silence(message: str) -> None:
 def ray_session(
     address: str | None, *, num_cpus: int | None = None, note: Callable[[str], None] = _silence
 ) -> Iterator[None]:
-    """Connect to `address`, or start a local Ray (of `num_cpus`, default all), for the time of the block.
+    """For the duration of the block, connect to `address`, or start a local Ray (with `num_cpus`, default all).
 
-    A Ray that this process has already initialised is used as it is and left running. `note` is told what is waited for. Raises
-    UserError if there is nothing at the address, StoreError where a Ray of our own does not start.
+    A Ray that this process has already initialised is used as it is and left running. `note` receives progress messages.
+    Raises UserError if nothing answers at the address, StoreError if a Ray of our own does not start.
     """
     import ray
 
@@ -90,11 +89,11 @@ def ray_session(
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray takes SIGTERM for itself and would end the process with a code of its own: put back what was there."""
+    """Restore the SIGTERM handler: Ray installs its own, which would end the process with Ray's exit code."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit:  # its answer to a SIGTERM while it starts
+    except SystemExit:  # Ray's reaction to a SIGTERM during its start
         raise KeyboardInterrupt from None
     finally:
         if threading.current_thread() is threading.main_thread():
@@ -102,7 +101,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def ray_is_ours_to_start(address: str | None) -> bool:
-    """Whether `ray_session` would start a Ray, rather than use one that is there."""
+    """Whether `ray_session` would start a Ray instead of using an existing one."""
     import ray
 
     return address is None and not ray.is_initialized()
@@ -111,7 +110,7 @@ def ray_is_ours_to_start(address: str | None) -> bool:
 def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
     for name, value in _LOCAL_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Workers see neither our sys.path nor our working folder's: only what stands in PYTHONPATH when Ray starts.
+    # Workers inherit neither our sys.path nor our working folder, only the PYTHONPATH that is set when Ray starts.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     note("starting Ray")
@@ -126,7 +125,7 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
                     object_store_memory=OBJECT_STORE_BYTES,
                 )
             return
-        except Exception as error:  # on a busy machine Ray gives up with just that
+        except Exception as error:  # on a busy machine Ray raises a plain Exception
             _clear_away()
             reason = " ".join(str(error).split()) or type(error).__name__
             took = f"attempt {attempt} of {STARTS}, {time.monotonic() - began_s:.0f} s"
@@ -139,9 +138,9 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
 def _only_what_jobs_use() -> Iterator[None]:
     """Start Ray without its web server, its autoscaler's monitor and its log monitor.
 
-    A Ray that lives as long as one job has no use for them, and their imports take as long as the rest of its start: 2 s of wall
-    and 3 s of CPU on two cores. `include_dashboard=False` still starts a web server (without pages), so these are private names
-    of Ray; a version that has them no more starts everything.
+    A Ray that runs for one job needs none of them, and their imports take as long as the rest of its start: 2 s of wall time
+    and 3 s of CPU time on two cores. `include_dashboard=False` still starts a web server (without pages), so this patches
+    private methods of Ray. A Ray version without these methods starts everything.
     """
     from ray._private.node import Node
 
@@ -160,7 +159,7 @@ def _start_nothing(*_: Any, **__: Any) -> None:
 
 
 def _clear_away() -> None:
-    """End what a start that failed has left."""
+    """Clean up after a failed start."""
     import ray
 
     with suppress(Exception):
@@ -169,7 +168,7 @@ def _clear_away() -> None:
 
 def _connect(address: str) -> None:
     check_reachable(address)
-    # The packages travel as one folder, whatever else lies beside them (an environment, runs, data).
+    # Ship the packages as one folder, without anything else next to them (an environment, runs, data).
     # (Ray matches the folder itself as ".", which must not be excluded.)
     excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
     try:
@@ -180,27 +179,27 @@ def _connect(address: str) -> None:
 
 
 def check_reachable(address: str | None) -> None:
-    """Ray itself would go on trying for ever; a host:port that nobody listens on is a UserError within seconds."""
+    """Raise UserError within seconds if nothing listens at a host:port; Ray itself would retry forever."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
         return
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"nobody listens at {address}: {error}", field="--ray-address") from None
+        raise UserError(f"nothing listens at {address}: {error}", field="--ray-address") from None
 
 
 def _init(**options: Any) -> None:
     import ray
     from ray._private import worker
 
-    # log_to_driver=False alone lets "(raylet) a worker died" and node dumps through; this private flag does not.
+    # log_to_driver=False alone still prints "(raylet) a worker died" and node dumps; this private flag stops them.
     worker._worker_logs_enabled = False
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def local_size() -> tuple[int, int]:
-    """Whole CPUs and GPUs that a Ray of our own will have on this machine."""
+    """Whole CPUs and GPUs that a Ray of our own would have on this machine."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.utils import get_num_cpus
 

@@ -1,7 +1,7 @@
-"""Where workers run: on a Ray of our own, on a cluster that is there, or in the driver's own process (`run --local`).
+"""Where workers run: on a Ray of our own, on an existing cluster, or in the driver's process (`run --local`).
 
-A Ray of our own starts in a thread of its own while the driver plans, and so do its first workers: they import what decoding
-needs, which takes longer than planning a small job.
+A Ray of our own and its first workers start in a thread while the driver plans: importing what decoding needs takes longer
+than planning a small job.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
 
 BYTES_PER_EARLY_WORKER = 2**20
-"""Input for which one more worker is worth starting before anybody knows how many units there are."""
+"""Input bytes per worker that is started early, before the number of units is known."""
 
 
 class Pool(Workers, Protocol):
-    """What a run needs of a pool: the driver's part, and an end."""
+    """What a run needs of a pool: what the driver uses, and `close`."""
 
     def close(self) -> None:
         """End all workers."""
@@ -37,23 +37,23 @@ class Site(Protocol):
     """A place for workers."""
 
     def check(self, spec: JobSpec) -> None:
-        """Raise UserError where the spec asks for what can't be had, as far as that can be told before anything starts."""
+        """Raise UserError if the site can't provide what the spec asks for, as far as is known before anything starts."""
         ...
 
     def opened(self, display: Display) -> AbstractContextManager[None]:
-        """For the time of the block workers can be had; a block inside of such a block changes nothing."""
+        """Workers are available during the block; nested blocks have no effect."""
         ...
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
-        """The same, but the block begins while the site still starts."""
+        """Like `opened`, but the block begins while the site is still starting."""
         ...
 
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
-        """How many workers there is room for, and what each gets; UserError where not one fits."""
+        """How many workers fit, and the resources of each; UserError if none fits."""
         ...
 
     def pool(self, job: Job, seat: Seat) -> Pool:
-        """A pool of no workers yet; the site must be open."""
+        """A pool that has no workers yet; the site must be open."""
         ...
 
 
@@ -117,7 +117,7 @@ class RaySite:
         spec = prepared.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
-                self.seats(spec, units=1)  # what the cluster has not is missed before anything is written
+                self.seats(spec, units=1)  # fail on missing resources before writing anything
                 yield
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
@@ -152,9 +152,9 @@ class RaySite:
 
 
 class _Start:
-    """A Ray that starts in a thread, and its first workers.
+    """Starts a Ray and its first workers in a thread.
 
-    The thread stays for as long as Ray does: Ray's processes are killed when the thread that has started them ends.
+    The thread lives as long as Ray does: Ray's processes are killed when the thread that started them ends.
     """
 
     def __init__(self, display: Display, family: str, decoder: str, count: int, seat: Seat) -> None:
@@ -174,26 +174,26 @@ class _Start:
             from actors.pool import early_workers
 
             self._workers = early_workers(self._count, self._seat, *self._needs)
-        except BaseException as error:  # noqa: BLE001 - it is raised again where somebody waits
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it again
             self._error = error
         self._tried.set()
         self._over.wait()
 
     def wait(self) -> None:
-        """Return when Ray is up; raises what kept it from that."""
+        """Return when Ray is up; raises the error of a failed start."""
         self._tried.wait()
         if self._error is not None:
             raise self._error
 
     def take_workers(self, seat: Seat) -> list[Any]:
-        """The workers that were started early; they are the caller's now. None where their seats turned out to be others."""
+        """Hand the early workers over to the caller; an empty list if they were started with other resources than `seat`."""
         if (seat.cpus, seat.gpus) != (self._seat.cpus, self._seat.gpus):
             return []
         workers, self._workers = self._workers, []
         return workers
 
     def end(self) -> None:
-        """Let go of Ray, once it has started or failed to."""
+        """Shut Ray down, once it has started or failed to."""
         self._tried.wait()
         try:
             if self._is_up:
@@ -203,5 +203,5 @@ class _Start:
 
 
 def site_of(*, address: str | None, local: bool) -> Site:
-    """The site that the command line asks for."""
+    """The site chosen on the command line."""
     return LocalSite() if local else RaySite(address)

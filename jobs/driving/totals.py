@@ -1,4 +1,4 @@
-"""Totals: what a run has done so far, as plain sums, and the figures that follow from them. Knows no display."""
+"""Totals: sums of what a run has done so far, and the figures computed from them. Independent of any display."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from storage.runs.commit import all_exact
 
 @dataclass(slots=True)
 class Totals:
-    """Counts of one driver's session on top of what was committed before it. Times in seconds of `clock`.
+    """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
     `loading` counts the workers that are not up yet.
-    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` only what this
-    session's receipts carry. `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
-    results are the same to the bit in any batch; None before the first one.
+    `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
+    session's receipts. `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
+    results are bit-identical in any batch; None before the first receipt.
     """
 
     units: int
@@ -43,27 +43,27 @@ class Totals:
     exact: bool | None = None
 
     def worker_up(self) -> None:
-        """A worker takes units now; the first one starts the clock."""
+        """Count a worker that now takes units; the first one starts the clock."""
         self.started_s = self.clock() if self.started_s is None else self.started_s
         self.workers += 1
         self.most_workers = max(self.most_workers, self.workers)
 
     def worker_died(self) -> None:
-        """A worker is gone."""
+        """Count a worker that died."""
         self.workers = max(0, self.workers - 1)
         self.deaths += 1
 
     def worker_left(self) -> None:
-        """A worker has ended as it was asked to."""
+        """Count a worker that ended on request."""
         self.workers = max(0, self.workers - 1)
 
     def reported(self, report: TurnReport) -> None:
-        """Add a worker's turn."""
+        """Add a worker's report of one turn."""
         self.decoded += report.decoded
         self.effort = add_effort(self.effort, report.effort)
 
     def received(self, receipt: Receipt) -> None:
-        """Add a unit that was committed, once."""
+        """Add a committed unit; call once per unit."""
         self.units_done += 1
         self.committed += receipt.tally
         self.errors.update(receipt.error_kinds)
@@ -84,18 +84,18 @@ class Totals:
 
     @property
     def worker_s(self) -> float:
-        """Worker seconds that were at hand: the wall time of as many workers as there were at best."""
+        """Available worker seconds: wall time times the largest number of workers."""
         return self.wall_s * self.most_workers
 
     @property
     def rows_done(self) -> int:
-        """Samples that ended, before and in this session, never more than there are."""
+        """Samples that ended before and in this session, capped at the total."""
         ended = max(self.decoded.rows, self.committed.rows)
         return min(self.rows, self.rows_before + ended)
 
     @property
     def tokens(self) -> int:
-        """Tokens generated in this session, those of samples that have not ended yet included."""
+        """Tokens generated in this session, including those of unfinished samples."""
         return max(self.decoded.new_tokens, self.committed.new_tokens, self.effort.engine.committed)
 
     @property
@@ -105,22 +105,22 @@ class Totals:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to go at the rate so far, None before there is one."""
+        """Remaining seconds at the rate so far; None before there is a rate."""
         ended = self.rows_done - self.rows_before
         return (self.rows - self.rows_done) * self.wall_s / ended if ended else None
 
 
 def exactness(exact: bool | None) -> str:
-    """Whether a run's results depend on its batches, for a person."""
+    """Whether a run's results depend on its batches, in words."""
     if exact is None:
         return "unknown"
     if exact:
-        return "true: no result depends on what it was batched with, to the bit"
-    return "false: on GPUs and in half or double precision another batch moves last bits, and with them near ties"
+        return "true: results are bit-identical in any batch"
+    return "false: on GPUs and in half or double precision the batch changes last bits, which can decide near ties"
 
 
 def ratio(above: float, below: float) -> float:
-    """above / below, 0 where nothing was counted."""
+    """above / below; 0 if `below` is 0."""
     return above / below if below else 0.0
 
 
@@ -132,9 +132,9 @@ def add_effort(one: Effort, other: Effort) -> Effort:
 
 
 def efficiency(effort: Effort) -> dict[str, float]:
-    """The figures of how close a job came to the limit (docs: engine), without those not counted.
+    """How close a job came to the limit (docs: engine); leaves out figures that were not counted.
 
-    Shares between 0 and 1, but for spec_eff: a first self-draft is committed without being verified.
+    Shares between 0 and 1, except spec_eff: a first self-draft is committed without verification.
     """
     engine = effort.engine
     pairs = {

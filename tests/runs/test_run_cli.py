@@ -50,7 +50,7 @@ def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nobody listens at 127.0.0.1:1")
+    assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nothing listens at 127.0.0.1:1")
     assert not (tmp_path / "run").exists()
 
 

@@ -193,12 +193,12 @@ def test_a_driver_whose_node_is_to_go_drains_in_the_time_that_is_left_and_the_si
     real = pool.poll
     pool.poll = lambda timeout_s: [*next(seconds, []), *real(timeout_s)]  # type: ignore[method-assign]
     assert job.run().how == "drained"
-    assert (job.grace_s, job.stop.reason, job.stop.urgent) == (7.0, "this node is drained", False)
+    assert (job.grace_s, job.stop.reason, job.stop.urgent) == (7.0, "this node is being drained", False)
     urgent = []
     for _ in range(2):
         job.stop.set("SIGTERM")
         urgent.append(job.stop.urgent)
-    assert (urgent, job.stop.reason) == ([False, True], "this node is drained")
+    assert (urgent, job.stop.reason) == ([False, True], "this node is being drained")
     assert 0 < len(job.committed) < 6
     assert driver(store).run() == Finish("done") and len(statuses(store)) == 24
 
