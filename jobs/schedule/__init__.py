@@ -1,1 +1,1 @@
-"""Which worker decodes which unit, when, and what follows a failure. Pure: no Ray, clock, disk or threads."""
+"""Assigns units to workers and handles failures. Pure: no Ray, clock, disk or threads."""

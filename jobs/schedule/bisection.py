@@ -1,7 +1,7 @@
-"""Which rows of a unit does no worker survive? Bisection, as pure bookkeeping.
+"""Finds, by bisection, the rows of a unit that make it fail or kill its workers. Pure bookkeeping.
 
-A range of rows that failed while it ran alone is `accused`: it is halved, and each half is asked again by a probe. A
-single row is condemned only when it failed alone twice, since a machine may also die for reasons of its own.
+A range of rows that failed while it ran alone is `accused`: it is halved, and a probe decodes each half again. A single
+row is condemned only after it failed alone twice, since a machine may also die for unrelated reasons.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import dataclass, field
 from actors.messages import Verdict
 
 STRIKES = 2
-"""How often a row must fail alone before it is condemned."""
+"""Failures of a row on its own before it is condemned."""
 
 MAX_ROUNDS = 2
-"""Inquests over the same unit before all of its rows are condemned together."""
+"""Inquests into the same unit before all of its rows are condemned together."""
 
 Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a range failed: becomes the error of the rows that are found guilty."""
+    """Why a range failed; becomes the error of the condemned rows."""
 
     kind: str
     stage: str
     message: str
 
     def verdict(self, rows: Range) -> Verdict:
-        """The verdict that condemns `rows` for this."""
+        """The verdict that condemns `rows` for this cause."""
         return Verdict(rows[0], rows[1], self.kind, self.stage, self.message)
 
 
@@ -36,8 +36,8 @@ class Cause:
 class Inquest:
     """The open questions about one unit.
 
-    `waiting` holds ranges that no probe is asking about, `asked` those that one is. The inquest is closed when both are
-    empty. Ranges of the two lists never overlap.
+    `waiting` holds ranges that still need a probe, `asked` the ranges that a probe is decoding. The inquest is closed when
+    both are empty. Ranges of the two lists never overlap.
     """
 
     waiting: list[Range] = field(default_factory=list)
@@ -46,11 +46,11 @@ class Inquest:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing is left to ask."""
+        """Whether no range needs a probe or is being probed."""
         return not self.waiting and not self.asked
 
     def accuse(self, rows: Range, cause: Cause) -> Verdict | None:
-        """`rows` failed alone. Returns a verdict if that settles it, else there is more to ask."""
+        """Note that `rows` failed alone. Returns a verdict if that settles it; otherwise queues further probes."""
         start, stop = rows
         if stop - start > 1:
             middle = (start + stop) // 2
@@ -63,17 +63,17 @@ class Inquest:
         return None
 
     def ask(self) -> Range:
-        """Take the next range to probe: the lowest rows first, so that the order is always the same."""
+        """Take the next range to probe: the lowest rows first, so that the order is deterministic."""
         rows = min(self.waiting)
         self.waiting.remove(rows)
         self.asked.append(rows)
         return rows
 
     def answered(self, rows: Range) -> None:
-        """The probe of `rows` has ended, one way or another."""
+        """Note that the probe of `rows` has ended, whatever its result."""
         self.asked.remove(rows)
 
     def unanswered(self, rows: Range) -> None:
-        """The probe of `rows` told nothing: ask again."""
+        """Queue `rows` again: their probe gave no result."""
         self.asked.remove(rows)
         self.waiting.append(rows)

@@ -1,6 +1,6 @@
-"""What happens to a scheduler (events) and what it asks for (commands): frozen, plain, comparable.
+"""The scheduler's inputs (events) and outputs (commands): frozen, plain, comparable data.
 
-Time is in seconds of whatever clock the driver uses; only `Tick` carries it.
+Times are in seconds of the driver's clock; only `Tick` carries one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from actors.messages import FailureKind, WorkUnit
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """The time is now `now_s`; never earlier than the last one."""
+    """The time is now `now_s`, never earlier than in the previous tick."""
 
     now_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUp:
-    """A worker that was asked for has loaded its model and takes units."""
+    """A requested worker has loaded its model and takes units."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDied:
-    """A worker is gone, or never came up. `idle` if nothing that it was given had reached it: no row of that is to blame.
+    """A worker died, or never came up. `idle` if none of its units had reached it: then none of their rows is to blame.
 
-    `device` if its device was lost: that is the machine's fault, unless it follows a unit from worker to worker.
+    `device` if its device was lost: the machine is to blame, unless a unit loses devices on several workers.
     """
 
     worker: str
@@ -40,23 +40,23 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """A worker's machine will soon be taken away."""
+    """A worker's machine will soon be removed."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class MoreRoom:
-    """Machines have joined: there is room for so many workers in all."""
+    """Machines have joined: there is now room for `workers` workers in total."""
 
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A worker answered; of the `spent` leases most samples have got a slot.
+    """A worker answered; most samples of the `spent` leases have a slot.
 
-    If it has `moved` anything forward since it was last heard of, its leases run on; to be alive is not enough.
+    `moved` if it made progress since its last answer: this renews its leases. An answer without progress does not.
     """
 
     worker: str
@@ -66,7 +66,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class UnitDone:
-    """The unit's file is in the store: a fact, whether or not the lease still stands."""
+    """The unit's file is in the store. This holds even if the lease is no longer valid."""
 
     lease: int
     unit: int
@@ -74,7 +74,7 @@ class UnitDone:
 
 @dataclass(frozen=True, slots=True)
 class ProbeDone:
-    """The rows of a probe were decoded and their worker lives."""
+    """The rows of a probe were decoded, and the worker survived."""
 
     lease: int
     unit: int
@@ -82,7 +82,7 @@ class ProbeDone:
 
 @dataclass(frozen=True, slots=True)
 class UnitFailed:
-    """A leased unit came to nothing while its worker lives on."""
+    """A leased unit failed; its worker survived."""
 
     lease: int
     unit: int
@@ -94,7 +94,7 @@ class UnitFailed:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Lease no more; finish when what runs has ended."""
+    """Stop leasing units; finish when the running ones have ended."""
 
 
 Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | Heard | UnitDone | ProbeDone | UnitFailed | Drain
@@ -102,14 +102,14 @@ Event = Tick | WorkerUp | WorkerDied | WorkerLeaving | MoreRoom | Heard | UnitDo
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Bring up a worker of this name."""
+    """Start a worker with this name."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class KillWorker:
-    """End this worker; the scheduler has already written it off."""
+    """End this worker; the scheduler has already removed it."""
 
     worker: str
     reason: str
@@ -117,14 +117,14 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """End this worker, which leaves and holds nothing more."""
+    """End this worker: its machine is leaving, and it holds no more leases."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Hand this unit to this worker."""
+    """Send this unit to this worker."""
 
     worker: str
     unit: WorkUnit
@@ -140,7 +140,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """For the record: these rows of the unit will come back failed."""
+    """For the log only: these rows of the unit will be returned as failed."""
 
     unit: int
     start: int
@@ -151,7 +151,7 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Nothing is left to do: every unit is done, the job was drained, too much of it failed, or it can't go on."""
+    """The job ends: every unit is done, it was drained, too many samples failed, or it can't continue."""
 
     how: Literal["done", "drained", "hopeless", "failed"]
     message: str = ""

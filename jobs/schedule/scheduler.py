@@ -1,21 +1,21 @@
-"""Who decodes which unit, when, and what follows a failure: a state machine with one mutator, `on(event)`.
+"""Decides which worker decodes which unit and handles failures: a state machine with one mutator, `on(event)`.
 
 It knows no Ray, no clock, no disk and no model. Events go in, commands come out (jobs/schedule/events.py); the same events always
 give the same commands. The driver (jobs/driving/driver.py) executes them.
 
 The states of a unit:
 
-* waiting   nobody holds it and it may be leased now
-* held      one worker holds a lease on it, or two do when an idle worker took a copy at the end of the job
-* resting   the store or a machine failed it; it becomes waiting again after a pause
+* waiting   no worker holds it, and it may be leased now
+* held      one worker holds a lease on it, or two if an idle worker took a copy at the end of the job
+* resting   the store or a machine failed; the unit becomes waiting again after a pause
 * inquest   it killed its workers or kept raising; probes look for the guilty rows (jobs/schedule/bisection.py)
-* done      its file is committed; the unit is forgotten but for its number
+* done      its file is committed; only the unit's number is kept
 
-A unit that was under suspicion stays `alone`: its worker holds nothing else, so that nobody is blamed for a neighbour.
+A unit that was once suspected stays `alone`: its worker holds nothing else, so that no other unit is blamed for its failures.
 
-The states of a worker: starting (asked for, not yet up), up, leaving (its machine was told to go: it ends what it decodes, gets
-nothing more, and another one is started in its place), and gone (forgotten). A worker holds at most four leases.
-A lease that is not renewed by `Heard` for `lease_s`, since its worker is silent or gets nowhere, ends the worker.
+The states of a worker: starting (requested, not yet up), up, leaving (its machine will be removed: it finishes what it decodes,
+gets nothing more, and another worker replaces it), and gone (forgotten). A worker holds at most four leases.
+If `Heard` does not renew a lease for `lease_s`, because its worker is silent or makes no progress, the worker is killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DEFAULT = Limits()
 
 
 class Scheduler:
-    """Leases units, in the order of waiting.py, to `workers` workers, and more where there is room, until all are done."""
+    """Leases units, in the order of waiting.py, to `workers` workers, or more if there is room, until all are done."""
 
     def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
         assert workers > 0
@@ -68,12 +68,12 @@ class Scheduler:
         self._out: list[Command] = []
 
     def on(self, event: Event) -> list[Command]:
-        """Take in what happened; returns what is to be done about it, in order."""
+        """Process an event; returns the commands to execute, in order."""
         if self.finished is not None:
             return []
         self._out = []
         if isinstance(event, Heard) and not self._heard(event):
-            return []  # most events by far, and with many workers it is dear to settle who gets what
+            return []  # most events by far; with many workers, assigning units is expensive
         self._handle(event)
         if self.finished is None:
             self._settle()
@@ -112,7 +112,7 @@ class Scheduler:
                     self._unburden(worker)
 
     def _heard(self, event: Heard) -> bool:
-        """A worker goes on; returns whether what it could be given may have changed."""
+        """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
         if event.moved:
             self.books.renew(event.worker, self.now_s + self.limits.lease_s)
         return self.books.note_spent(event.worker, event.spent)
@@ -134,7 +134,7 @@ class Scheduler:
             self._finish("failed", f"{hopeless}: {reason}")
         cause = Cause("worker_died", "decode", f"a worker that decoded only this died: {reason}")
         for lease in leases:
-            if worker.leaving or idle:  # as had been said, or of something else: no row is to blame
+            if worker.leaving or idle:  # the death was announced, or had another cause: no row is to blame
                 self._give_back(lease)
             elif device:
                 self._lost_device(lease, cause)
@@ -142,7 +142,7 @@ class Scheduler:
                 self._failed(lease, cause, death=True)
 
     def _lost_device(self, lease: UnitLease, cause: Cause) -> None:
-        """The device broke down: the machine's fault, unless it happens to this unit wherever it is decoded."""
+        """A worker lost its device: blame the machine, unless it happens to this unit on several workers."""
         unit = self.books.touched[lease.unit]
         unit.lost_devices += 1
         if unit.alone or lease.rows is not None or unit.lost_devices > self.limits.devices:
@@ -151,7 +151,7 @@ class Scheduler:
             self._rest(lease, cause.message)
 
     def _unit_done(self, number: int, unit: int) -> None:
-        """Late answers find the unit done, waiting, resting or in an inquest: committed is committed."""
+        """Enter a committed unit as done. After a late answer it may be done already, waiting, resting or in an inquest."""
         if unit in self.books.done or unit not in self.books.sizes:
             return
         self.staffing.worked()
@@ -174,7 +174,7 @@ class Scheduler:
             self._rest(lease, f"{event.error_kind} in {event.stage}: {event.error}")
 
     def _unburden(self, worker: Worker) -> None:
-        """Take from a worker what it has not begun, and probes, which may never end."""
+        """Take back the leases that a worker has not begun, and its probes, which may never end."""
         for number in [n for n in worker.leases if not worker.runs(n) or self.books.leases[n].rows is not None]:
             self._out.append(Revoke(worker.name, number))
             self._give_back(self.books.release(number))
@@ -187,7 +187,7 @@ class Scheduler:
             return self._answered(lease, cause)
         unit.deaths += death
         unit.task_failures += not death
-        if unit.leases:  # a twin still works on it
+        if unit.leases:  # another worker still decodes a copy
             return None
         if (death and unit.alone) or unit.task_failures >= self.limits.attempts:
             return self._open_inquest(unit, cause)
@@ -201,7 +201,7 @@ class Scheduler:
             self._finish("failed", f"unit {lease.unit} failed {unit.infra_failures} times: {message}")
         if unit.inquest is not None and lease.rows is not None:
             unit.inquest.unanswered(lease.rows)
-        elif unit.leases:  # a twin still works on it
+        elif unit.leases:  # another worker still decodes a copy
             return
         pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
         unit.resting_until_s = self.now_s + pause_s
@@ -237,7 +237,7 @@ class Scheduler:
         unit.verdicts += (verdict,)
         self._out.append(Quarantine(unit.size.unit, verdict.start, verdict.stop, verdict.kind, verdict.message))
 
-    # ---- who gets what
+    # ---- assignment
 
     def _settle(self) -> None:
         for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
@@ -256,11 +256,11 @@ class Scheduler:
             self._out.append(StartWorker(self.books.hire(self.now_s).name))
 
     def _assign(self) -> None:
-        """Delicate work first, on workers that hold nothing else; then the waiting units; then copies."""
+        """Assign delicate units first, to workers that hold nothing else; then the waiting units; then copies."""
         hands = deque(self.books.hands())
         for number in sorted(self.books.delicate):
             while hands and number in self.books.delicate:
-                worker = hands.popleft()  # kept free for this, even while it still holds something
+                worker = hands.popleft()  # reserved for this unit, even while the worker still holds others
                 if not worker.leases:
                     self._lease_delicate(worker, number)
         idle = self._deal(hands)
@@ -268,7 +268,7 @@ class Scheduler:
             self._copy(idle)
 
     def _deal(self, hands: deque[Worker]) -> list[Worker]:
-        """Deal the waiting units out, fewest leases first; returns the workers that are left with none."""
+        """Assign the waiting units, to workers with the fewest leases first; returns the workers that have none afterwards."""
         idle: list[Worker] = []
         while hands:
             worker = hands.popleft()
@@ -281,7 +281,7 @@ class Scheduler:
         return idle
 
     def _copy(self, idle: list[Worker]) -> None:
-        """Give idle workers what others hold."""
+        """Assign copies of other workers' units to idle workers."""
         for lease in self.books.slow():
             if idle and len(self.books.touched[lease.unit].leases) < COPIES:
                 self._lease(idle.pop(0), lease.unit, None)
@@ -297,7 +297,7 @@ class Scheduler:
         self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
 
     def _give_back(self, lease: UnitLease) -> None:
-        """A lease was struck out before its work was done: that is still to do."""
+        """Queue the work of a lease that was released before it was done."""
         unit = self.books.touched[lease.unit]
         if unit.inquest is not None and lease.rows is not None:
             unit.inquest.unanswered(lease.rows)

@@ -1,4 +1,4 @@
-"""The scheduler's books: what is known of units, leases and workers, kept consistent with each other. No policy."""
+"""The scheduler's records of units, leases and workers, kept consistent with each other. No policy."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from jobs.schedule.bisection import Inquest, Range
 from jobs.schedule.waiting import UnitSize, Waiting
 
 AHEAD = 1
-"""Leases per worker of units that still wait for slots: what it refills them from."""
+"""Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""
 
 COPIES = 2
-"""Workers that may hold the same unit at the end of a job."""
+"""Workers that may hold the same unit at the end of a job, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is borne before something is done about it.
+    """How many failures, and how much time without progress, the scheduler tolerates.
 
-    `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers a unit may take with it before it
-    runs alone. `devices`: devices that a unit's workers may lose before each further one counts as such a death.
+    `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers that die with a unit before it runs
+    alone. `devices`: devices that a unit's workers may lose before each further loss counts as such a death.
     `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker wanted, and
     `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job gives up. A
-    unit rests `rest_s` after its first INFRA failure, twice as long after each further one. `lease_s` is for a worker that
-    gets nowhere, `start_s` for one that does not come up.
+    unit rests `rest_s` after its first INFRA failure, twice as long after each further one, at most `max_rest_s`. A worker
+    is killed after `lease_s` without progress, or if it is not up after `start_s`.
     """
 
     attempts: int = 3
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Unit:
-    """What is known of a unit that is not done; made when it is first leased."""
+    """The history of a unit that is not done; created when it is first leased."""
 
     size: UnitSize
     leases: list[int] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Unit:
 
     @property
     def suspect(self) -> bool:
-        """Whether its rows may be to blame for something."""
+        """Whether its rows may be to blame for a failure."""
         return self.alone or self.task_failures + self.deaths > 0
 
     @property
@@ -81,9 +81,9 @@ class UnitLease:
 
 @dataclass(slots=True)
 class Worker:
-    """A worker that is starting or up, and the leases it holds, oldest first; of the `spent` ones few samples still wait.
+    """A worker that is starting or up, and its leases, oldest first; few samples of the `spent` leases still wait for a slot.
 
-    One that is `leaving` gets nothing more, and what it holds counts as lost if it dies, not as failed.
+    A `leaving` worker gets nothing more; if it dies, its leases count as lost, not as failed.
     """
 
     name: str
@@ -95,19 +95,19 @@ class Worker:
 
     @property
     def has_room(self) -> bool:
-        """Whether it could use another unit: those it holds have for the most part got their slots."""
+        """Whether it can take another unit: most samples of those it holds have their slots."""
         return len(self.leases) < MOST_UNITS and len(self.leases) - len(self.spent) < AHEAD
 
     def runs(self, lease: int) -> bool:
-        """Whether samples of the lease are being decoded, as far as is known here."""
+        """Whether samples of the lease are being decoded, as far as the scheduler knows."""
         return lease == self.leases[0] or lease in self.spent
 
 
 class Ledger:
-    """Every unit is in one place: among the waiting or the delicate, leased, resting, or done.
+    """Every unit is in exactly one state: waiting, delicate, leased, resting, or done.
 
-    `delicate` holds the units with work to lease that must run alone on its worker. `touched` has the history of
-    every unit that was leased and is not done.
+    `delicate` holds the units to lease that must run alone on their worker. `touched` has the history of every unit that
+    was leased and is not done.
     """
 
     def __init__(self, units: Iterable[UnitSize], pass_: int, workers: int) -> None:
@@ -123,14 +123,14 @@ class Ledger:
         self._num_workers = 0
 
     def hire(self, now_s: float) -> Worker:
-        """Enter a worker that is starting, under a name that was never used."""
+        """Enter a starting worker, under a name that was never used."""
         worker = Worker(f"w{self._num_workers}", hired_s=now_s)
         self._num_workers += 1
         self.workers[worker.name] = worker
         return worker
 
     def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float) -> WorkUnit:
-        """Enter a lease of the unit (or, for a probe, of its `rows`); returns the message that hands it out."""
+        """Enter a lease on the unit (or, for a probe, on its `rows`); returns the message for the worker."""
         unit = self.touched.setdefault(number, Unit(self.sizes[number]))
         lease = UnitLease(self._num_leases, number, worker.name, rows, expires_s)
         self._num_leases += 1
@@ -152,7 +152,7 @@ class Ledger:
         )
 
     def release(self, number: int) -> UnitLease:
-        """Strike out a lease; the caller says what becomes of its unit."""
+        """Remove a lease; the caller decides what happens to its unit."""
         lease = self.leases.pop(number)
         self.touched[lease.unit].leases.remove(number)
         if lease.worker in self.workers:
@@ -161,14 +161,14 @@ class Ledger:
         return lease
 
     def renew(self, name: str, expires_s: float) -> None:
-        """Let a worker's leases run until then."""
+        """Extend a worker's leases until `expires_s`."""
         for number in self.workers[name].leases if name in self.workers else ():
             self.leases[number].expires_s = expires_s
 
     def note_spent(self, name: str, leases: Iterable[int]) -> bool:
-        """Enter which of a worker's leases have few samples left that wait, and say whether they are others than before.
+        """Enter which of a worker's leases have few samples that still wait for a slot; returns whether this set changed.
 
-        Leases that it has lost meanwhile don't count.
+        Ignores leases that the worker no longer holds.
         """
         worker = self.workers.get(name)
         before = worker.spent if worker else set()
@@ -177,7 +177,7 @@ class Ledger:
         return worker is not None and worker.spent != before
 
     def dismiss(self, name: str) -> tuple[Worker, list[UnitLease]] | None:
-        """Strike out a worker with its leases; None if it is unknown."""
+        """Remove a worker and its leases, and return them; None if the worker is unknown."""
         worker = self.workers.pop(name, None)
         return (worker, [self.release(number) for number in worker.leases]) if worker else None
 
@@ -192,7 +192,7 @@ class Ledger:
         return sum(not worker.leaving for worker in self.workers.values())
 
     def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
-        """The workers that hang, at work or at their start, and in what words."""
+        """The workers that hang, while decoding or while starting: (name, reason)."""
         stuck = {lease.worker for lease in self.leases.values() if lease.expires_s < now_s}
         waiting = {w.name for w in self.workers.values() if not w.up and w.hired_s + limits.start_s < now_s}
         return [(name, f"no progress for {limits.lease_s:.0f} s") for name in sorted(stuck)] + [
@@ -200,15 +200,15 @@ class Ledger:
         ]
 
     def hands(self) -> list[Worker]:
-        """The workers that may be given something: up, staying, and not alone with a suspect; fewest leases first."""
+        """The workers that may get units: up, staying, and without a unit that runs alone; fewest leases first."""
         staying = [worker for worker in self.workers.values() if worker.up and not worker.leaving]
         free = [worker for worker in staying if not any(self.is_alone(number) for number in worker.leases)]
         return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
 
     def slow(self) -> list[UnitLease]:
-        """The leases whose units may be copied: first those that may be lost, then what is hardly begun, then the oldest.
+        """The leases whose units may be copied: first those of leaving workers, then units hardly begun, then the oldest.
 
-        None of a unit that has failed: while one copy runs the failures of the other settle nothing, for ever.
+        Excludes units that have failed: while one copy runs, failures of the other have no effect, so it might never end.
         """
 
         def order(lease: UnitLease) -> tuple[bool, bool, int]:
@@ -218,7 +218,7 @@ class Ledger:
         return sorted((x for x in self.leases.values() if not self.touched[x.unit].suspect), key=order)
 
     def enqueue(self, number: int) -> None:
-        """Put a unit where work is leased from, if there is any that no lease covers."""
+        """Queue a unit, if it has work that no lease covers."""
         unit = self.touched[number]
         if unit.inquest is not None and not unit.inquest.waiting:
             return
@@ -228,14 +228,14 @@ class Ledger:
             self.waiting.put(unit.size)
 
     def wake(self, now_s: float) -> None:
-        """Let the units whose rest is over be leased again."""
+        """Queue the units whose rest is over."""
         for number, unit in self.touched.items():
             if unit.resting_until_s is not None and unit.resting_until_s <= now_s:
                 unit.resting_until_s = None
                 self.enqueue(number)
 
     def finish(self, number: int) -> list[UnitLease]:
-        """Enter a unit as done, wherever it was, and forget its history; returns the leases that it still had."""
+        """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
         state = self.touched.get(number)
@@ -244,11 +244,11 @@ class Ledger:
         return leases
 
     def is_alone(self, lease: int) -> bool:
-        """Whether the worker of this lease may hold nothing else."""
+        """Whether the worker of this lease may hold no other lease."""
         return self.touched[self.leases[lease].unit].alone
 
     def check_integrity(self) -> None:
-        """Assert that the books agree with each other; for tests, and for whoever doubts."""
+        """Assert that the records agree with each other; for tests and debugging."""
         waiting = self.waiting.units()
         assert len(waiting) == len(set(waiting)), "a unit waits twice"
         resting = {number for number, unit in self.touched.items() if unit.resting_until_s is not None}

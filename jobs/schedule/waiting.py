@@ -1,8 +1,9 @@
-"""The units that wait for a worker, in the order in which they are dealt out: window by window, and by length in each.
+"""Pending units, in the order they are assigned: window by window, sorted by length within each window.
 
-The rows of a window stand next to each other in the inputs, so a worker that takes one unit of it after the other reads
-that place once. The last windows count as one, longest first: then the last units of a job are the shortest, and no worker
-is left alone with a long one. The windows before go up and down in turn, so that long samples meet short ones nowhere.
+The rows of a window are adjacent in the inputs, so a worker that takes its units one after another reads each part of the
+input only once. The last windows count as one, longest first: the last units of a job are then the shortest, and no worker
+ends up alone with a long one. Earlier windows alternate between rising and falling length, so that neighbouring units
+always have similar lengths.
 
     tokens    9 7 4 2 | 1 3 6 8 | 9 8 6 5 3 2 1 1
     window       0    |    1    | the last ones
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 LAST_UNITS = 8
-"""Units per worker, at least, in the windows that count as the last one."""
+"""Minimum number of units per worker in the windows that count as the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class UnitSize:
 
 
 class Waiting:
-    """A heap of units. Those that are `done` meanwhile are passed over when they surface."""
+    """A heap of units; skips units that have become `done` meanwhile."""
 
     def __init__(self, units: Iterable[UnitSize], done: Set[int], workers: int) -> None:
         known = list(units)
@@ -46,15 +47,15 @@ class Waiting:
         return bool(self._heap)
 
     def put(self, size: UnitSize) -> None:
-        """Let a unit wait that does not."""
+        """Add a unit that is not waiting yet."""
         heapq.heappush(self._heap, self._turn(size))
 
     def take(self) -> int | None:
-        """Take the unit whose turn it is, None where none waits."""
+        """Remove and return the next unit; None if no unit waits."""
         return heapq.heappop(self._heap)[-1] if self else None
 
     def units(self) -> list[int]:
-        """Those that wait, in no order."""
+        """The waiting units, in no particular order."""
         return [unit for *_, unit in self._heap if unit not in self._done]
 
     def _turn(self, size: UnitSize) -> tuple[int, int, int]:
