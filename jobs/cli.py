@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from jobs.commands.run import RunOptions
 
 COLLECT_AFTER = 100_000
-"""Objects made between two rounds of Python's garbage collector: its 700 cost a tenth of the time that imports take."""
+"""Objects allocated between two garbage collections: with Python's default, 700, these take a tenth of the import time."""
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the message for the user goes to stderr, never a traceback unless --debug."""
+    """Run one command; errors go to stderr as one line, with a traceback only under --debug."""
     arguments = parser().parse_args(argv)
     gc.set_threshold(COLLECT_AFTER)
     try:
@@ -39,13 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
     except KeyboardInterrupt:
-        resumes = arguments.command in {_run, _rerun}  # what only looks leaves nothing to go on with
-        print(f"draftmill: interrupted{'; run it again to go on' if resumes else ''}", file=sys.stderr)
+        resumes = arguments.command in {_run, _rerun}  # the other commands leave nothing to resume
+        print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of our output has exited, as `| head` does
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return UNEXPECTED
-    except Exception as error:  # noqa: BLE001 - a user gets one line, whatever went wrong
+    except Exception as error:  # noqa: BLE001 - the user gets one line for any error
         return _complain(arguments, error, UNEXPECTED)
 
 
@@ -91,7 +91,7 @@ def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _driver_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: one of our own, here")
+    command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: start Ray on this machine")
     command.add_argument("--local", action="store_true", help="one worker in this process, without Ray: for small jobs")
     command.add_argument("--quiet", action="store_true", help="no progress")
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
@@ -100,7 +100,7 @@ def _driver_arguments(command: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=grace_s,
         metavar="S",
-        help="time from SIGTERM to the end: running units may go on for all but 5 s of it",
+        help="time from SIGTERM to the end; running units may continue until 5 s before it",
     )
 
 
@@ -112,20 +112,20 @@ def _add_validate(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _store_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", metavar="RUN_DIR", help="a folder or s3://bucket/prefix")
-    command.add_argument("--s3-endpoint", metavar="URL", help="of an S3 that is not Amazon's")
+    command.add_argument("--s3-endpoint", metavar="URL", help="endpoint of an S3 service other than Amazon's")
     command.add_argument("--s3-region", metavar="REGION")
     command.add_argument("--s3-addressing", default="auto", choices=["auto", "path", "virtual"])
     command.add_argument("--s3-checksums", default="auto", choices=["auto", "when_required", "when_supported"])
 
 
 def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("status", parents=[common], help="how far a run is")
+    command = commands.add_parser("status", parents=[common], help="show the progress of a run")
     _store_arguments(command)
     command.set_defaults(command=_status)
 
 
 def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("verify", parents=[common], help="check a run's promises from the store alone")
+    command = commands.add_parser("verify", parents=[common], help="check a run's promises from its files alone")
     _store_arguments(command)
     command.add_argument("--invariance", type=_count, default=0, metavar="N", help="decode N samples again, alone")
     command.set_defaults(command=_verify)
@@ -134,7 +134,7 @@ def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
 def _add_rerun(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("rerun", parents=[common], help="decode the failed samples again, as a new pass")
     _store_arguments(command)
-    command.add_argument("--failed", action="store_true", required=True, help="those whose status is failed")
+    command.add_argument("--failed", action="store_true", required=True, help="samples whose status is failed")
     _set_argument(command)
     _driver_arguments(command)
     command.set_defaults(command=_rerun)
@@ -142,10 +142,10 @@ def _add_rerun(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _add_compact(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser(
-        "compact", parents=[common], help="a finished run's results in files of a chosen size"
+        "compact", parents=[common], help="rewrite a finished run's results into files of a chosen size"
     )
     _store_arguments(command)
-    command.add_argument("--file-mb", type=_megabytes, default=128, metavar="N", help="MiB of a file, at most (128)")
+    command.add_argument("--file-mb", type=_megabytes, default=128, metavar="N", help="maximum file size in MiB (128)")
     command.set_defaults(command=_compact)
 
 
@@ -172,21 +172,21 @@ def _megabytes(text: str) -> int:
 
 
 def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("export", parents=[common], help="a finished run's results as one file")
+    command = commands.add_parser("export", parents=[common], help="write a finished run's results to one file")
     _store_arguments(command)
     command.add_argument("--format", required=True, choices=["openai", "jsonl", "csv", "parquet"])
     command.add_argument("--out", required=True, metavar="FILE", help="a file, s3://bucket/key, or - (standard output)")
-    command.add_argument("--errors", metavar="FILE", help="where samples that are not ok go instead")
-    command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (all)")
+    command.add_argument("--errors", metavar="FILE", help="separate file for samples that are not ok")
+    command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (default: all)")
     command.add_argument(
-        "--order", default="plan", choices=["plan", "input"], help="of the units, or of the rows in the inputs (plan)"
+        "--order", default="plan", choices=["plan", "input"], help="order of the rows: as planned, or as in the inputs (plan)"
     )
-    command.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    command.add_argument("--overwrite", action="store_true", help="replace existing files")
     command.set_defaults(command=_export)
 
 
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
-    command = commands.add_parser("models", parents=[common], help="the model families and decoders that are known")
+    command = commands.add_parser("models", parents=[common], help="list the model families and decoders")
     command.set_defaults(command=_models)
 
 
@@ -204,7 +204,7 @@ def _options(arguments: argparse.Namespace) -> RunOptions:
     from jobs.commands.run import RunOptions
 
     if arguments.local and arguments.ray_address is not None:
-        raise UserError("--local runs without Ray; allowed: one of the two", field="--ray-address")
+        raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
     return RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
 
 

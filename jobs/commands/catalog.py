@@ -1,4 +1,4 @@
-"""`draftmill models`: the model families, the decoders that run on each, and the models that ship with the project."""
+"""`draftmill models`: lists the model families, the decoders of each, and the models that ship with the project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jobs.codes import OK
 
 
 def print_catalog() -> int:
-    """Print what is known here; returns the exit code."""
+    """Print the lists; returns the exit code."""
     print("families (model.family; read from config.json with auto)")
     for name, family in sorted(FAMILIES.items()):
         print(f"  {name:<16} decoders: {', '.join(decoders_of(family.kind))}")

@@ -1,10 +1,10 @@
-"""`draftmill compact`: the results of a finished run in files of a chosen size, with a manifest of their own.
+"""`draftmill compact`: rewrites the results of a finished run into files of a chosen size, with their own manifest.
 
-    RUN/compact/part-00000-1f3a9c2e.parquet      every row once, in the plan's order, as the last pass has it
-    RUN/compact/_manifest.json                   written when all files are there; it alone says which of them count
+    RUN/compact/part-00000-1f3a9c2e.parquet      every row once, in the plan's order, from the last pass that has it
+    RUN/compact/_manifest.json                   written after all files; only the files it lists count
 
-The unit files stay: resuming, verifying and further passes rest on them. A file's name carries what it was made from, so that
-compacting again, after another pass or to another size, never changes a file that someone reads. Traces stay as they are.
+The unit files stay: resuming, verifying and further passes need them. A file's name contains a hash of its sources, so
+compacting again, after another pass or to another size, never changes a file that is being read. Traces stay as they are.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from storage.stores.verbs import S3Options, Store
 FOLDER = "compact/"
 MANIFEST = f"{FOLDER}_manifest.json"
 GROUP_BYTES = 32 * 2**20
-"""Arrow bytes of a row group: what is held, besides the file under way, while a run is compacted or its files are checked."""
+"""Arrow bytes of a row group. Compacting and checking hold one row group in memory, besides the current file."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class CompactFile:
-    """The facts of one file, as the manifest lists them; `bytes` of the file."""
+    """The facts of one file, as the manifest lists them; `bytes` is the file's size."""
 
     object: str
     etag: str
@@ -54,7 +54,7 @@ class CompactFile:
 
 @dataclass(frozen=True, slots=True)
 class CompactManifest:
-    """What a compacted run holds. `source` tells from which passes, and to which size, its files were made."""
+    """The contents of a compacted run. `source` is a hash of the passes it was made from and the file size."""
 
     fingerprint: str
     schema_version: int
@@ -65,8 +65,8 @@ class CompactManifest:
 
 
 def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
-    """Write the run's rows into files of about `file_mb` MiB, at most; returns the exit code. Raises UserError where the
-    run is not finished.
+    """Write the run's rows into files of at most `file_mb` MiB, roughly; returns the exit code. Raises UserError if the run
+    is not finished.
     """
     store = open_store(run_dir, s3=s3)
     finished(passes_of(store, s3=s3))
@@ -86,12 +86,12 @@ def compact(run_dir: str, *, file_mb: int, s3: S3Options | None = None) -> int:
 
 
 def current(store: Store, source: str) -> CompactManifest | None:
-    """The compaction that is there, where it was made from this `source` and its files are as they were written."""
+    """The existing compaction, if it was made from this `source` and its files are intact; otherwise None."""
     try:
         found = read_compact(store)
         if found is None or found.source != source or not all(_is_sound(store, file) for file in found.files):
             return None
-    except StoreError:  # damaged, or gone
+    except StoreError:  # damaged or missing
         return None
     return found
 
@@ -104,7 +104,7 @@ def _is_sound(store: Store, file: CompactFile) -> bool:
 
 
 def source_of(passes: Sequence[Pass], file_bytes: int) -> str:
-    """A hash of every unit file of the finished passes, and of the size that files are to have."""
+    """A hash over the unit files of the finished passes and the chosen file size."""
     hashes = [[unit.sha256 for unit in one.manifest.units] for one in passes if one.manifest is not None]
     return digest([hashes, file_bytes])
 
@@ -112,8 +112,8 @@ def source_of(passes: Sequence[Pass], file_bytes: int) -> str:
 def write_compact(
     store: Store, passes: Sequence[Pass], *, file_bytes: int, lease: Lease | None = None
 ) -> CompactManifest:
-    """Write the files, each checked, and then the manifest, which makes them count. With `lease`, raises LeaseLost
-    where another driver has taken it.
+    """Write and check the files, then write the manifest, which makes them count. With `lease`, raises LeaseLost if another
+    driver has taken it.
     """
     plan, source = passes[0].plan, source_of(passes, file_bytes)
     version = plan.results["schema_version"]
@@ -134,7 +134,7 @@ def write_compact(
 
 
 def read_compact(store: Store) -> CompactManifest | None:
-    """The manifest of the compacted files, None where there are none; DamagedRun where it can't be understood."""
+    """Read the manifest of the compacted files; None if there is none, DamagedRun if it is invalid."""
     if not store.exists(MANIFEST):
         return None
     try:
@@ -142,15 +142,15 @@ def read_compact(store: Store) -> CompactManifest | None:
         del found["totals"]
         return CompactManifest(**found | {"files": tuple(CompactFile(**file) for file in found["files"])})
     except (ValueError, KeyError, TypeError) as error:
-        remedy = "delete it, and `draftmill compact` makes the files anew"
+        remedy = "delete it and run `draftmill compact` again"
         raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
 
 
 def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:
-    """Delete what lies in the folder and does not count: files of an earlier size or pass, or of a run that broke off."""
+    """Delete the files in the folder that do not count: those of an earlier size or pass, or of an interrupted compaction."""
     counting = {MANIFEST, *(file.object for file in manifest.files)}
     for name in [stat.name for stat in store.list(FOLDER) if stat.name not in counting]:
-        lease.check()  # what does not count for a driver that lost it may count for the next
+        lease.check()  # without the lease delete nothing: the files may belong to our successor
         store.delete(name)
 
 
@@ -159,7 +159,7 @@ def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:
 
 @dataclass(slots=True)
 class Part:
-    """A closed file that was read back, and what it holds."""
+    """A complete file that was read back, and its counts."""
 
     data: bytes
     rows: int
@@ -168,7 +168,7 @@ class Part:
 
 @dataclass(slots=True)
 class Parts:
-    """Cuts tables into files of at most `file_bytes`, more only where a single row group is larger."""
+    """Cuts tables into files of at most `file_bytes`, or more if a single row group is larger."""
 
     schema: pa.Schema
     metadata: dict[str, str]
@@ -203,7 +203,7 @@ class Parts:
         self._writer.close()
         self._writer = None
         data = bytes(self._sink.getvalue().to_pybytes())
-        again = sum(group.num_rows for group in parquet_groups(data))  # every page against its checksum
+        again = sum(group.num_rows for group in parquet_groups(data))  # checks every page's checksum
         assert again == self._rows, "rows were lost in writing"
         return Part(data, self._rows, self._statuses)
 
@@ -226,7 +226,7 @@ def _joined(tables: list[pa.Table]) -> pa.Table:
 
 
 def described(manifest: CompactManifest) -> str:
-    """How much it holds, in a few words."""
+    """Rows, files and bytes, in words."""
     rows, size = sum(file.rows for file in manifest.files), sum(file.bytes for file in manifest.files)
     return f"{rows:,} rows in {len(manifest.files):,} files, {size:,} bytes"
 
@@ -236,7 +236,7 @@ def _counted_passes(count: int) -> str:
 
 
 def _json(manifest: CompactManifest) -> bytes:
-    """One file a line, as the run's own manifest has its units."""
+    """JSON with one file per line, like the units in the run's own manifest."""
     totals = {
         fact: sum(getattr(file, fact) for file in manifest.files)
         for fact in ("rows", "ok", "failed", "skipped", "bytes")

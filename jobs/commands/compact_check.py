@@ -1,4 +1,4 @@
-"""Check compacted files (jobs/commands/compact.py) against their manifest and the passes: a part of `draftmill verify`."""
+"""Checks compacted files (jobs/commands/compact.py) against their manifest and the passes, for `draftmill verify`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from storage.stores.verbs import Store
 
 
 def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:
-    """A line about the compacted files, None where there are none, and what is wrong with them.
+    """Returns a line about the compacted files (None if there are none) and the problems found.
 
-    Every file is read and hashed, and its rows are compared with those of the unit files, value by value; of files that were
-    made before the last pass, only the hashes.
+    Reads and hashes every file, and compares its rows with those of the unit files, value by value. For files made before
+    the last pass, checks only the hashes.
     """
     try:
         manifest = read_compact(store)
@@ -28,10 +28,10 @@ def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, lis
     if manifest is None:
         return None, []
     line = f"compact: {described(manifest)}"
-    problems = [] if manifest.fingerprint == passes[0].plan.fingerprint else [f"{MANIFEST} is of another job"]
+    problems = [] if manifest.fingerprint == passes[0].plan.fingerprint else [f"{MANIFEST} belongs to another job"]
     problems += [problem for file in manifest.files for problem in _file_problems(store, passes, manifest, file)]
     if manifest.source != source_of(passes, manifest.file_bytes):
-        return f"{line}, from before the last pass: `draftmill compact` makes them anew", problems
+        return f"{line}, from before the last pass; run `draftmill compact` to update them", problems
     return line, problems or list(_row_problems(store, manifest, passes))
 
 
@@ -40,13 +40,13 @@ def _file_problems(store: Store, passes: Sequence[Pass], manifest: CompactManife
     try:
         data = store.get(file.object)
         if hashlib.sha256(data).hexdigest() != file.sha256:
-            yield f"{file.object}: its SHA-256 is not the manifest's"
+            yield f"{file.object}: its SHA-256 differs from the manifest's"
             return
         for group in parquet_groups(data):
             if parquet_metadata(group.schema).get("fingerprint") != manifest.fingerprint:
-                yield f"{file.object}: it is of another job"
+                yield f"{file.object}: it belongs to another job"
             if not group.schema.remove_metadata().equals(schema):
-                yield f"{file.object}: its schema is not that of the result table"
+                yield f"{file.object}: its schema differs from that of the result table"
     except (StoreError, pa.ArrowInvalid, OSError) as error:
         yield f"{file.object}: can't be read: {' '.join(str(error).split())}"
 
@@ -57,7 +57,7 @@ def _row_problems(store: Store, manifest: CompactManifest, passes: Sequence[Pass
     for expected in latest_rows(passes):
         found = compacted.take(expected.num_rows)
         if found is None or not _same(found, expected):
-            yield f"{FOLDER}: its rows from {row} on are not those of the unit files"
+            yield f"{FOLDER}: its rows differ from those of the unit files, from row {row} on"
             return
         row += expected.num_rows
     if compacted.take(1) is not None:
@@ -65,7 +65,7 @@ def _row_problems(store: Store, manifest: CompactManifest, passes: Sequence[Pass
 
 
 def _same(one: pa.Table, other: pa.Table) -> bool:
-    """Equal values, however they are cut and dictionary-encoded; NaN equals NaN."""
+    """Whether the values are equal, regardless of chunks and dictionary encoding; NaN equals NaN."""
     plain = pa.schema([pa.field(f.name, _plain(f.type)) for f in one.schema])
     if one.num_rows != other.num_rows or one.schema.names != other.schema.names:
         return False

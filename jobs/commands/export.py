@@ -1,7 +1,7 @@
-"""`draftmill export`: the results of a finished run as one file in another format, each sample once, as the last pass has it.
+"""`draftmill export`: writes the results of a finished run to one file in another format, each sample once.
 
-Files are local or objects on S3, and appear whole or not at all. Failed samples can go to a file of their own; among the
-answers of an OpenAI batch they always do.
+A sample's row comes from the last pass that has it. Files are local or objects on S3, and appear whole or not at all.
+Failed samples can go to a separate file; in the openai format they always do.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def export(
     order: str = "plan",
     s3: S3Options | None = None,
 ) -> int:
-    """Write the run's rows to `out` (and those that are not ok to `errors`, where it is named); returns the exit code.
+    """Write the run's rows to `out` (and those that are not ok to `errors`, if given); returns the exit code.
 
-    `columns` are those of the result table that are wanted, none for all; `order` is one of ORDERS.
+    `columns` selects columns of the result table, an empty list all of them; `order` is one of ORDERS.
 
-    Raises UserError where the run is not finished, or can't be written so.
+    Raises UserError if the run is not finished, or if it can't be exported in this way.
     """
     store = open_store(run_dir, s3=s3)
     passes = finished(passes_of(store, s3=s3))
@@ -54,14 +54,14 @@ def export(
         errors = errors or errors_beside(out)
     check_places(store.url, kind, out, errors)
     with ExitStack() as stack:
-        # Ended in the opposite order: where `out` is there, its errors are.
+        # Closed in reverse order: if `out` exists, its errors do too.
         files = [
             stack.enter_context(written(place, field=field, overwrite=overwrite, s3=s3))
             for field, place in ((OUT, out), (ERRORS, errors))
             if place is not None
         ]
         sinks = [sink_for(kind, file, passes[0].plan, wanted) for file in files]
-        with ExitStack() as unfinished:  # whatever goes wrong, an interrupt too: nothing is kept of it
+        with ExitStack() as unfinished:  # after any error or interrupt, discard the files
             for sink in sinks:
                 unfinished.callback(sink.abandon)
             counts = write_rows(passes, wanted, sinks, order=order)
@@ -78,7 +78,7 @@ def export(
 def write_rows(
     passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink], *, order: str = "plan"
 ) -> list[int]:
-    """Write every row: all to the one sink, or what is ok to the first and the rest to the second; returns how many each got."""
+    """Write all rows to the one sink, or ok rows to the first and the rest to the second; returns the rows of each."""
     counts = [0] * len(sinks)
     tables = latest_rows(passes, columns=list(dict.fromkeys([*columns, "status"])))
     for table in in_input_order(passes[0].plan, tables) if order == "input" else tables:
@@ -91,7 +91,7 @@ def write_rows(
 
 
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
-    """The sink of a format."""
+    """The sink for a format."""
     if kind == "openai":
         return LineSink(file, partial(openai_answer, chat=is_chat(plan)), keep=plan.keep)
     if kind == "jsonl":
@@ -103,7 +103,7 @@ def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sin
     return ParquetSink(file, pa.schema([schema.field(name) for name in columns]), metadata)
 
 
-# ---- what may be asked for
+# ---- which requests are valid
 
 
 def result_schema(plan: Plan) -> pa.Schema:
@@ -117,27 +117,27 @@ def is_chat(plan: Plan) -> bool:
 
 
 def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
-    """The columns to read; UserError where one of them is none, or the format has its own."""
+    """The columns to read; UserError on an unknown column, or if the format fixes its columns."""
     if kind == "openai":
         if columns:
             raise UserError(
-                "the answers of an OpenAI batch have their own form; choose jsonl, csv or parquet", field=COLUMNS
+                "not available with --format openai, whose fields are fixed; choose jsonl, csv or parquet", field=COLUMNS
             )
-        # Older runs lack the columns that came later.
+        # Older runs lack the columns that were added later.
         known = [name for name in OPENAI_COLUMNS if name in result_schema(plan).names]
         return [*known, *([KEEP] if plan.keep is not None else [])]
     known = result_schema(plan).names
     for name in columns:
         if name not in known:
-            raise UserError(f"{name!r} is no column of the result; allowed: {', '.join(known)}", field=COLUMNS)
+            raise UserError(f"{name!r} is not a column of the result; allowed: {', '.join(known)}", field=COLUMNS)
     return list(dict.fromkeys(columns)) or list(known)
 
 
 def check_openai(plan: Plan) -> None:
-    """Raise UserError where the run's results are no completions in the sense of that API."""
+    """Raise UserError if the run's results are not completions as the OpenAI API defines them."""
     if plan.spec.task.kind == "score":
-        raise UserError("scores are no answers of an OpenAI batch; allowed here: jsonl, csv, parquet", field="--format")
+        raise UserError("the openai format can't hold scores; allowed here: jsonl, csv, parquet", field="--format")
     if plan.spec.model.tokenizer == "none":
         raise UserError(
-            "the results hold no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
+            "the results have no text (model.tokenizer: none); allowed here: jsonl, csv, parquet", field="--format"
         )

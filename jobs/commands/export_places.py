@@ -1,6 +1,6 @@
-"""Where an export may go, and how a file gets there whole or not at all: to a local file, to S3, or to the standard output.
+"""Where an export may go (a local file, S3 or standard output), and how a file appears there whole or not at all.
 
-Knows nothing of what is written.
+Knows nothing of the contents.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ OUT, ERRORS = "--out", "--errors"
 S3 = "s3://"
 
 
-# ---- what may be asked for
+# ---- which places are valid
 
 
 def errors_beside(out: str) -> str:
     """`answers.jsonl` -> `answers.errors.jsonl`, in the same folder or under the same prefix."""
     if out == STDOUT:
-        raise UserError("failed samples of an OpenAI batch need a file of their own; name one", field=ERRORS)
+        raise UserError("with --format openai, failed samples need a separate file; name one", field=ERRORS)
     folder, slash, name = out.rstrip("/").rpartition("/")
     stem, suffix = os.path.splitext(name)
     return f"{folder}{slash}{stem}.errors{suffix}"
 
 
 def check_places(run_url: str, kind: str, out: str, errors: str | None) -> None:
-    """Raise UserError for a place that can't be written, or must not be. Nothing is contacted."""
+    """Raise UserError for a place that can't or must not be written. Contacts no server."""
     for field, place in ((OUT, out), (ERRORS, errors)):
         if place is None or place == STDOUT:
             continue
-        problem = "'' is no place" if not place else path_problem(place, ("s3",)) or _key_problem(place)
+        problem = "'' is not a path" if not place else path_problem(place, ("s3",)) or _key_problem(place)
         if problem is None and _inside(place, run_url):
-            problem = f"{place!r} lies inside of the run directory, which holds the run's own files only"
+            problem = f"{place!r} is inside the run directory, which may hold only the run's own files"
         if problem is not None:
             raise UserError(problem, field=field)
     if errors is not None and errors in {out, STDOUT}:
-        raise UserError(f"{errors!r} can't take the failed samples; name a file of their own", field=ERRORS)
+        raise UserError(f"{errors!r} can't take the failed samples; name a separate file", field=ERRORS)
     if kind == "parquet" and out == STDOUT:
-        raise UserError("Parquet does not go to the standard output; name a file", field=OUT)
+        raise UserError("Parquet can't be written to standard output; name a file", field=OUT)
 
 
 def _key_problem(place: str) -> str | None:
@@ -56,7 +56,7 @@ def _key_problem(place: str) -> str | None:
         return None
     bucket, _, key = place.removeprefix(S3).partition("/")
     if not bucket or {"", ".", ".."} & set(key.split("/")):
-        return f"{place!r} names no object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
+        return f"{place!r} does not name an object; allowed: s3://bucket/key, without empty parts, . and .. in the key"
     return None
 
 
@@ -66,13 +66,13 @@ def _inside(place: str, run_url: str) -> bool:
     return Path(place).expanduser().resolve().is_relative_to(Path(run_url).expanduser().resolve())
 
 
-# ---- files under way
+# ---- writing
 
 
 def written(place: str, *, field: str, overwrite: bool, s3: S3Options | None) -> AbstractContextManager[Target]:
-    """A file that gets its name when the block has ended well; where it raises, nothing is left. UserError where it can't be.
+    """A file that appears under its name when the block succeeds; if the block raises, nothing is left.
 
-    `field` is the argument that names the place.
+    Raises UserError if the place can't be written. `field` is the argument that names the place.
     """
     if place == STDOUT:
         return _standard_output()
@@ -89,7 +89,7 @@ def _standard_output() -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
-    # boto3 takes a third of a second to import, which an export to local disk need not wait for.
+    # Imported only here: importing boto3 takes a third of a second, and an export to local disk doesn't need it.
     from storage.stores.s3 import S3Store
     from storage.stores.upload import Upload, abort_orphans
 
@@ -107,13 +107,13 @@ def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iter
 
 @contextmanager
 def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
-    path = Path(place).expanduser().resolve()  # of a link the target is written, and the link stays
+    path = Path(place).expanduser().resolve()  # write a link's target and keep the link
     temporary = path.with_name(f".tmp-{secrets.token_hex(6)}")
     try:
         if path.is_dir():
             raise UserError(f"{place!r} is a folder", field=field)
         if path.exists() and not path.is_file():
-            with path.open("wb") as file:  # a pipe or a device, which takes what comes and is never replaced
+            with path.open("wb") as file:  # a pipe or a device: write to it directly, never replace it
                 yield file
             return
         if path.exists() and not overwrite:
@@ -132,4 +132,4 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
 
 
 def _taken(place: str, field: str) -> UserError:
-    return UserError(f"{place!r} is there already; --overwrite replaces it", field=field)
+    return UserError(f"{place!r} already exists; --overwrite replaces it", field=field)

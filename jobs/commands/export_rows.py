@@ -1,6 +1,6 @@
-"""How `draftmill export` writes result rows: as JSON lines, as csv, as Parquet, or as answers of the OpenAI batch API.
+"""The formats of `draftmill export`: JSON lines, csv, Parquet, and the output of the OpenAI batch API.
 
-A sink takes tables of result rows and writes them to an open binary file. Knows nothing of runs and places.
+A sink takes tables of result rows and writes them to an open binary file. Knows nothing of runs and paths.
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "le
 
 
 class Target(Protocol):
-    """An open binary file, as far as sinks need it; Parquet's writer looks at `closed`, `flush` and `tell`, too."""
+    """The part of an open binary file that sinks need; Parquet's writer also uses `closed`, `flush` and `tell`."""
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more."""
+        """Whether the file is closed."""
         ...
 
     def write(self, data: bytes, /) -> int:
-        """Take all of the bytes."""
+        """Write all of the bytes."""
         ...
 
     def flush(self) -> None:
-        """Send what was taken on its way."""
+        """Send the buffered bytes."""
         ...
 
     def tell(self) -> int:
-        """Bytes taken so far."""
+        """Bytes written so far."""
         ...
 
 
 class Sink(Protocol):
-    """A file under way."""
+    """A file that is being written."""
 
     def add(self, table: pa.Table) -> None:
         """Write the rows of a table."""
         ...
 
     def close(self) -> None:
-        """Write what is left; the file itself stays open."""
+        """Write buffered rows and the footer; the file itself stays open."""
         ...
 
     def abandon(self) -> None:
-        """The file has come to nothing: never write to it again."""
+        """Give up the file: never write to it again."""
         ...
 
 
 class LineSink:
-    """One JSON object a line, as `line` makes it of a row. `keep` has the fields of the struct `keep`, if there is one."""
+    """One JSON object per line; `line` builds it from a row. `keep` has the fields of the struct `keep`, if there is one."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class LineSink:
 
 
 class CsvSink:
-    """Records under a header line; null is an empty field, and lists, mappings and the like stand as JSON.
+    """A header line and records; null is an empty field, and lists and mappings are JSON.
 
-    The fields of the struct `keep` are columns of their own, `keep.NAME`.
+    Each field of the struct `keep` is a separate column, `keep.NAME`.
     """
 
     def __init__(self, file: Target, columns: Sequence[str], *, keep: pa.Schema | None = None) -> None:
@@ -128,7 +128,7 @@ class CsvSink:
 
 
 class ParquetSink:
-    """Row groups of GROUP_BYTES, in the form of the run's own files."""
+    """Row groups of GROUP_BYTES, in the format of the run's own files."""
 
     def __init__(self, file: Target, schema: pa.Schema, metadata: Mapping[str, str]) -> None:
         self._schema = schema
@@ -150,7 +150,7 @@ class ParquetSink:
         self._writer.close()
 
     def abandon(self) -> None:
-        """See Sink. Left open, the writer would try to end the file when it is collected, and complain aloud."""
+        """See Sink. An open writer would try to finish the file when it is garbage-collected, and print an error."""
         with suppress(OSError, ValueError, StoreError, pa.ArrowException):
             self._writer.close()
         self._writer.is_open = False
@@ -162,9 +162,9 @@ class ParquetSink:
 
 
 def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str, Any]]:
-    """The rows as values that JSON has: times as ISO 8601, maps as objects, and null for what is no finite number.
+    """The rows as JSON values: times as ISO 8601, maps as objects, and null for NaN and infinity.
 
-    `keep` has the fields of the struct `keep`, whose JSON texts become the values that they stand for.
+    `keep` has the fields of the struct `keep`, whose JSON texts are parsed.
     """
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
 
@@ -191,9 +191,9 @@ OPENAI_COLUMNS = (
 
 
 def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A result row as a line of the output file of a batch, or, for one that is not ok, of its error file.
+    """A result row as a line of a batch's output file, or of its error file if the row is not ok.
 
-    Its form is that of the endpoint which the row's request names; `chat` says it for rows that name none.
+    The row's request names the endpoint that defines the format; `chat` decides for rows that name none.
     """
     name = f"{row['key'] or 0:016x}"
     answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
@@ -223,7 +223,7 @@ def _body(row: Mapping[str, Any], name: str, chat: bool) -> dict[str, Any]:
 
 
 def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
-    """The log-probabilities of the generated tokens in the endpoint's own form; None for a request that did not ask."""
+    """The log-probabilities of the generated tokens in the endpoint's format; None if the request did not ask for them."""
     scores, texts = row.get("token_logprobs"), row.get("token_texts")
     if scores is None or texts is None:
         return None

@@ -1,4 +1,4 @@
-"""What the dry run found, and how it is said: the job, the first canvas, sizes, padding, rate, memory and time. Pure."""
+"""The report of the dry run: the job, the first canvas, sizes, padding, rate, memory and time. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from storage.errors import printable
 
 SHOWN_CHARS = 1200
 BATCH = 32
-"""Samples of a batch for which the padding is estimated."""
+"""Batch size, in samples, for the estimate of padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The first rows of the input as the planner sees them; `total` is how many rows there are, `exact` or estimated."""
+    """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
 
     table: pa.Table
     total: int
@@ -52,19 +52,19 @@ class Made:
     canvas: Canvas
 
     def request(self, handle: int) -> Request:
-        """What a decoder is asked for."""
+        """The request for a decoder."""
         canvas = self.canvas
         return Request(handle, self.key, canvas.tokens, score_from=canvas.score_from, settings=canvas.settings)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What decoding a few rows for a moment showed; `memory_bytes` is the peak of the process or of the GPU.
+    """Measurements from briefly decoding a few rows; `memory_bytes` is the peak of the process or of the GPU.
 
-    `longest` is the length in tokens to which longer canvases were cut, None where none was. `room` is what a worker that is
-    alone on this machine may hold.
+    `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
+    hold that runs alone on this machine.
 
-    `exact` says whether results are the same to the bit in any batch.
+    `exact` says whether results are bit-identical in any batch.
     """
 
     exact: bool
@@ -91,9 +91,9 @@ def header(prepared: Prepared) -> Iterator[str]:
 
 
 def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
-    """The first canvas, with each hole as its number of tokens in brackets."""
+    """The first canvas; each hole is shown as its number of tokens, in brackets."""
     if not canvases:
-        yield "canvas    none of the rows looked at has one"
+        yield "canvas    none: every sampled row fails"
         return
     canvas = canvases[0].canvas
     todo = wanted(prepared.spec.task, canvas)
@@ -110,19 +110,19 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
 
 
 def wanted(task: Task, canvas: Canvas) -> str:
-    """What a decoder is to do with the canvas."""
+    """The decoder's work on the canvas, in words."""
     if canvas.score_from is not None:
         return f"{canvas.size.masked} to score from position {canvas.score_from} on"
     if canvas.infilling is not None:
         holes = len(canvas.infilling.limits)
-        return f"up to {canvas.num_masked} to generate in {holes} holes, of which this is the first"
+        return f"up to {canvas.num_masked} to generate in {holes} holes (the first is shown)"
     if isinstance(task, Infill):
         return f"{canvas.num_masked} to generate in {len(canvas.holes)} holes"
     return f"{canvas.holes[0][0]} of them the prompt, up to {canvas.num_masked} to generate"
 
 
 def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
-    """What the model sees, as text; each hole as [number of tokens]."""
+    """The canvas as text, with each hole as [number of tokens]."""
     parts: list[str] = []
     shown = 0
     for start, end in canvas.holes:
@@ -132,14 +132,14 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
 
 
 def size_lines(prepared: Prepared, sample: Sample) -> Iterator[str]:
-    """Rows, tokens, units and padding, of the sample and of the whole."""
+    """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
-    yield f"samples   {about}{sample.total:,}; looked at {len(lengths):,}"
+    yield f"samples   {about}{sample.total:,}; read {len(lengths):,} of them"
     errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
     if errors:
         kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"  fail    {len(errors)} of those looked at: {kinds}"
+        yield f"  fail    {len(errors)} of those read: {kinds}"
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
     todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
@@ -153,7 +153,7 @@ def size_lines(prepared: Prepared, sample: Sample) -> Iterator[str]:
 
 
 def rows_per_unit(spec: JobSpec, rows: int) -> int:
-    """Rows of a unit: the spec's, or what the planner will choose."""
+    """Rows per unit: the spec's value, or the planner's choice."""
     if spec.output.unit_rows != "auto":
         return spec.output.unit_rows
     return auto_unit_rows(min(rows, spec.batching.window))

@@ -1,6 +1,6 @@
-"""`verify --invariance N`: decode N samples again, each alone in its batch, and compare with what the run stored.
+"""`verify --invariance N`: decodes N samples again, each alone in its batch, and compares them with the stored results.
 
-Results must not depend on what a sample was batched with, beyond floating-point effects; this measures the rest.
+Results must not depend on the other samples of a batch, beyond floating-point effects; this measures those effects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from storage.runs.commit import CommittedUnit, Manifest
 from storage.stores.verbs import Store
 
 Said = tuple[list[int], list[float] | None]
-"""The tokens of a sample, and the log-probability of each where they were scored."""
+"""The tokens of a sample, and the log-probability of each if they were scored."""
 
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
-    """Decode `samples` stored samples alone and print the share that came out equal; returns it."""
+    """Decode `samples` stored samples alone; prints and returns the share with equal results."""
     job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
     decoder, clerk = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
@@ -42,13 +42,13 @@ def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: i
 
 
 def said(outcome: Outcome) -> Said:
-    """What an outcome says, as `pick` has it of a stored row."""
+    """An outcome in the form that `pick` yields for a stored row."""
     scores = outcome.token_logprobs
     return outcome.tokens.tolist(), None if scores is None else scores.tolist()
 
 
 def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, Said]]:
-    """(unit, row in it, what it says) of `samples` samples that are ok, or of all where there are fewer, spread evenly."""
+    """Yield (unit, row in it, stored result) of `samples` evenly spread ok samples, or of all if there are fewer."""
     total = manifest.total("ok")
     wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
     first = 0  # of the samples that are ok, counted over all units
@@ -65,7 +65,7 @@ def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[Commi
 
 
 def alone(unit: CommittedUnit, index: int) -> WorkUnit:
-    """A unit of which only one row is wanted."""
+    """A work unit for a single row of a unit."""
     return WorkUnit(
         lease=0,
         unit=unit.unit,
@@ -80,7 +80,7 @@ def alone(unit: CommittedUnit, index: int) -> WorkUnit:
 
 
 def decode_alone(decoder: Decoder, sample: Sample) -> Outcome:
-    """The outcome of one sample in an empty decoder, with all its holes where it has several to be asked for."""
+    """The outcome of one sample in an empty decoder; if its holes need several requests, of all of them."""
     while sample.take(_decoded(decoder, sample.request(0))):
         pass
     assert sample.outcome is not None

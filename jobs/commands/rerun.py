@@ -1,8 +1,8 @@
-"""`draftmill rerun --failed`: a new pass over the samples that are failed, or the rest of one that was interrupted.
+"""`draftmill rerun --failed`: decodes failed samples again in a new pass, or resumes such a pass.
 
-The pass is a run directory inside the run's own (jobs/finished/passes.py): planned, decoded, committed and closed as any run,
-under the run's lease. Nothing of earlier passes is changed. The job must be the same: what a spec may change between two runs
-(batching, workers, errors, where model and inputs lie) may be changed here too.
+A pass is a run directory inside the run's own (jobs/finished/passes.py): planned, decoded, committed and closed like any run,
+under the run's lease. Earlier passes stay unchanged. The job must be the same; settings that may change between two runs
+(batching, workers, errors, the paths of model and inputs) may change here too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.stores.verbs import S3Options
 def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:
     """Decode the failed samples of a finished run again, in a new pass; returns the exit code of the run as a whole.
 
-    Raises UserError where the run is not finished, or `overrides` (KEY=VALUE), the model or the inputs make another job.
+    Raises UserError if the run is not finished, or if `overrides` (KEY=VALUE), the model or the inputs make it another job.
     """
     store = open_store(run_dir, s3=s3)
     spec = spec_of(require_plan(store), run_dir, overrides, s3)
@@ -43,10 +43,10 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
     stop = StopFlag()
     try:
         with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
-            passes = passes_of(store, s3=s3)  # as they are now that nobody else can begin one
+            passes = passes_of(store, s3=s3)  # read again: under the lease, no other driver can start a pass
             plan = unfinished(passes) or plan_pass(passes, s3, display, epoch=lease.epoch)
             if plan is None:
-                print(f"{store.url}: no sample is failed")
+                print(f"{store.url}: no failed samples")
                 return judge(spec, passes)
             inside = spec.model_copy(update={"output": spec.output.model_copy(update={"path": plan.store.url})})
             finish = decode(Run(inside, options, prepared, plan.store, plan, conditional, lease, stop, display, site))
@@ -60,9 +60,9 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
 
 
 def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:
-    """The spec that the run was planned with, at the place where the run directory is now, with `overrides`.
+    """The spec with which the run was planned, with the run directory's current path and `overrides`.
 
-    What of `s3` was asked for holds for the workers too.
+    Settings given in `s3` apply to the workers too.
     """
     data = plan.spec.model_dump(mode="json")
     data["s3"] |= {key: value for key, value in asdict(s3 or S3Options()).items() if value not in {None, "auto"}}
@@ -71,12 +71,12 @@ def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | 
 
 
 def unfinished(passes: Sequence[Pass]) -> Plan | None:
-    """The plan of a pass that was interrupted."""
+    """The plan of an interrupted pass; None if the last pass is finished."""
     return passes[-1].plan if passes[-1].manifest is None else None
 
 
 def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *, epoch: int) -> Plan | None:
-    """Plan a pass over the failed rows of the last one, in their order; None where there are none."""
+    """Plan a pass over the failed rows of the last one, in their order; None if there are none."""
     if not left_failed(passes):
         return None
     first, last = passes[0].plan, passes[-1]

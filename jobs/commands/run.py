@@ -1,8 +1,8 @@
-"""`draftmill run`: plan or resume, decode what is missing, close the run. Idempotent: run it again and it goes on.
+"""`draftmill run`: plans or resumes a job, decodes the missing units and closes the run. Idempotent.
 
-    spec -> model, inputs -> Ray -> plan (or the plan that is there, compared) -> done set -> driver -> manifest, _SUCCESS
+    spec -> model, inputs -> Ray -> plan (new, or existing and compared) -> done set -> driver -> manifest, _SUCCESS
 
-Nothing is written to the run directory before the spec, the model, the inputs and what the cluster has were found usable.
+Checks the spec, the model, the inputs and the cluster's resources before it writes anything to the run directory.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from storage.stores.store import open_store, probe, sweep
 from storage.stores.verbs import Store
 
 SETTLE_S = 1.0
-"""How long a store that ignores conditions is left alone before its files are looked over a last time."""
+"""Wait before each last look for stray files, in a store that ignores conditional writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run, as opposed to what: nothing here changes a result."""
+    """How to run a job; none of these options changes a result."""
 
     ray_address: str | None = None
     local: bool = False
@@ -67,7 +67,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Run:
-    """One run of one job: what its steps share."""
+    """The data that the steps of one run share."""
 
     spec: JobSpec
     options: RunOptions
@@ -82,12 +82,12 @@ class Run:
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
-    """Run or resume a job; returns the exit code. Raises UserError where the spec, an input or the directory is unusable."""
+    """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable."""
     store = open_store(spec.output.path, s3=spec.s3.options())
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     if prepared.plan is not None and is_closed(store):
-        print(f"{store.url} is finished already")
+        print(f"{store.url} is already finished")
         return close(spec, store)
     site = site_of(address=options.ray_address, local=options.local)
     site.check(spec)
@@ -99,7 +99,7 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
-                if prepared.plan is None:  # what the cluster has not is missed before anything is written
+                if prepared.plan is None:  # fail on missing resources before writing anything
                     stack.enter_context(site.opening(display, prepared))
                 plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
                 finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site))
@@ -112,21 +112,24 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
 
 
 def without_ray(error: StoreError, store: Store) -> StoreError:
-    """The same error, and whether there is anything to go on with."""
+    """The same error, with a hint whether the run can be resumed."""
     planned = load_plan(store) is not None
-    hint = "the plan is made: run it again to go on" if planned else "nothing has been written yet"
+    hint = "the plan is made: run it again to resume" if planned else "nothing has been written yet"
     return StoreError(f"{error}; {hint}")
 
 
 def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
-    """Say how a run ended that did not finish; returns the exit code."""
+    """Report how an unfinished run ended; returns the exit code."""
     if finish.how == "failed":
-        raise StoreError(f"{finish.message}; run it again to go on")
+        raise StoreError(f"{finish.message}; run it again to resume")
     done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"
     if finish.how == "hopeless":
-        print(f"draftmill: stopped with {done}: {finish.message}; allow more to go on", file=sys.stderr)
+        print(
+            f"draftmill: stopped with {done}: {finish.message}; raise errors.max_rate or errors.max_count to continue",
+            file=sys.stderr,
+        )
         return TOO_MANY_FAILED
-    print(f"draftmill: interrupted with {done}; run it again to go on", file=sys.stderr)
+    print(f"draftmill: interrupted with {done}; run it again to resume", file=sys.stderr)
     return INTERRUPTED
 
 
@@ -177,7 +180,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
 
 
 def room_for(run: Run, units: int) -> int:
-    """How many workers there is room for by now; none where the cluster has lost too much for even one."""
+    """How many workers fit now; 0 if the cluster has lost too many resources for even one."""
     try:
         return run.site.seats(run.spec, units=units)[0]
     except UserError:
@@ -185,34 +188,34 @@ def room_for(run: Run, units: int) -> int:
 
 
 def hopelessness(run: Run) -> Callable[[int], bool]:
-    """Whether so many failed samples of this session, and those on record of earlier ones, leave no point in going on."""
+    """Returns a function that tells whether this session's failed samples, with earlier sessions' ones, are too many."""
     try:
         before = read_sessions(run.store).committed.failed
     except StoreError:  # the log is best effort
         before = 0
-    is_first = run.plan.pass_ == 1  # a later pass has nothing but samples that failed
+    is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
     return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
 
 
 def limits_of(spec: JobSpec) -> Limits:
-    """What the scheduler bears before it does something about it, where a spec may say so."""
+    """The scheduler's limits, with the spec's settings."""
     workers = spec.workers
     return Limits(attempts=spec.errors.attempts, lease_s=workers.stall_s, start_s=workers.start_s)
 
 
 def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
-    """Take note of a unit that a worker says it committed; StoreError if it wrote to a disk that is not ours."""
+    """Record a unit that a worker reports as committed; StoreError if the worker wrote to another machine's disk."""
     if not run.conditional:
         return record_commit(run.store, unit, epoch=run.lease.epoch)
     if "://" not in run.store.url and not run.store.exists(unit.object):
         raise StoreError(
-            f"a worker wrote {unit.object}, but not here: on several machines output.path must be shared, or s3://"
+            f"a worker wrote {unit.object}, but not here; on several machines, output.path must be a shared folder or s3://"
         )
     return unit
 
 
 def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
-    """The facts of this session's units are on the receipts; those of earlier ones are asked of the store."""
+    """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
     units = list(committed.values())
     for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name)):
         units.append(facts.result())
@@ -229,9 +232,9 @@ def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iter
 
 
 def _sweep(run: Run, units: Iterable[CommittedUnit]) -> None:
-    """Delete the files of attempts that came second: the names that count are on record, and no worker is left.
+    """Delete the files of duplicate attempts. The names that count are recorded, and all workers have ended.
 
-    The last write of a worker that was ended may still be under way in the store: look again until nothing more has come.
+    The last write of an ended worker may still be in progress in the store: repeat until no more files appear.
     """
     counting = {unit.object.removeprefix("data/") for unit in units}
     _delete_others(run, counting)
@@ -241,7 +244,7 @@ def _sweep(run: Run, units: Iterable[CommittedUnit]) -> None:
 
 
 def _delete_others(run: Run, counting: set[str]) -> int:
-    """Delete unit files and traces of other names, and say how many; a trace has the name of its data, in its own folder."""
+    """Delete unit files and traces with other names; returns how many. A trace has the same name as its data file."""
     others = [
         stat.name
         for folder in ("data/", "traces/")
@@ -249,7 +252,7 @@ def _delete_others(run: Run, counting: set[str]) -> int:
         if stat.name.removeprefix(folder) not in counting
     ]
     for name in others:
-        run.lease.check()  # whoever has lost it deletes nothing: what does not count for him may count for another
+        run.lease.check()  # without the lease delete nothing: the files may belong to our successor
         run.store.delete(name)
     return len(others)
 
@@ -262,7 +265,7 @@ def committed_facts(run: Run, name: str) -> CommittedUnit:
 
 
 def close(spec: JobSpec, store: Store) -> int:
-    """Print the table of a finished run; returns 0, or 3 where too many samples are left failed."""
+    """Print the table of a finished run; returns 0, or 3 if too many samples are still failed."""
     print_table(spec, store)
     return judge(spec, passes_of(store, s3=spec.s3.options()))
 
@@ -271,14 +274,14 @@ def print_table(spec: JobSpec, store: Store) -> None:
     """Print the sums of one finished pass."""
     manifest = read_manifest(store)
     if manifest is None:
-        raise StoreError(f"{store.url} has {SUCCESS}, but no manifest")
+        raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
     results = read_summary(store, [unit.object for unit in manifest.units])
     sessions = read_sessions(store)
     print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
-    """Say what is left failed after the finished passes, where it has to be said; returns 0, or 3 where it is too much."""
+    """Report the samples that are still failed after the finished passes; returns 0, or 3 if they are too many."""
     rows, failed, count = passes[0].plan.rows, left_failed(passes), len(finished(passes))
     if count > 1:
         print(f"  after {count} passes {rows - failed:,} of {rows:,} samples are ok, {failed:,} failed")
@@ -286,7 +289,7 @@ def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:
         return OK
     most = most_failed(rows, spec.errors)
     print(
-        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); the table says which",
+        f"draftmill: {failed:,} of {rows:,} samples failed, more than `errors` allows ({most:,}); see the table above",
         file=sys.stderr,
     )
     return TOO_MANY_FAILED

@@ -1,4 +1,4 @@
-"""`draftmill status`: how far a run is, from its directory alone; touches nothing."""
+"""`draftmill status`: shows the progress of a run, read from its directory alone. Writes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from storage.stores.verbs import S3Options, Store
 
 
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:
-    """Print done, running and failed units and samples, the rate and the time to go; returns the exit code."""
+    """Print done, running and failed units and samples, the rate and the remaining time; returns the exit code."""
     store = open_store(run_dir, s3=s3)
     plan = require_plan(store)
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
@@ -31,12 +31,12 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
 
 
 def pass_line(one: Pass) -> str:
-    """How far a later pass is."""
+    """One line on the progress of a later pass."""
     if one.manifest is not None:
         return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
     done = len(done_units(one.store, conditional=False) or done_units(one.store))
     return (
-        f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` goes on with it"
+        f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
     )
 
 
@@ -63,14 +63,14 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
 
 
 def state_of(store: Store, driver: str | None) -> str:
-    """In a few words."""
+    """The run's state, in words."""
     if is_closed(store):
         return "finished"
-    return f"running, driver {driver}" if driver else "not running; `draftmill run` goes on with it"
+    return f"running, driver {driver}" if driver else "not running; `draftmill run` resumes it"
 
 
 def driver_of(store: Store) -> str | None:
-    """Who holds an unexpired lease, and is not known to be dead."""
+    """The driver that holds an unexpired lease and is not known to be dead; None if there is none."""
     try:
         lease = json.loads(store.get(LEASE))
         owner, is_held = str(lease["owner"]), lease["expires_at_s"] > time.time()
@@ -80,6 +80,6 @@ def driver_of(store: Store) -> str | None:
 
 
 def failed_so_far(store: Store) -> int:
-    """Failed samples: the manifest's, or what the sessions have on record."""
+    """The number of failed samples, from the manifest or else from the recorded sessions."""
     manifest = read_manifest(store)
     return manifest.total("failed") if manifest else read_sessions(store).committed.failed

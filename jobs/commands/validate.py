@@ -1,6 +1,6 @@
-"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas, says how large the job is, decodes a sample.
+"""`draftmill validate`: a dry run. Reads a few rows, shows the first canvas and the job's size, and decodes a few samples.
 
-Writes nothing. What is estimated from a sample is marked with ~; rates and memory are measured by decoding for a moment.
+Writes nothing. Figures estimated from the sampled rows are marked with ~; rates and memory are measured in a short trial.
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ TRIAL_S = 5.0
 
 FIRST_FLOP = 2e10
 LONGEST_FLOP = 2e11
-"""The trial's first forward, and the longest canvas in it, by 2 FLOP a token and parameter: under a second, and a few seconds, on
-one slow core. A forward can't be interrupted, so what is asked of it has to be bounded."""
+"""Limits of the trial's first forward and of its longest canvas, at 2 FLOP per token and parameter: under a second, and a few
+seconds, on one slow core. A forward can't be interrupted, so its size is bounded."""
 
 QUICK_S = 0.5
 LEAST_TOKENS = 16
-"""A step that took less than QUICK_S is followed by one that may take in twice as many tokens."""
+"""After a step that took less than QUICK_S, the next one may admit twice as many tokens. The first budget is at least
+LEAST_TOKENS."""
 
 
 def validate(spec: JobSpec) -> int:
-    """Print what the job would do; returns the exit code. Raises UserError where something is unusable."""
+    """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store)
     sample = take_sample(prepared)
@@ -73,7 +74,7 @@ def validate(spec: JobSpec) -> int:
 
 
 def take_sample(prepared: Prepared) -> Sample:
-    """Survey the first rows; UserError where there is none, or none has the columns."""
+    """Survey the first rows; UserError if there are none, or none has the columns."""
     spec, inputs = prepared.spec, prepared.inputs
     limit = min(SAMPLE_ROWS, spec.input.limit or SAMPLE_ROWS)
     few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
@@ -89,10 +90,10 @@ def take_sample(prepared: Prepared) -> Sample:
 
 
 def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
-    """Rows of all inputs: Parquet files say theirs, others hold as many per byte as the sampled ones, at least the sample's."""
+    """Rows of all inputs: exact for Parquet files, else extrapolated from the sampled rows per byte; at least the sample's."""
     if all(file.format == "parquet" and not file.uri.startswith("s3://") for file in inputs):
         return sum(pq.read_metadata(local_path(file)).num_rows for file in inputs)
-    # The sample's last row begins at `offset`: all rows in front of it lie in the bytes up to there.
+    # The sample's last row begins at `offset`: the bytes before it hold all earlier rows.
     files, offset = sorted(set(table["file"].to_pylist())), table["offset"][-1].as_py()
     last = inputs[files[-1]]
     inside, rows = (last.size or 0, table.num_rows)
@@ -103,7 +104,7 @@ def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
 
 
 def maker_of(prepared: Prepared) -> Maker:
-    """What makes this job's canvases."""
+    """The maker of this job's canvases."""
     return make_maker(prepared.spec, prepared.tokenizer, prepared.info, prepared.hashes)
 
 
@@ -130,14 +131,14 @@ def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
     return Made(name, key, maker.make(values, key))
 
 
-# ---- a moment of decoding
+# ---- the trial
 
 
 def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
-    """Load the model and decode these rows for about TRIAL_S; raises UserError where the weights are unusable.
+    """Load the model and decode these rows for about TRIAL_S; raises UserError if the weights are unusable.
 
-    Short rows are taken first and long ones are cut, so that no forward takes long on a slow machine; the clock is looked at
-    after each step.
+    Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
+    step.
     """
     _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
@@ -156,7 +157,7 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
 
 
 def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
-    """Decode for about TRIAL_S; returns tokens and seconds. `budget` is how many tokens of canvases the first step takes in."""
+    """Decode for about TRIAL_S; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
     waiting = deque(row.request(number) for number, row in enumerate(rows))
     began_s = time.perf_counter()
     since_s, before = began_s, 0
@@ -168,11 +169,11 @@ def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, 
             budget *= 2
     if decoder.stats.committed > before:
         return decoder.stats.committed - before, time.perf_counter() - since_s
-    return decoder.stats.committed, time.perf_counter() - began_s  # there was time for nothing but the first one
+    return decoder.stats.committed, time.perf_counter() - began_s  # time sufficed only for the first step
 
 
 def shortened(row: Made, most: int) -> Made:
-    """The row with at most `most` tokens of its canvas: those around the first that is generated, or scored."""
+    """The row with its canvas cut to `most` tokens around the first one that is generated or scored."""
     canvas = row.canvas
     if len(canvas.tokens) <= most:
         return row
@@ -185,14 +186,14 @@ def shortened(row: Made, most: int) -> Made:
 
 
 def _use_threads(num_parameters: int) -> None:
-    """As many torch threads as a worker of a run would have."""
+    """Set the number of torch threads that a worker of a run would have."""
     import torch
 
     torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
 
 
 def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:
-    """The job's decoder, and whether its results are the same to the bit in any batch."""
+    """The job's decoder, and whether its results are bit-identical in any batch."""
     spec, batching = prepared.spec, prepared.spec.batching
     networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
     decoder = build(
@@ -209,7 +210,7 @@ def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:
 
 
 def _step(decoder: Decoder, waiting: deque[Request], budget: int) -> None:
-    """Take in rows of `budget` tokens together, one at least where no other is decoded, and make one step."""
+    """Admit rows of up to `budget` tokens in total, at least one if the decoder is empty, and run one step."""
     while waiting and decoder.room(size := len(waiting[0].canvas)) and (size <= budget or not decoder.active):
         decoder.admit([waiting.popleft()])
         budget -= size

@@ -1,8 +1,8 @@
-"""`draftmill verify`: a run's promises, re-checked from the store alone. Trusts no one: every file is read and hashed.
+"""`draftmill verify`: checks a run's promises (docs/promises.md) from its files alone. It reads and hashes every file.
 
-Checked are the plan against the data files, the data files against the manifest, and `_SUCCESS` against both; the same for
-each later pass, and that it has just the rows that the one before it left failed; and compacted files against all of these.
-With --invariance N, N samples are decoded again, each alone, and compared token for token.
+It checks the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. It checks each
+later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks compacted files
+against all of these. With --invariance N, it decodes N samples again, each alone, and compares them token for token.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
 
 SHOWN = 20
-"""Problems that are printed; the rest are counted."""
+"""Number of problems printed in full; the rest are only counted."""
 
 ROWS_AT_ONCE = 4096
-"""Planned rows of two passes that are compared together."""
+"""Planned rows of two passes that are compared at a time."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was checked, and what was found wrong.
+    """What was checked, and the problems found.
 
-    `same`: unit files whose bytes are the manifest's; `moved`: those of them whose etag is another.
+    `same`: number of unit files whose bytes match the manifest; `moved`: problems of those whose etag differs.
     """
 
     units: int = 0
@@ -52,20 +52,20 @@ class Findings:
 
     @property
     def is_copy(self) -> bool:
-        """Whether the run was copied: then every file is a new one to its store, with the bytes of the old."""
+        """Whether the run was copied: then every file has the same bytes, but a new etag."""
         return bool(self.moved) and len(self.moved) == self.same
 
 
 def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) -> int:
-    """Check the run and print what was checked; returns 0 where every promise holds, else 1.
+    """Check the run and print what was checked; returns 0 if every promise holds, else 1.
 
-    How many samples failed plays no part: each came back with its reason, which is the promise. `invariance` is how many
-    samples that are ok are decoded again.
+    Failed samples are not a problem: the promise is that each is returned with its reason. `invariance` is the number of
+    ok samples to decode again.
     """
     store = open_store(run_dir, s3=s3)
     try:
         passes = passes_of(store, s3=s3)
-    except DamagedRun as error:  # for this command that is a finding
+    except DamagedRun as error:  # for this command, damage is a finding
         print(f"{store.url}\n  BROKEN: {error}")
         return UNEXPECTED
     done = finished(passes)
@@ -82,17 +82,17 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
         from jobs.commands.invariance import check_invariance
         from jobs.plan.prepare import prepare
 
-        prepare(plan.spec, store)  # what is decoded again must be what was decoded
+        prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         check_invariance(store, plan, manifest, samples=invariance)
     return UNEXPECTED if findings.problems else OK
 
 
 def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
-    """Check a finished pass as a run, and its rows against those that the one before left failed; returns a line about it."""
+    """Check a finished pass like a run, and its rows against the failed rows of the pass before; returns a line about it."""
     assert after.manifest is not None
     found = check_run(after.store, after.plan, after.manifest)
     if after.plan.fingerprint != before.plan.fingerprint:
-        found.problems.append("its fingerprint is not the run's")
+        found.problems.append("its fingerprint differs from the run's")
     if not found.problems and not findings.problems:
         found.problems += _row_differences(before, after)
     findings.problems += [f"pass {after.number}: {problem}" for problem in found.problems]
@@ -105,13 +105,13 @@ def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
         while (table := left.take(ROWS_AT_ONCE)) is not None:
             other = planned.take(table.num_rows)
             if other is None or not other["id"].equals(table["id"]):
-                yield "its rows are not those that the pass before it left failed"
+                yield "its rows differ from the failed rows of the pass before it"
                 return
     except StoreError as error:
         yield str(error)
         return
     if planned.take(1) is not None:
-        yield "it has rows that the pass before it did not leave failed"
+        yield "it has rows that did not fail in the pass before it"
 
 
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
@@ -121,7 +121,7 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     if len(listed) != len(manifest.units):
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
-        findings.problems.append("the manifest is of another job: its fingerprint is not the plan's")
+        findings.problems.append("the manifest belongs to another job: its fingerprint differs from the plan's")
     missing = [unit for unit in range(plan.units) if unit not in listed]
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
     planned = ((listed.pop(unit), ids) for unit, ids in plan.unit_ids() if unit in listed)
@@ -142,7 +142,7 @@ def _read(store: Store, name: str) -> tuple[bytes, str | None]:
 def check_unit(
     plan: Plan, committed: CommittedUnit, ids: list[str], file: Future[tuple[bytes, str | None]], findings: Findings
 ) -> list[str]:
-    """Check one unit's file, of which the bytes and the etag are promised: its hash, metadata, schema, its rows one by one."""
+    """Check one unit's file: its hash, metadata, schema and rows. `file` is the future of its bytes and etag."""
     name = committed.object
     try:
         data, etag = file.result()
@@ -158,7 +158,7 @@ def check_unit(
         findings.same += 1
         if etag is not None and etag != committed.etag:
             findings.moved.append(f"{name}: its etag is {etag}, the manifest has {committed.etag}")
-    problems = [] if is_same else ["its SHA-256 is not the manifest's"]
+    problems = [] if is_same else ["its SHA-256 differs from the manifest's"]
     problems += _unit_problems(plan, committed, ids, data, table)
     return [f"{name}: {problem}" for problem in problems]
 
@@ -168,7 +168,7 @@ def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: b
         yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
     version = plan.results["schema_version"]
     if not table.schema.remove_metadata().equals(plan.schema):
-        yield "its schema is not that of the result table"
+        yield "its schema differs from that of the result table"
         return
     expected = {"fingerprint": plan.fingerprint, "unit": str(committed.unit), "pass": str(plan.pass_)}
     expected["schema_version"] = str(version)
@@ -186,7 +186,7 @@ def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pas
         if missing:
             yield f"{missing.total()} planned rows are missing, first {next(iter(missing))!r}"
         if surplus:
-            yield f"{surplus.total()} rows are there twice or were never planned, first {next(iter(surplus))!r}"
+            yield f"{surplus.total()} rows are duplicates or were never planned, first {next(iter(surplus))!r}"
         if not missing and not surplus:
             yield "its rows are not in the order of the plan"
     statuses = Counter(table.column("status").to_pylist())
@@ -200,18 +200,18 @@ def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pas
 
 
 def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
-    """Totals, `_SUCCESS`, and files that no one asked for."""
+    """Check the totals and `_SUCCESS`, and find data files that the manifest does not list."""
     problems = []
     held = (len(manifest.units), manifest.total("rows"))
     if held != (plan.units, plan.rows):
         problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
     summed = {"units": held[0]} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     if _said_in(store, MANIFEST).get("totals") != summed:
-        problems.append("the manifest's totals are not the sums over its units")
+        problems.append("the manifest's totals differ from the sums over its units")
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
     elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
-        problems.append("_SUCCESS is damaged or of another job")
+        problems.append("_SUCCESS is damaged or belongs to another job")
     objects = {unit.object for unit in manifest.units}
     files = [stat.name for stat in store.list("data/") if stat.name.endswith(".parquet")]
     strangers = sorted(name for name in files if name not in objects)
@@ -221,7 +221,7 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
 
 
 def _said_in(store: Store, name: str) -> dict[str, Any]:
-    """A JSON file; empty if it is none."""
+    """Read a JSON object; {} if the file holds anything else."""
     try:
         found = json.loads(store.get(name))
     except ValueError:
@@ -241,7 +241,7 @@ def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence
     print("  checked: every planned sample exactly once and in order, SHA-256 and etag against the manifest,")
     print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
     if findings.is_copy:
-        print("  the run was copied: its files have other etags than the manifest says, and the same bytes")
+        print("  the run was copied: its files have the manifest's bytes, but other etags")
     for problem in findings.problems[:SHOWN]:
         print(f"  BROKEN: {problem}")
     if len(findings.problems) > SHOWN:

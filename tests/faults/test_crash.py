@@ -193,7 +193,7 @@ def test_sigterm_lets_running_units_finish_and_exits_with_4(crashes: Crashes, ex
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     assert process.exitcode == 4 and not (run / "_SUCCESS").exists()
-    assert "run it again to go on" in Path(f"{spec}.log").read_text()
+    assert "run it again to resume" in Path(f"{spec}.log").read_text()
     assert main(["status", str(run)]) == 0
     crashes.finish(crashes.job("terminated")[0])  # more workers and rows at once: the same job
     assert rows_of(run).equals(expected)

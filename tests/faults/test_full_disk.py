@@ -47,7 +47,7 @@ def test_a_full_disk_ends_the_run_with_a_clear_error_and_the_next_one_finishes_i
         room[0] = 2
         assert main(["run", str(spec), "--quiet"]) == 1
         said = capsys.readouterr().err
-        assert "No space left on device" in said and "run it again to go on" in said
+        assert "No space left on device" in said and "run it again to resume" in said
         assert len(done_units(open_store(str(run)))) == 2
         assert not [path for path in run.rglob("*") if path.name.startswith(TEMPORARY)]
         room[0] = 10**9

@@ -146,10 +146,10 @@ def damaged_manifest(run: Path, part: Path) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "torn": (torn, "its SHA-256 is not the manifest's"),
+    "torn": (torn, "its SHA-256 differs from the manifest's"),
     "gone": (gone, "can't be read"),
-    "another text": (other_rows, "its rows from 0 on are not those of the unit files"),
-    "a row less": (fewer_rows, "its rows from 0 on are not those of the unit files"),
+    "another text": (other_rows, "its rows differ from those of the unit files, from row 0 on"),
+    "a row less": (fewer_rows, "its rows differ from those of the unit files, from row 0 on"),
     "manifest": (damaged_manifest, "is damaged"),
 }
 

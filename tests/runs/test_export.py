@@ -219,11 +219,11 @@ def nothing(run_dir: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "unfinished": (unfinished, ["jsonl", "--out", "{out}"], "is not finished"),
-    "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "is there already; --overwrite replaces it"),
-    "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is no place"),
+    "there already": (nothing, ["jsonl", "--out", "{run}/../there"], "already exists; --overwrite replaces it"),
+    "no name": (nothing, ["jsonl", "--out", ""], "--out: '' is not a path"),
     "a folder": (nothing, ["jsonl", "--overwrite", "--out", "{run}/.."], "is a folder"),
     "no such folder": (nothing, ["jsonl", "--out", "{run}/../no/such"], "No such file or directory"),
-    "inside the run": (nothing, ["jsonl", "--out", "{run}/data/all.jsonl"], "lies inside of the run directory"),
+    "inside the run": (nothing, ["jsonl", "--out", "{run}/data/all.jsonl"], "is inside the run directory"),
     "another place": (
         nothing,
         ["jsonl", "--out", "gs://bucket/all"],
@@ -232,13 +232,13 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "failed ones there already": (
         nothing,
         ["jsonl", "--out", "{out}", "--errors", "{run}/../there"],
-        "--errors: '{run}/../there' is there already",
+        "--errors: '{run}/../there' already exists",
     ),
-    "no such column": (nothing, ["csv", "--out", "{out}", "--columns", "txt"], "'txt' is no column of the result"),
-    "one file for both": (nothing, ["csv", "--out", "{out}", "--errors", "{out}"], "name a file of their own"),
-    "parquet to a pipe": (nothing, ["parquet", "--out", "-"], "--out: Parquet does not go to the standard output"),
-    "openai to a pipe": (nothing, ["openai", "--out", "-"], "--errors: failed samples"),
-    "openai with columns": (nothing, ["openai", "--out", "{out}", "--columns", "id"], "have their own form"),
+    "no such column": (nothing, ["csv", "--out", "{out}", "--columns", "txt"], "'txt' is not a column of the result"),
+    "one file for both": (nothing, ["csv", "--out", "{out}", "--errors", "{out}"], "name a separate file"),
+    "parquet to a pipe": (nothing, ["parquet", "--out", "-"], "--out: Parquet can't be written to standard output"),
+    "openai to a pipe": (nothing, ["openai", "--out", "-"], "--errors: with --format openai, failed samples"),
+    "openai with columns": (nothing, ["openai", "--out", "{out}", "--columns", "id"], "not available with --format openai"),
 }
 
 
@@ -299,4 +299,4 @@ def test_scores_and_tokens_alone_are_no_answers(tmp_path: Path, capsys: pytest.C
     assert run_with(set(), "run", str(spec)) == 0
     command = ["export", str(tmp_path / "run"), "--format", "openai", "--out", str(tmp_path / "out")]
     assert main(command) == 2
-    assert "--format: the results hold no text" in capsys.readouterr().err
+    assert "--format: the results have no text" in capsys.readouterr().err

@@ -107,13 +107,13 @@ def test_one_file_may_go_to_disk_and_the_other_to_s3(
 SECRET = "hunter2hunter2"
 
 REFUSED = {
-    "s3://bucket": "'s3://bucket' names no object; allowed: s3://bucket/key",
-    "s3://bucket/": "names no object",
-    "s3:///key": "names no object",
-    "s3://bucket/folder/": "names no object",
-    "s3://bucket/a/../runs/one/x": "names no object",
-    "s3://b/runs/one/data/x.jsonl": "lies inside of the run directory",
-    "s3://b/runs/one": "lies inside of the run directory",
+    "s3://bucket": "'s3://bucket' does not name an object; allowed: s3://bucket/key",
+    "s3://bucket/": "does not name an object",
+    "s3:///key": "does not name an object",
+    "s3://bucket/folder/": "does not name an object",
+    "s3://bucket/a/../runs/one/x": "does not name an object",
+    "s3://b/runs/one/data/x.jsonl": "is inside the run directory",
+    "s3://b/runs/one": "is inside the run directory",
     "gs://bucket/key": "gs:// is not allowed; allowed: a local path, s3://...",
     "memory://x": "memory:// is not allowed",
     f"https://host/x?X-Amz-Signature={SECRET}": "https:// is not allowed",
@@ -156,7 +156,7 @@ def test_an_object_that_is_there_is_refused_before_anything_is_read(
     places = {"--out": f"{bucket.url}/new", "--errors": f"{bucket.url}/new.errors"} | {field: f"{bucket.url}/there"}
     monkeypatch.setattr("jobs.commands.export.latest_rows", lambda *_, **__: pytest.fail("rows are read"))
     assert export(run_dir, "jsonl", places["--out"], s3_server, "--errors", places["--errors"]) == 2
-    assert f"{field}: '{bucket.url}/there' is there already; --overwrite replaces it" in capsys.readouterr().err
+    assert f"{field}: '{bucket.url}/there' already exists; --overwrite replaces it" in capsys.readouterr().err
     assert bucket.get("there") == b"precious" and names(bucket) == ["there"]
 
 
@@ -192,7 +192,7 @@ def test_an_object_that_appears_meanwhile_stays(
 ) -> None:
     while_reading(monkeypatch, lambda: bucket.create("all", b"somebody's"))
     assert export(run_dir, "jsonl", f"{bucket.url}/all", s3_server) == 2
-    assert "is there already; --overwrite replaces it" in capsys.readouterr().err
+    assert "already exists; --overwrite replaces it" in capsys.readouterr().err
     assert bucket.get("all") == b"somebody's" and pending(bucket) == 0
 
 

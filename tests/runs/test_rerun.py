@@ -108,7 +108,7 @@ def test_what_fails_again_is_rerun_by_the_next_pass_and_by_no_other(
     assert main(["status", str(folder / "run")]) == 0
     assert "pass 2   finished: 6 samples again, 2 of them failed" in capsys.readouterr().out
     assert rerun(folder) == 0
-    assert "no sample is failed" in capsys.readouterr().out
+    assert "no failed samples" in capsys.readouterr().out
     assert len(passes_of(open_store(str(folder / "run")))) == 3
 
 
@@ -128,7 +128,7 @@ def test_an_interrupted_pass_goes_on_and_does_not_count_before_its_end(
     for name in ("_manifest.json", SUCCESS, "data/unit-00000001.parquet"):
         (place / name).unlink()
     assert main(["status", str(folder / "run")]) == 0
-    assert "pass 2   1 of 2 units done; `draftmill rerun --failed` goes on with it" in capsys.readouterr().out
+    assert "pass 2   1 of 2 units done; `draftmill rerun --failed` resumes it" in capsys.readouterr().out
     assert main(["verify", str(folder / "run")]) == 0, "the promises of the first pass hold"
     assert rerun(folder, sick=STILL_SICK) == 3
     assert (place / "_plan.json").read_bytes() == plan
@@ -181,7 +181,7 @@ def test_verify_sees_a_pass_that_has_other_rows(folder: Path, capsys: pytest.Cap
     shutil.copytree(folder / "run", stranger, ignore=shutil.ignore_patterns("passes"), copy_function=os.link)
     assert main(["verify", str(folder / "run")]) == 1
     out = capsys.readouterr().out
-    assert "BROKEN: pass 3: " in out and "it has rows that the pass before it did not leave failed" in out
+    assert "BROKEN: pass 3: " in out and "it has rows that did not fail in the pass before it" in out
     with pytest.raises(StoreError, match="a later pass has rows"):
         list(latest_rows(passes_of(open_store(str(folder / "run")))))
 

@@ -71,7 +71,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
     assert len(tries) == 3 and "starting Ray" in err
     assert err.count("The current node timed out during startup.; trying again") == 2
     assert "draftmill: Ray did not start (attempt 3 of 3, " in err and "use --local, which needs no Ray" in err
-    assert "the plan is made: run it again to go on" in err and (tmp_path / "run" / "_plan.json").exists()
+    assert "the plan is made: run it again to resume" in err and (tmp_path / "run" / "_plan.json").exists()
     monkeypatch.undo()
     with without_ray():
         assert cli.main(["run", str(spec), "--quiet"]) == 0
@@ -96,7 +96,7 @@ def test_something_unexpected_is_one_line_and_exit_code_1(
 
 
 @pytest.mark.parametrize(
-    ("command", "said"), [("run", "interrupted; run it again to go on\n"), ("validate", "interrupted\n")]
+    ("command", "said"), [("run", "interrupted; run it again to resume\n"), ("validate", "interrupted\n")]
 )
 def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, said: str

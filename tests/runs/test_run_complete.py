@@ -85,7 +85,7 @@ def test_a_finished_run_is_verified_and_decoded_again(
     assert "decoded 5 samples again" in capsys.readouterr().out, "samples that are ok, however many failed"
     assert main(["run", str(world.folder / "job.yaml"), "--quiet"]) == 3
     out = capsys.readouterr().out
-    assert "is finished already" in out and "6 ok, 1 failed" in out and "NFE per token" in out
+    assert "is already finished" in out and "6 ok, 1 failed" in out and "NFE per token" in out
 
 
 def output(folder: Path, name: str) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def test_a_dry_run_shows_the_prompt_and_the_room_behind_it(
         "  |     return x",
         f"  | [{ROOM}]",
         "to generate, at most",
-        "1 of those looked at: too_long 1",
+        "1 of those read: too_long 1",
         "tokens/s on one worker",
     ):
         assert part in said, f"{part!r} is not in\n{said}"

@@ -28,7 +28,7 @@ def test_a_hopeless_job_is_stopped_early_and_goes_on_when_more_is_allowed(
     spec, store = write_spec(tmp_path, rows=rows, errors={"max_rate": 0.1}), open_store(str(tmp_path / "run"))
     with without_ray():
         assert main(["run", str(spec), "--quiet"]) == 3
-        assert "more samples failed than `errors` allows; allow more to go on" in capsys.readouterr().err
+        assert "than `errors` allows; raise errors.max_rate or errors.max_count to continue" in capsys.readouterr().err
         assert 0 < len(done_units(store)) < ROWS // 4 and not store.exists(SUCCESS)
         done = len(done_units(store))
         assert main(["run", str(spec), "--quiet"]) == 3, "those that failed before count"

@@ -67,7 +67,7 @@ def test_a_finished_run_says_so_prints_its_table_and_changes_nothing(
     before = {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")}
     assert main(["run", str(finished / "run.yaml")]) == 0
     out = capsys.readouterr().out
-    assert "is finished already" in out and "20 ok" in out and "NFE per token" in out and "tokens/s" in out
+    assert "is already finished" in out and "20 ok" in out and "NFE per token" in out and "tokens/s" in out
     assert {path: path.stat().st_mtime_ns for path in (finished / "run").rglob("*")} == before
 
 

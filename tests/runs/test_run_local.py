@@ -66,7 +66,7 @@ def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path:
         time.sleep(0.01)  # the condition is polled, not assumed
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=200)
-    assert process.returncode == 4 and "run it again to go on" in err, err
+    assert process.returncode == 4 and "run it again to resume" in err, err
     with without_ray():
         assert main(["run", str(spec), "--quiet"]) == 0
     assert rows_of(tmp_path / "run").num_rows == 48

@@ -111,7 +111,7 @@ def test_a_finished_run_says_so_and_writes_and_deletes_nothing(
     assert main(["run", str(spec)]) == 0
     assert {method for method, _ in s3_server.app.requests} <= {"GET", "HEAD"}
     assert list(store.list()) == before
-    assert f"{store.url} is finished already" in capsys.readouterr().out
+    assert f"{store.url} is already finished" in capsys.readouterr().out
 
 
 def test_rows_are_read_from_s3_packed_lines_and_tables_alike(job: Job):

@@ -134,7 +134,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a file that is gone": (lambda run: unit(run).unlink(), "can't be read"),
     "a file too many": (lambda run: void(shutil.copy(unit(run), unit(run, 9))), "not in the manifest"),
     "the file of another unit": (lambda run: void(shutil.copy(unit(run, 2), unit(run))), "SHA-256"),
-    "a row twice": (rows_changed(lambda t: pa.concat_tables([t, t.slice(0, 1)])), "twice or were never planned"),
+    "a row twice": (rows_changed(lambda t: pa.concat_tables([t, t.slice(0, 1)])), "duplicates or were never planned"),
     "a row in the place of another": (
         rows_changed(lambda t: pa.concat_tables([t.slice(0, 3), t.slice(0, 1)])),
         "1 planned rows are missing",
@@ -150,7 +150,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a column more": (rows_changed(lambda t: t.append_column("more", t["id"])), "schema"),
     "a text, its hash left": (rows_changed(lambda t: column(t, "text", "x"), covered=False), "SHA-256"),
     "the fingerprint of a file": (metadata("fingerprint", "f00"), "its fingerprint is"),
-    "a manifest's fingerprint": (edited("_manifest.json", lambda m: m.update(fingerprint="f00")), "of another job"),
+    "a manifest's fingerprint": (edited("_manifest.json", lambda m: m.update(fingerprint="f00")), "belongs to another job"),
     "a unit not listed": (edited("_manifest.json", lambda m: m["units"].pop()), "the manifest does not list it"),
     "a unit listed twice": (edited("_manifest.json", lambda m: m["units"].append(m["units"][0])), "twice"),
     "a unit that was not planned": (
@@ -273,7 +273,7 @@ def test_a_run_that_lacks_its_manifest_or_success_is_not_finished_and_gets_them_
     for name in gone:
         (run / name).unlink()
     assert main(["status", str(run)]) == 0
-    assert "not running; `draftmill run` goes on with it" in capsys.readouterr().out
+    assert "not running; `draftmill run` resumes it" in capsys.readouterr().out
     with without_ray():
         assert main(["run", str(sound.with_suffix(".yaml")), "--set", f"output.path={run}", "--quiet"]) == 0
     assert main(["verify", str(run)]) == 0
