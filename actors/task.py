@@ -63,7 +63,7 @@ class Columns(Settings):
         named = [name for name, column in sources.items() if column is not None]
         if len(named) > 1:
             raise ValueError(
-                f"input.columns: {' and '.join(named)} each say what a row holds; only one of them may be named"
+                f"input.columns: {' and '.join(named)} each give a row's content; name only one of them"
             )
         return self
 

@@ -1,1 +1,1 @@
-"""What finished units hold: passes, sums, order."""
+"""The results of finished units: passes over the rows, sums, and input order."""

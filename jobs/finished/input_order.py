@@ -1,9 +1,9 @@
-"""Result rows in the order of the inputs, out of core: `draftmill export --order input`.
+"""Result rows in the order of the inputs, out of core, for `draftmill export --order input`.
 
-A plan sorts rows by length, but only inside of a window of the input. So its units fall into groups that follow each other in the
-input: unit after unit, wherever everything so far lies in front of everything that is to come. A group is at most a window,
-65,536 rows or 2^25 tokens by default, and one group is in memory at a time; which units make a group is found from
-the plan's row numbers alone, sixteen bytes a unit.
+A plan sorts rows by length, but only within a window of the input. So its units form groups that are consecutive in the input:
+a group ends after a unit if all rows so far precede all rows of later units. A group is at most a window, 65,536 rows or 2^25
+tokens by default, and only one group is in memory at a time. The groups are computed from the plan's row numbers alone,
+sixteen bytes per unit.
 
     units        |  7 3 9  |  4 8 1  |  12 10  |  11 14 |        numbers of rows in the input
     groups       |---------|---------|         |        |        {1 3 4 7 8 9}
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from jobs.plan.plan import Plan
 
 ROW_BITS = 40
-"""A place in the input is its file's number and, in the lower bits, the row's: files of a million million rows are not met."""
+"""A place in the input is the file's number, and the row's number in the lower 40 bits: enough for 10^12 rows in a file."""
 
 AT_ONCE = 4096
-"""Rows of a table that is passed on."""
+"""Rows of each table that is yielded."""
 
 
 def in_input_order(plan: Plan, tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
@@ -41,7 +41,7 @@ def in_input_order(plan: Plan, tables: Iterable[pa.Table]) -> Iterator[pa.Table]
 
 
 def groups(plan: Plan) -> Iterator[int]:
-    """Yield how many units make each group, in order: the fewest after which nothing of what came so far is to come."""
+    """Yield the number of units in each group, in order. Groups are as small as possible."""
     spans = [(int(found.min()), int(found.max())) for found in map(places, plan.tables(["file", "row"])) if len(found)]
     firsts, lasts = np.asarray(spans, dtype=np.int64).reshape(-1, 2).T
     to_come = np.minimum.accumulate(firsts[::-1])[::-1]  # the first row that this unit or a later one holds
@@ -51,6 +51,6 @@ def groups(plan: Plan) -> Iterator[int]:
 
 
 def places(planned: pa.Table) -> NDArray[np.int64]:
-    """Where rows of the unit table stand in the input, as numbers that grow with it; int64 [rows]."""
+    """The positions of unit table rows in the input, as numbers that sort in input order; int64 [rows]."""
     files = planned["file"].to_numpy().astype(np.int64)
     return (files << ROW_BITS) + planned["row"].to_numpy()

@@ -1,11 +1,11 @@
-"""The passes of a run: the first one over every row and, after each `draftmill rerun`, one over the rows that were left failed.
+"""The passes of a run: the first covers every row; each `draftmill rerun` adds one over the rows that are still failed.
 
     RUN/                    pass 1
-    RUN/passes/0002/        a run directory of the same job; its rows are those that pass 1 left failed, in their order
-    RUN/passes/0003/        the same of pass 2
+    RUN/passes/0002/        a run directory of the same job; its rows are the failed rows of pass 1, in the same order
+    RUN/passes/0003/        the same for pass 2
 
-A pass counts when it has its manifest. No file of an earlier pass is touched: a row's latest result is found by reading
-the passes side by side, which takes one unit of each in memory, since every pass keeps the order of the one before.
+A pass counts once it has its manifest. Files of earlier passes are never changed. Since every pass keeps the order of the
+one before, all passes are read in parallel to find each row's latest result, with one unit of each pass in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FOLDER = "passes/"
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: `store` is its own run directory, `manifest` None while it is not finished."""
+    """One pass; `store` is its own run directory, `manifest` is None until the pass is finished."""
 
     number: int
     store: Store
@@ -40,14 +40,14 @@ class Pass:
 
 
 class Rows:
-    """The rows of many tables as one stream, from which any number of them is taken."""
+    """The rows of many tables as one stream; `take` returns any number of them."""
 
     def __init__(self, tables: Iterable[pa.Table]) -> None:
         self._tables = iter(tables)
         self._held: pa.Table | None = None
 
     def take(self, count: int) -> pa.Table | None:
-        """The next `count` rows, fewer at the end; None behind it."""
+        """The next `count` rows, fewer at the end; None after the end."""
         taken = [] if self._held is None else [self._held]
         while sum(table.num_rows for table in taken) < count:
             table = next(self._tables, None)
@@ -62,7 +62,7 @@ class Rows:
 
 
 def require_plan(store: Store) -> Plan:
-    """The plan of a run directory; UserError if it is none."""
+    """Load the plan; UserError if this is not a run directory."""
     plan = load_plan(store)
     if plan is None:
         raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
@@ -70,12 +70,12 @@ def require_plan(store: Store) -> Plan:
 
 
 def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:
-    """The run directory of a pass inside that of the run."""
+    """The run directory of a pass, inside the run's own directory."""
     return store if number == 1 else open_store(f"{store.url.rstrip('/')}/{FOLDER}{number:04d}", s3=s3)
 
 
 def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
-    """Every pass that has a plan, the first one first; only the last may lack its manifest. UserError if there is no plan."""
+    """Every pass that has a plan, in order; only the last may lack its manifest. UserError if there is no plan."""
     found = [Pass(1, store, require_plan(store), read_manifest(store))]
     while found[-1].manifest is not None:
         place = pass_store(store, len(found) + 1, s3)
@@ -87,21 +87,21 @@ def passes_of(store: Store, *, s3: S3Options | None = None) -> list[Pass]:
 
 
 def finished(passes: Sequence[Pass]) -> list[Pass]:
-    """The passes that count; UserError where not even the first one does."""
+    """The finished passes; UserError if not even the first one is finished."""
     if passes[0].manifest is None:
-        raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` goes on with it")
+        raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` resumes it")
     return [one for one in passes if one.manifest is not None]
 
 
 def left_failed(passes: Sequence[Pass]) -> int:
-    """Samples that are failed after the last finished pass: each pass has all that were left."""
+    """The number of samples that are still failed: the failed samples of the last finished pass."""
     manifest = finished(passes)[-1].manifest
     assert manifest is not None
     return manifest.total("failed")
 
 
 def failed_rows(one: Pass) -> Iterator[pa.Table]:
-    """The plan's entries (ROW_SCHEMA) of the rows that a finished pass left failed, in its order."""
+    """The plan's entries (ROW_SCHEMA) of a finished pass's failed rows, in the order of the pass."""
     assert one.manifest is not None
     wanted = [unit.object for unit in one.manifest.units if unit.failed]
     tables = read_results(one.store, objects=wanted, columns=["id", "status"])
@@ -113,9 +113,9 @@ def failed_rows(one: Pass) -> Iterator[pa.Table]:
 
 
 def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Every row of the run once, in the order of the plan, as the last finished pass has it; a table for each unit.
+    """Every row of the run once, in plan order, from the last finished pass that has it; one table per unit.
 
-    `columns` are those wanted, None for all. Raises StoreError where the passes don't fit each other.
+    `columns` selects columns, None for all. Raises StoreError if the passes don't match each other.
     """
     wanted = None if columns is None else list(dict.fromkeys(["id", "status", *columns]))
     streams = [_rows_of(one, wanted) for one in finished(passes)]
@@ -130,18 +130,18 @@ def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
 
 
 def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """The rows of `before`, with those of `after` in the places of the failed ones, in order."""
+    """The rows of `before`, with the failed ones replaced by the rows of `after`, in order."""
     later = Rows(after)
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
         yield _replaced(table, places, later.take(len(places))) if len(places) else table
     if later.take(1) is not None:
-        raise StoreError("a later pass has rows that no earlier one left failed")
+        raise StoreError("a later pass has rows that did not fail in the pass before it; `draftmill verify` says more")
 
 
 def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
     if fresh is None or not fresh["id"].equals(table["id"].take(places)):
-        raise StoreError("a later pass does not have the rows that the one before it left failed")
+        raise StoreError("the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more")
     order = np.arange(table.num_rows)
     order[places] = table.num_rows + np.arange(len(places))
     return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
@@ -149,4 +149,4 @@ def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa
 
 def _check_ids(one: Pass, planned: pa.ChunkedArray, found: pa.ChunkedArray) -> None:
     if planned.to_pylist() != found.to_pylist():
-        raise StoreError(f"{one.store.url}: the rows of a unit are not the planned ones; `draftmill verify` says more")
+        raise StoreError(f"{one.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more")

@@ -1,7 +1,7 @@
-"""The table at the end of a run, made of counted numbers only.
+"""The table at the end of a run. All of its figures are counted or measured.
 
-What the samples are (tokens, NFE, errors) is read from the result files, so that it is the same after a resume, after a
-crash, and for a run that finished long ago. What the machines did (rates, efficiency) comes from the sessions on record.
+Figures of the samples (tokens, NFE, errors) are read from the result files, so they are the same after a resume, after a
+crash, and for a run that finished long ago. Figures of the machines (rates, efficiency) come from the recorded sessions.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ COUNTED = (
 TRUNCATED = "truncated_tokens"
 
 KINDS = 5
-"""Kinds of errors that the table names, the most frequent ones."""
+"""Number of error kinds in the table; the most frequent ones are shown."""
 
 EXAMPLES = 3
-"""Failed samples that it names of each kind."""
+"""Number of failed samples shown for each kind."""
 
 SHOWN_CHARS = 100
 
 MIN_TURNS = 4
 MIN_S = 10.0
-"""A job that has not even so many samples for each slot, or decodes for less than so many seconds, has filled its slots once and
-run dry: how well they were used says how small the job is, and nothing of the machine. Its table leaves these figures out."""
+"""A job with fewer than MIN_TURNS samples per slot, or less than MIN_S seconds of decoding, hardly refills its slots. Its
+efficiency figures would reflect the job's size rather than the machine, so its table leaves them out."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ def read_summary(store: Store, objects: Iterable[str]) -> Results:
     for table in read_results(store, objects=objects, columns=columns):
         results.tally += _tally(table)
         _note_errors(results, table.filter(pc.equal(table["status"], "failed")))
-        if TRUNCATED in table.column_names:  # runs of earlier versions have no such column
+        if TRUNCATED in table.column_names:  # runs of earlier versions lack this column
             results.cut_rows += pc.sum(pc.greater(table[TRUNCATED], 0)).as_py() or 0
             results.cut_tokens += pc.sum(table[TRUNCATED]).as_py() or 0
         results.longest_s = max(results.longest_s, pc.max(table.column("decode_s")).as_py() or 0.0)
@@ -80,7 +80,7 @@ def read_summary(store: Store, objects: Iterable[str]) -> Results:
 
 
 def _note_errors(results: Results, failed: pa.Table) -> None:
-    """Count failed rows by kind, and keep the first of each kind."""
+    """Count failed rows by kind, and keep the first few of each kind."""
     for row in failed.select(["id", "error_kind", "error"]).to_pylist():
         kind = row["error_kind"] or "unknown"
         results.errors[kind] += 1
@@ -98,7 +98,7 @@ def _tally(table: pa.Table) -> Tally:
 def table_lines(
     name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions, *, done: str = "generated"
 ) -> list[str]:
-    """The table, one line a figure, aligned; `done` says what was done to the new tokens."""
+    """The table, one aligned line per figure; `done` is the verb for the new tokens, such as "generated"."""
     rows = [
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
@@ -147,20 +147,20 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     bound_s = max(ratio(sessions.effort.wall_s - sessions.effort.tail_s, workers), results.longest_s)
     if bound_s:
         rows.append(
-            ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the best that {workers:.0f} workers can do)")
+            ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the optimum for {workers:.0f} workers)")
         )
     return rows
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:
-    """Whether a job is too small for figures of how well the machine was used."""
+    """Whether a job is too small for efficiency figures."""
     engine, workers = sessions.effort.engine, ratio(sessions.worker_s, sessions.wall_s)
     slots = ratio(engine.slot_steps, engine.steps) * workers
     return sessions.wall_s < MIN_S or rows < MIN_TURNS * slots
 
 
 def _error_rows(results: Results) -> list[tuple[str, str]]:
-    """How many samples failed of each kind and, below, the first of each kind with its reason."""
+    """The number of failed samples of each kind and, below, the first few of each kind with their reasons."""
     if not results.errors:
         return [("errors", "none")]
     worst = heapq.nlargest(KINDS, results.errors.items(), key=lambda item: (item[1], item[0]))

@@ -1,1 +1,1 @@
-"""Which rows there are, which unit each belongs to, and what makes two jobs the same."""
+"""Planning: finds the input rows, packs them into units, and computes the fingerprint that identifies a job."""

@@ -1,6 +1,7 @@
-"""Finds an id that occurs twice among any number of rows, in memory that does not grow with them.
+"""Finds an id that occurs twice among any number of rows, in constant memory.
 
-Ids are hashed to 128 bits and spread over files of a temporary folder by their first byte; equal ids meet in one file.
+Ids are hashed to 128 bits and partitioned by one byte of the hash into files of a temporary folder, so equal ids are in the
+same file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HELD_ROWS = 2**18
-"""Rows kept in memory before they are spread over the files."""
+"""Rows kept in memory before they are written to the files."""
 
 Place = tuple[int, int]
 """(file, row)"""
@@ -26,7 +27,7 @@ _RECORD = np.dtype([("high", "<u8"), ("low", "<u8"), ("file", "<i4"), ("row", "<
 
 
 class DuplicateFinder:
-    """Takes every id with its place; `first` then tells of two places with one id. A context manager: it owns a folder."""
+    """Collects every id with its place; `first` then returns a duplicate. A context manager, since it owns a folder."""
 
     def __init__(self, *, held_rows: int = HELD_ROWS) -> None:
         self._held_rows = held_rows
@@ -44,7 +45,7 @@ class DuplicateFinder:
             self._folder.cleanup()
 
     def add(self, ids: Sequence[str], files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
-        """Take a batch in; three sequences of one length."""
+        """Add a batch: three sequences of equal length."""
         records = np.empty(len(ids), dtype=_RECORD)
         hashes = np.frombuffer(_digests(ids), dtype="<u8").reshape(-1, 2)
         records["high"], records["low"], records["file"], records["row"] = hashes[:, 0], hashes[:, 1], files, rows
@@ -54,7 +55,7 @@ class DuplicateFinder:
             self._spread()
 
     def first(self) -> tuple[Place, Place] | None:
-        """Return the places of the id that is the first to occur again, None if there is none."""
+        """Return both places of the first repeated id in input order; None if there is none."""
         found = [pair for records in self._buckets() for pair in _twice(records)]
         return min(found, key=lambda pair: pair[1]) if found else None
 
@@ -89,7 +90,7 @@ def _digests(ids: Iterable[str]) -> bytes:
 
 
 def _twice(records: NDArray[np.void]) -> list[tuple[Place, Place]]:
-    """At most one pair: the one whose second place comes first."""
+    """At most one pair of places: the one whose second place comes first."""
     ordered = records[np.lexsort((records["row"], records["file"], records["low"], records["high"]))]
     same = (ordered["high"][1:] == ordered["high"][:-1]) & (ordered["low"][1:] == ordered["low"][:-1])
     at = np.flatnonzero(same)

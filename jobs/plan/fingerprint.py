@@ -1,4 +1,4 @@
-"""What makes two jobs the same: the fingerprint covers all that changes results, and nothing that does not. Pure."""
+"""The fingerprint that identifies a job: it covers everything that changes results, and nothing else. Pure."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from storage.inputs.reader import InputFile
 from storage.runs.records import SCHEMA_VERSION
 
 _NO_IDENTITY = ("uri", "delimiter")
-"""What says where an input is and how the spec reads it; the latter is in the fingerprint by itself."""
+"""Fields of an input file that are not part of its identity: its location, and a setting that the fingerprint covers anyway."""
 
 SHOWN = 8
-"""Differing keys that are named; the rest are counted."""
+"""Number of differing keys that are named; the rest are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hashes:
-    """SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, a draft head from elsewhere, and the model
-    that drafts, a LoRA adapter; the ids that begin and end a text, which may come from the checkpoint's generation config; and
-    those that ask a causal model to fill in the middle.
+    """The contents that results depend on.
+
+    SHA-256 of the checkpoint (weights, config, own draft head), its tokenizer, an external draft head, the drafter model and
+    a LoRA adapter. The ids that begin and end a text, which may come from the checkpoint's generation config. The special
+    tokens with which a causal model fills in the middle.
     """
 
     model: str
@@ -40,7 +42,7 @@ class Hashes:
 
 
 def results_key(spec: JobSpec, info: ModelInfo, hashes: Hashes, inputs: Sequence[InputFile]) -> dict[str, Any]:
-    """Everything that results depend on, plain and JSON-able; where the checkpoint or the inputs lie is no part of it."""
+    """Everything that results depend on, as JSON data; excludes the paths of the checkpoint and the inputs."""
     key = spec.results_key()
     if not isinstance(spec.task, Infill):
         key["task"] |= {"begin": hashes.begin, "ends": list(hashes.ends)}
@@ -73,19 +75,19 @@ def digest(value: Any) -> str:
 
 
 def identity(file: InputFile) -> dict[str, Any]:
-    """What tells one version of an input from another: name, format, size and content (hash or etag); without these, its date."""
+    """What identifies a version of an input: name, format, size, and its hash or etag, or else its modification time."""
     known = {
         key: value
         for key, value in asdict(file).items()
         if key not in _NO_IDENTITY and (key != "sha256" or value is not None)
     }
     if file.sha256 is not None or file.etag is not None:
-        del known["mtime_s"]  # a file that was touched, or uploaded again, is the same
+        del known["mtime_s"]  # a file that was touched or uploaded again still has the same content
     return known
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`decoder.k was 5, is 4`: one for each dotted key whose value differs, sorted."""
+    """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
     old, new = dict(_flat(before)), dict(_flat(now))
     return [
         f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
@@ -95,7 +97,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What of `before` has a key in `now`, at every level."""
+    """The part of `before` whose keys are in `now`, at every level."""
     return {
         key: common(value, now[key]) if isinstance(value, Mapping) and isinstance(now[key], Mapping) else value
         for key, value in before.items()
@@ -104,12 +106,12 @@ def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
-    """`a.jsonl (size was 10, is 12)`: one for each input that is new, gone or another version."""
+    """Describe each input that is new, missing or changed, as `a.jsonl (size was 10, is 12)`."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
     found = []
     for name in sorted(old.keys() | new.keys()):
         if name not in new:
-            found.append(f"{name} (gone)")
+            found.append(f"{name} (missing)")
         elif name not in old:
             found.append(f"{name} (new)")
         elif old[name] != new[name]:
@@ -118,13 +120,13 @@ def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list
 
 
 def shortened(items: Sequence[str]) -> str:
-    """The first of many, and how many more there are."""
+    """The first SHOWN items, and the number of the others."""
     more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return "; ".join(items[:SHOWN]) + more
 
 
 def code_version() -> str:
-    """The version of draftmill that runs."""
+    """The installed version of draftmill."""
     try:
         return version("draftmill")
     except PackageNotFoundError:
@@ -141,6 +143,6 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     if key not in values:
-        return "not there"
+        return "not set"
     text = json.dumps(values[key])
     return text if len(text) <= 60 else f"{text[:12]}..."

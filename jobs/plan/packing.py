@@ -1,4 +1,4 @@
-"""Lengths -> units, and what a packing costs. Pure numbers: no rows, no files.
+"""Packs row lengths into units, and computes the cost of a packing. Works on numbers only: no rows, no files.
 
     window of 10 rows      lengths  7 3 9 1 8 2 6 9 4 5
     sorted, longest first           9 9 8 7 6 5 4 3 2 1
@@ -16,35 +16,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNIT_TOKENS = 2**19
-"""The most tokens of one unit: bounds the memory and the time of what is committed, retried and bisected together."""
+"""Maximum tokens of a unit; bounds the memory and time of what is committed, retried and bisected together."""
 
 MIN_UNIT_ROWS, MAX_UNIT_ROWS, UNITS_PER_WINDOW = 32, 1024, 64
 
 WINDOW_TOKENS = UNITS_PER_WINDOW * UNIT_TOKENS
-"""The most tokens of a window: a unit's rows lie anywhere in it, and a worker may have to read all of it to get them."""
+"""Maximum tokens of a window: a unit's rows may be anywhere in it, so a worker may have to read all of it."""
 
 Range = tuple[int, int]
 
 
 def auto_unit_rows(rows_in_first_window: int) -> int:
-    """Rows of a unit where the spec leaves it open: 64 units in the first window, within 32 and 1024 rows."""
+    """Rows per unit for `unit_rows: auto`: 64 units in the first window, but 32 to 1024 rows."""
     return min(MAX_UNIT_ROWS, max(MIN_UNIT_ROWS, -(-rows_in_first_window // UNITS_PER_WINDOW)))
 
 
 def window_rows(lengths: NDArray[np.int32], most: int) -> int:
-    """How many of these rows make the next window: `most`, or as many as it takes to have WINDOW_TOKENS, if these are fewer."""
+    """How many of these rows make the next window: `most`, or the fewest that reach WINDOW_TOKENS, whichever is smaller."""
     return min(most, 1 + int(np.searchsorted(np.cumsum(lengths.astype(np.int64)), WINDOW_TOKENS)))
 
 
 def longest_first(lengths: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the order of a window's rows: longest first, equal ones as they come."""
+    """Return the order of a window's rows: longest first; a stable sort."""
     return np.argsort(-lengths.astype(np.int64), kind="stable")
 
 
 def cut(lengths: NDArray[np.int32], *, max_rows: int, max_tokens: int = UNIT_TOKENS) -> list[Range]:
     """Cut sorted rows into [start, end) units of at most `max_rows` rows and `max_tokens` tokens, in even shares.
 
-    A row that is longer than the budget is a unit of its own.
+    A row that exceeds the token budget forms a unit alone.
     """
     total = len(lengths)
     if total == 0:
@@ -62,7 +62,7 @@ def cut(lengths: NDArray[np.int32], *, max_rows: int, max_tokens: int = UNIT_TOK
 
 
 def padding_efficiency(lengths: NDArray[np.int32], *, batch_rows: int) -> float:
-    """Useful over computed tokens when rows go through in this order, in batches padded to their longest row; 1 if empty."""
+    """Useful over computed tokens for rows in this order, in batches padded to their longest row; 1 if empty."""
     if len(lengths) == 0 or int(lengths.sum()) == 0:
         return 1.0
     batches = range(0, len(lengths), batch_rows)
@@ -71,7 +71,7 @@ def padding_efficiency(lengths: NDArray[np.int32], *, batch_rows: int) -> float:
 
 
 def refill_makespan(costs: Sequence[float], slots: int) -> float:
-    """Time until all samples are done when each of `slots` takes the next one in order as soon as it is free."""
+    """Time until all samples are done, if each of `slots` takes the next sample as soon as it is free."""
     free = [0.0] * slots
     for cost in costs:
         heapq.heapreplace(free, free[0] + cost)
@@ -79,10 +79,10 @@ def refill_makespan(costs: Sequence[float], slots: int) -> float:
 
 
 def static_makespan(costs: Sequence[float], slots: int) -> float:
-    """The same when a batch of `slots` samples must end before the next begins."""
+    """The same, if a batch of `slots` samples must end before the next begins."""
     return float(sum(max(costs[at : at + slots]) for at in range(0, len(costs), slots)))
 
 
 def makespan_bound(costs: Sequence[float], slots: int) -> float:
-    """No schedule is faster: all work shared evenly, and the longest sample alone."""
+    """A lower bound on any schedule: all work shared evenly, or the longest sample alone."""
     return max(sum(costs) / slots, max(costs, default=0.0))

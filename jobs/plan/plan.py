@@ -1,9 +1,9 @@
-"""The plan of a job: which rows there are, which unit each belongs to, and the fingerprint of all that results depend on.
+"""The plan of a job: its rows, the unit of each row, and the fingerprint of everything that results depend on.
 
-    inputs --survey--> rows with lengths --PlanWriter--> plan/part-*.parquet, then _plan.json, once and for ever
+    inputs --survey--> rows with lengths --PlanWriter--> plan/part-*.parquet, then _plan.json, which never changes
 
-A plan depends on the spec and the inputs alone: not on workers, devices or batch sizes. Building it twice gives the same
-bytes. Memory does not grow with the input.
+A plan depends only on the spec and the inputs, not on workers, devices or batch sizes. Building it twice gives the same
+bytes. Memory use does not grow with the input.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from storage.runs.records import SCHEMA_VERSION, schema_of
 from storage.stores.verbs import AlreadyExists, NotFound, Store
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
-"""Error kinds of rows that can't be read: they tell nothing of the columns that the input has."""
+"""Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
 
 FORMAT = 1
-"""Of `_plan.json` itself; SCHEMA_VERSION is that of the results."""
+"""Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan as it stands in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
+    """A plan as stored in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
 
-    A first pass (`pass_` 1) has every row of the inputs, a later one those that the pass before it left failed.
+    The first pass (`pass_` 1) has every row of the inputs, a later pass the rows that failed in the one before.
     """
 
     fingerprint: str
@@ -85,22 +85,22 @@ class Plan:
         window = 0
         for part in self.parts:
             pairs = zip(part["unit_rows"], part["unit_tokens"], strict=True)
-            begins = set(part.get("windows", ())) - {0}  # plans of earlier versions do not tell
+            begins = set(part.get("windows", ())) - {0}  # plans of earlier versions lack it
             for number, (rows, tokens) in enumerate(pairs, start=part["first"]):
                 window += number in begins
                 yield UnitSize(number, rows, tokens, window)
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
-        """The rows of one unit, in the order in which its file holds them."""
+        """The rows of one unit, in the order of its result file."""
         return self._table().unit_rows(unit)
 
     def unit_ids(self) -> Iterator[tuple[int, list[str]]]:
-        """Every unit with the ids of its rows, one part in memory at a time."""
+        """Yield every unit with the ids of its rows; holds one part in memory at a time."""
         for unit, table in enumerate(self.tables(["id"])):
             yield unit, table["id"].to_pylist()
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """The unit table, one table for each unit in order, one part in memory at a time."""
+        """Yield the unit table as one table per unit, in order; holds one part in memory at a time."""
         return self._table().tables(columns)
 
     def _table(self) -> PlanTable:
@@ -118,12 +118,12 @@ def build_plan(
     epoch: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Plan:
-    """Read and measure every row, write the unit table and, last, `_plan.json`. `progress` hears how many rows were read.
+    """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
-    `epoch` is that of the lease under which this is done.
+    `epoch` is the epoch of the driver's lease.
 
-    Raises UserError, and leaves nothing behind, where the inputs hold no row, an id occurs twice, no row has a column that
-    the spec names, or a file is damaged.
+    Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec
+    names, or a file is damaged.
     """
     maker = make_maker(spec, tokenizer, info, hashes)
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
@@ -146,7 +146,7 @@ def build_plan(
 
 
 def make_maker(spec: JobSpec, tokenizer: Tokenizer | None, info: ModelInfo, hashes: Hashes) -> Maker:
-    """What makes the canvases of a spec."""
+    """The canvas maker of a spec."""
     return maker_for(
         spec.task,
         spec.input.columns,
@@ -169,14 +169,14 @@ def create_plan(
     pass_: int = 1,
     keep: pa.Schema | None = None,
 ) -> Plan:
-    """Write `_plan.json`, once all parts are written: from then on there is a plan. `results` is its results_key.
+    """Write `_plan.json` after all parts; the plan exists from then on. `results` is its results_key.
 
-    `keep` has the types of the columns that are carried into the results, None where there are none.
+    `keep` has the types of the columns that are copied into the results, None if there are none.
     """
     content = _content(spec, results, inputs, writer, pass_) | {"keep": written(keep)}
     try:
         store.create(PLAN, _text(content).encode())
-    except AlreadyExists:  # another driver's; it is ours if it says the same
+    except AlreadyExists:  # another driver wrote it; use it if it is the same job
         plan = load_plan(store)
         assert plan is not None
         compare_plan(plan, results, inputs)
@@ -185,7 +185,7 @@ def create_plan(
 
 
 def load_plan(store: Store) -> Plan | None:
-    """Return the plan of a run directory, None if it has none; UserError if it can't be understood."""
+    """Return the plan of a run directory, None if it has none; UserError if it is damaged or has another format."""
     try:
         content = json.loads(store.get(PLAN))
         if content["format"] != FORMAT:
@@ -200,9 +200,9 @@ def load_plan(store: Store) -> Plan | None:
 
 
 def compare_settings(plan: Plan, spec: JobSpec) -> None:
-    """Raise UserError, naming what differs, where the settings alone make `spec` another job than the plan's.
+    """Raise UserError, naming the differences, if its settings alone make `spec` a different job than the plan's.
 
-    Contents (weights, tokenizer, inputs) are not looked at: `compare_plan` does that once they are hashed.
+    Ignores contents (weights, tokenizer, inputs): `compare_plan` compares them once they are hashed.
     """
     now = spec.results_key() | {"schema_version": SCHEMA_VERSION}
     newer = dict.fromkeys(NEWER_INPUT_KEYS)
@@ -214,7 +214,7 @@ def compare_settings(plan: Plan, spec: JobSpec) -> None:
 
 
 def compare_inputs(plan: Plan, inputs: Sequence[InputFile]) -> None:
-    """Raise UserError, naming what differs, where the inputs are not those of the plan."""
+    """Raise UserError, naming the differences, if the inputs differ from the plan's."""
     files = changed_files(plan.files, inputs)
     if files:
         raise UserError(
@@ -231,7 +231,7 @@ def _another_job(plan: Plan, changed: Sequence[str]) -> UserError:
 
 
 def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile]) -> None:
-    """Raise UserError, naming what differs, unless `results` (results_key) is what the plan was made for."""
+    """Raise UserError, naming the differences, unless `results` (results_key) equals the plan's."""
     if fingerprint(results) == plan.fingerprint:
         return
     compare_inputs(plan, inputs)
@@ -241,7 +241,7 @@ def compare_plan(plan: Plan, results: dict[str, Any], inputs: Sequence[InputFile
 
 
 def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFile]) -> Iterator[pa.Table]:
-    """Pass the survey on; UserError for no rows at all, an id that occurs twice, or a column that no readable row has."""
+    """Pass the survey's tables through; UserError for no rows, a duplicate id, or a column that no readable row has."""
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
         for table in tables:
@@ -263,34 +263,34 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
 
 
 def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
-    """Whether, by the error kinds of all rows, no row that can be read has what it needs. `kinds` counts them, None if fine.
+    """Whether every readable row lacks a needed column. `kinds` counts the error kinds of all rows, None for valid rows.
 
-    Rows that can't be read say nothing of the columns: one of them among many must not hide that the spec is wrong.
+    Unreadable rows say nothing about the columns: one of them among many must not hide that the spec is wrong.
     """
     return bool(kinds.get("missing_column")) and set(kinds) <= {"missing_column", *UNREADABLE}
 
 
 def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
-    """The error of a job whose rows all lack what they need: then the spec is wrong, not the rows."""
+    """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
     s3 = spec.s3.options()
     rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
     first = next((row for row in rows if row.error is None), None)
     there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
         return UserError(
-            "no row has a prompt or a text, but messages, which a chat reads; allowed: true", field="task.chat"
+            "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true", field="task.chat"
         )
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.named() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
     return UserError(
-        f"no row has a value in a column {column!r}; the first has {listed(there)}{delimiter_hint(inputs, s3)}",
+        f"no row has a value in a column {column!r}; the first row has {listed(there)}{delimiter_hint(inputs, s3)}",
         field=f"input.columns.{name}",
     )
 
 
 def _expected_column(task: Task, there: dict[str, Any]) -> str:
-    """The column that such a row lacks where the spec names none."""
+    """The column that such a row lacks, if the spec names no columns."""
     if isinstance(task, Infill):
         return "text"
     has_text = there.get("text") is not None or there.get("completion") is not None
@@ -314,7 +314,7 @@ def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
 def _content(
     spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter, pass_: int
 ) -> dict[str, Any]:
-    """What `_plan.json` holds."""
+    """The content of `_plan.json`."""
     return {
         "format": FORMAT,
         "fingerprint": fingerprint(results),
@@ -330,7 +330,7 @@ def _content(
 
 
 def _text(content: dict[str, Any]) -> str:
-    """JSON with a line for each part, so that a plan of a million units is neither one line nor a million."""
+    """JSON with one line per part, so that a plan of a million units has neither one huge line nor a million lines."""
     head = json.dumps({key: value for key, value in content.items() if key != "parts"}, indent=1)
     parts = ",\n".join(f"  {json.dumps(part)}" for part in content["parts"])
     return f'{head[:-2]},\n "parts": [\n{parts}\n ]\n}}\n'

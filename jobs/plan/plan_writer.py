@@ -1,6 +1,6 @@
-"""Rows -> windows -> units -> the parts of the unit table. Memory holds one window and one part, however many rows come.
+"""Packs rows into windows and units and writes the unit table in parts. Holds one window and one part in memory.
 
-Knows lengths and ids; whether they came from files or from a benchmark is all the same to it.
+Knows only lengths and ids, not where they come from.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from storage.failpoints import failpoint
 from storage.stores.verbs import Store
 
 PART_UNITS = 256
-"""Units of a part: its footer, which a worker reads whole, stays below some hundred kilobytes."""
+"""Units per part: keeps a part's footer, which a worker reads whole, to a few hundred kilobytes."""
 
 
 @dataclass(slots=True)
 class UnitSums:
-    """Rows and canvas tokens of every unit, twelve bytes a unit, and the first unit of every window."""
+    """Rows and canvas tokens of every unit, twelve bytes per unit, and the first unit of every window."""
 
     rows: array[int] = field(default_factory=lambda: array("i"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
@@ -34,7 +34,7 @@ class UnitSums:
 
 @dataclass(slots=True)
 class PlanTotals:
-    """What a plan adds up to; `errors` counts rows that can't be read or tokenized, by kind."""
+    """Sums over a plan; `errors` counts rows that can't be read or tokenized, by kind."""
 
     rows: int = 0
     tokens: int = 0
@@ -52,10 +52,9 @@ class PlanTotals:
 
 
 class PlanWriter:
-    """Takes tables of ROW_SCHEMA in the order of the input and writes the parts. `unit_rows` None chooses by the first window.
+    """Takes tables of ROW_SCHEMA in input order and writes the parts. If `unit_rows` is None, the first window decides it.
 
-    With `keep_order` no window is sorted: the rows of the units are in the order in which they came. `epoch` is the
-    planning driver's.
+    With `keep_order`, windows are not sorted: rows stay in input order. `epoch` is the planning driver's.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PlanWriter:
         self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
 
     def add(self, rows: pa.Table) -> None:
-        """Take rows in, in tables of any size."""
+        """Add rows, in tables of any size."""
         assert rows.schema.equals(ROW_SCHEMA), rows.schema
         self._hold(rows)
         while self._held_rows >= self._window or self._held_tokens >= WINDOW_TOKENS:
@@ -85,20 +84,20 @@ class PlanWriter:
             self._hold(held.slice(end))
 
     def finish(self) -> None:
-        """Pack what is left and write the last part."""
+        """Pack the remaining rows and write the last part."""
         if self._held_rows:
             self._close_window(pa.concat_tables(self._held))
         self._let_go()
         self._write_part()
 
     def discard(self) -> None:
-        """Delete the parts of plans that came to nothing, this one's or an earlier driver's; never those of a later one."""
+        """Delete the parts of abandoned plans, of this driver or an earlier one; never those of a later driver."""
         for stat in list(self._store.list(FOLDER)):
             if epoch_of(stat.name) <= self._epoch:
                 self._store.delete(stat.name)
 
     def unit_table(self) -> list[dict[str, Any]]:
-        """The parts with the sizes of their units and the units at which windows begin, as `_plan.json` lists them."""
+        """The parts, the sizes of their units and the first units of windows, as `_plan.json` lists them."""
         listed = []
         for part in self.parts:
             end = part.first + part.units

@@ -1,6 +1,6 @@
-"""From a spec to all that has to be known before anything is written: the model, the tokenizer, the inputs, the old plan.
+"""Loads and checks, before anything is written, all that a spec refers to: model, tokenizer, inputs and an existing plan.
 
-Every problem that a user can cause is found here, as a UserError with the field path.
+Every problem that a user can cause raises a UserError here, with the field's path.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
 
 NOTED_BYTES = 2**30
-"""As much input is hashed in a second or two; more gets a line."""
+"""Hashing more input than this, which takes a second or two, prints a note."""
 
 LIMITED_HASH_BYTES = 2**30
-"""With `input.limit` a job may read the first few rows of a huge file: larger ones are then known by size and date alone."""
+"""With `input.limit`, a job may read few rows of a huge file: files larger than this are identified by size and date alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A spec whose model and inputs are there. `plan` is the run directory's, which is of the same job, or None."""
+    """A spec whose model and inputs are usable. `plan` is the run directory's plan of the same job, or None."""
 
     spec: JobSpec
     folder: Path
@@ -53,9 +53,9 @@ class Prepared:
 
 
 def prepare(spec: JobSpec, store: Store, display: Notes | None = None) -> Prepared:
-    """Look at the run directory, the model and the inputs; raises UserError where one of them is unusable.
+    """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
-    What takes no time is compared with a plan that is there before weights are fetched or hashed, which may take long.
+    Compares settings with an existing plan first, before it fetches or hashes weights, which may take long.
     """
     plan = load_plan(store)
     if plan is not None:
@@ -83,12 +83,12 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None) -> Prepar
     if plan is not None:
         compare_plan(plan, results_key(spec, info, hashes, inputs), inputs)
     elif next(store.list("data/"), None) is not None:
-        raise UserError(f"{store.url} holds results, but no {PLAN} that says of what", field="output.path")
+        raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
 
 
 def _hashed(folder: Path, display: Notes) -> str:
-    """The model's hash; says how much there is to read, and how far it is."""
+    """Hash the model, and show the progress."""
     total = weight_bytes(folder)
     display.note(f"hashing the model: {size_text(total)}")
     done = 0
@@ -107,7 +107,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
-    """Describe the checkpoint and check that its family does the task, and runs the decoder."""
+    """Describe the checkpoint; checks that its family supports the task and the decoder."""
     from decoders.backbones.checkpoint import inspect_model
 
     try:
@@ -122,7 +122,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
 
 
 def check_task(task: Task, info: ModelInfo) -> None:
-    """Raise UserError where no decoder that runs on the model's family does the task."""
+    """Raise UserError if no decoder for the model's family supports the task."""
     from decoders.backbones.families.table import FAMILIES
 
     kinds = {one.runs_on for one in DECODERS.values() if task.kind in one.tasks}
@@ -130,27 +130,27 @@ def check_task(task: Task, info: ModelInfo) -> None:
         families = sorted(name for name, family in FAMILIES.items() if family.kind in kinds)
         tasks = dict.fromkeys(name for one in DECODERS.values() if one.runs_on == info.kind for name in one.tasks)
         raise UserError(
-            f"{task.kind!r} is no task for models of family {info.family!r}, which do {', '.join(tasks) or 'none yet'}; "
-            f"families that do it: {', '.join(families) or 'none'}",
+            f"models of family {info.family!r} do not support {task.kind!r}; tasks they support: "
+            f"{', '.join(tasks) or 'none yet'}; families that support it: {', '.join(families) or 'none'}",
             field="task.kind",
         )
 
 
 def check_chat(spec: JobSpec, tokenizer: Tokenizer | None) -> None:
-    """Raise UserError where the task is a chat and the tokenizer has no chat template."""
+    """Raise UserError if the task is a chat and the tokenizer has no chat template."""
     if not isinstance(spec.task, Infill) and spec.task.chat and (tokenizer is None or tokenizer.chat is None):
         raise UserError("the tokenizer has no chat template; allowed: false", field="task.chat")
 
 
 def fim_key(task: Task, tokenizer: Tokenizer | None, info: ModelInfo) -> dict[str, Any] | None:
-    """The tokens that ask the model to fill in the middle; None where it is not asked so, UserError where it can't be."""
+    """The special tokens for filling in the middle; None if the task doesn't need them, UserError if the model has none."""
     if not isinstance(task, Infill) or not fills_in_middle(task, info):
         return None
     return template_of(task.fim, tokenizer, info).key()
 
 
 def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]) -> None:
-    """Raise UserError where a stop string of the task could never be found."""
+    """Raise UserError if a stop string of the task can never occur."""
     if isinstance(spec.task, Complete) and spec.task.stop:
         rules = RowRules(spec.task, spec.input.columns, spec.decoder.kind, spec.sampling, tokenizer, ends)
         problem = rules.unseen_stop(spec.task.stop)
@@ -159,7 +159,7 @@ def check_stop(spec: JobSpec, tokenizer: Tokenizer | None, ends: tuple[int, ...]
 
 
 def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokenizer | None) -> str | None:
-    """SHA-256 of the model that drafts, None where none does; UserError where it can't be had, or does not fit the model."""
+    """SHA-256 of the drafter model, None without one; UserError if it can't be fetched or does not fit the model."""
     drafter = fetch_drafter(spec.decoder, spec.s3.options())
     if drafter is None:
         return None
@@ -167,7 +167,7 @@ def drafter_hash(spec: JobSpec, folder: Path, info: ModelInfo, tokenizer: Tokeni
 
 
 def head_hash(spec: JobSpec) -> str | None:
-    """SHA-256 of a draft head that lies outside of the model's folder; None where there is none to be had."""
+    """SHA-256 of a draft head outside the model's folder; None if the spec names none."""
     head: Any = getattr(spec.decoder, "head", None)
     if head in {None, "auto", "none"}:
         return None
@@ -175,16 +175,16 @@ def head_hash(spec: JobSpec) -> str | None:
     files = [folder / name for name in ("draft_head.json", "draft_head.safetensors")]
     if not all(file.is_file() for file in files):
         raise UserError(
-            f"{head!r} holds no draft_head.json and draft_head.safetensors; allowed: auto, none, or a folder that does",
+            f"{head!r} lacks draft_head.json or draft_head.safetensors; allowed: auto, none, or a folder that has both",
             field=HEAD_FIELD,
         )
     return hash_files(folder, files)
 
 
 def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 0) -> Plan:
-    """Read and measure every row of the inputs and write the plan; `epoch` is that of the lease, under which alone it is done.
+    """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    Another driver may have planned since `prepare` looked: then its plan is compared, and returned.
+    If another driver has planned since `prepare`, its plan is compared and returned.
     """
     plan = load_plan(store)
     if plan is not None:
@@ -196,7 +196,7 @@ def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 
     most_bytes = None if prepared.spec.input.limit is None else LIMITED_HASH_BYTES
     num_bytes = num_bytes_to_hash(prepared.inputs, most_bytes)
     if num_bytes >= NOTED_BYTES:
-        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, by which a resume knows it again")
+        display.note(f"planning: hashing {num_bytes / 1e9:,.1f} GB of input, so that a resume can detect changes")
     inputs = hashed(prepared.inputs, most_bytes=most_bytes)
     rows = said = 0
 

@@ -1,6 +1,6 @@
-"""Reads every row of the inputs once and says how large its canvas is: the stream that a plan is packed from.
+"""Reads every input row once and measures its canvas; the planner packs this stream of rows into units.
 
-A row that can't be read or tokenized is in the stream too, with its error's kind; it comes back as a failed row.
+The stream includes rows that can't be read or tokenized, with the kind of their error; they become failed rows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from storage.stores.promises import side_by_side
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
-"""A batch is measured at one of these bounds, so that rows in memory stay few when they are long."""
+"""A batch is measured when it reaches one of these limits; the second bounds memory when rows are long."""
 
 MOST_THREADS = 16
-"""Tokenizing lets go of the interpreter's lock. What holds it, reading rows and counting, keeps no more threads busy."""
+"""Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """Rows of one file, waiting to be measured together; `chars` is their size, roughly."""
+    """Rows of one file that will be measured together; `chars` is their approximate size."""
 
     file: int
     rows: list[Row] = field(default_factory=list)
@@ -45,11 +45,11 @@ class Batch:
 def survey(
     spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
 ) -> Iterator[pa.Table]:
-    """Yield tables of ROW_SCHEMA in the order of the input, at most `input.limit` rows together.
+    """Yield tables of ROW_SCHEMA in input order, at most `input.limit` rows in total.
 
-    `kept` takes note of the columns that are to be carried into the results.
+    `kept` collects the types of the columns that are copied into the results.
 
-    Raises UserError if a file is gone or damaged as a whole.
+    Raises UserError if a whole file is missing or damaged.
     """
     threads = min(MOST_THREADS, os.cpu_count() or 1)
 
@@ -88,7 +88,7 @@ def _batches(spec: JobSpec, inputs: Sequence[InputFile], kept: KeptTypes | None)
 
 
 def _chars(value: Any) -> int:
-    """Roughly how much memory a value takes: characters of its texts, and one for each number of a list."""
+    """A value's approximate size: the characters of its texts, and one for each number of a list."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -113,7 +113,7 @@ def _measured(spec: JobSpec, maker: Maker, file: InputFile, batch: Batch) -> pa.
 
 
 def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
-    """The sizes of the rows' canvases; where the batch as a whole can't be measured, those of one row after the other."""
+    """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
     found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
     if not isinstance(found, RowError):
         return found
@@ -125,7 +125,7 @@ def _size(maker: Maker, values: Values, key: int) -> Size:
 
 
 def _named(spec: JobSpec, file: InputFile, row: Row) -> tuple[str, int | RowError]:
-    """The row's id, and its key or the error that it fails with."""
+    """The row's id, and its key or its error."""
     name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
     if row.error is not None:
         return name, row.error

@@ -1,4 +1,4 @@
-"""From a spec and its plan to the Job that workers are given."""
+"""Builds the Job that workers receive from a spec and its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jobs.spec.job_spec import JobSpec
 
 
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
-    """What the workers are told of a job; local paths are made absolute, since workers may stand elsewhere."""
+    """The Job for the workers; local paths become absolute, since workers may have another working directory."""
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -37,7 +37,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
 
 
 def place_of(spec: JobSpec) -> ModelPlace:
-    """The model section, with local paths made absolute."""
+    """The model section, with absolute local paths."""
     model = spec.model
     return ModelPlace(
         path=where(model.path),
@@ -53,7 +53,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
 
 
 def decoder_of(spec: JobSpec) -> DecoderSettings:
-    """The decoder's settings, with the folders of a draft head and of a model that drafts made absolute."""
+    """The decoder's settings, with absolute paths of a draft head and of a drafter model."""
     head = getattr(spec.decoder, "head", None)
     if head not in {None, "auto", "none"}:
         return spec.decoder.model_copy(update={"head": absolute(head)})
@@ -66,10 +66,10 @@ def decoder_of(spec: JobSpec) -> DecoderSettings:
 
 
 def where(path: str) -> str:
-    """A model's path: a folder that is here as an absolute one; anything else stays as it is."""
+    """A model's path: absolute if it exists on this machine, otherwise unchanged."""
     return absolute(path) if Path(path).exists() else path
 
 
 def absolute(path: str) -> str:
-    """A local path as an absolute one; URLs stay as they are."""
+    """A local path made absolute; URLs stay unchanged."""
     return path if "://" in path else str(Path(path).expanduser().absolute())

@@ -1,1 +1,1 @@
-"""A job's YAML file: its keys, and what is wrong with it."""
+"""The job spec: the keys of a job's YAML file, and the messages about errors in it."""

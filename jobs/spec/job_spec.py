@@ -1,6 +1,6 @@
 """The job spec: every key of a job's YAML file, checked before anything is loaded. Pure pydantic, no torch.
 
-Frozen, and unknown keys are errors at every level. docs/specs.md says what each key means.
+Specs are frozen, and unknown keys are errors at every level. docs/specs.md explains each key.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _once(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class InputSettings(Settings):
-    """Where the rows are: a path, or several, of which each must be there.
+    """Where the rows are: one path or several; each must exist.
 
-    `chunk_chars` cuts text files into rows of at most so many characters. `delimiter` is that of the csv files, null for a
-    comma (a tab in .tsv). `truncate` says which part of a prompt that is too long for the model is
-    cut away, null for none. `keep` names columns that are carried into the results.
+    `chunk_chars` cuts text files into rows of at most that many characters. `delimiter` separates the fields of csv files,
+    null for a comma (a tab in .tsv). `truncate` says which part is cut off a prompt that is too long for the model, null
+    for none. `keep` names columns that are copied into the results.
     """
 
     path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
@@ -84,7 +84,7 @@ class ModelSettings(Settings):
 
 
 class BatchingSettings(Settings):
-    """How much a worker decodes at once, and how many rows are sorted together."""
+    """How much a worker decodes at once, and how many rows are sorted together (`window`)."""
 
     max_tokens: Auto | Positive = "auto"
     max_rows: Auto | Positive = "auto"
@@ -92,10 +92,10 @@ class BatchingSettings(Settings):
 
 
 class WorkerSettings(Settings):
-    """How many workers, and what each of them gets; a fraction of a GPU is allowed.
+    """How many workers, and the resources of each; a fraction of a GPU is allowed.
 
-    A worker that moves nothing forward for `stall_s` seconds is killed, and its units are given to others; so is one that
-    does not come up in `start_s` seconds, which include its wait for a place and its loading of the model.
+    A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
+    is not up after `start_s` seconds, which include waiting for resources and loading the model.
     """
 
     count: Auto | Positive = "auto"
@@ -137,19 +137,19 @@ class S3Settings(Settings):
     checksums: Literal["auto", "when_required", "when_supported"] = "auto"
 
     def options(self) -> S3Options:
-        """The same as storage takes it."""
+        """The same settings as storage's S3Options."""
         return S3Options(self.endpoint, self.region, self.addressing, self.checksums)
 
 
 def _shown(name: str) -> str:
-    # It heads tables on a terminal.
+    # The name is the heading of tables on a terminal.
     if not name.isprintable():
         raise ValueError("has control characters")
     return name
 
 
 NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep")
-"""Keys of `input` that came later: in the fingerprint only where they are set, so that a job without them stays itself."""
+"""Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
 
 class JobSpec(Settings):
@@ -191,9 +191,9 @@ class JobSpec(Settings):
         return self
 
     def results_key(self) -> dict[str, Any]:
-        """What of the spec changes results, plain and JSON-able: it enters the fingerprint, the rest does not.
+        """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
 
-        Checkpoints, tokenizer and inputs are known by their content, which the planner adds.
+        The planner adds hashes of the checkpoints, tokenizer and inputs, which are identified by content.
         """
         full = self.model_dump(mode="json")
         if isinstance(full["decoder"].get("drafter"), dict):
@@ -201,7 +201,7 @@ class JobSpec(Settings):
                 key: value for key, value in full["decoder"]["drafter"].items() if key not in {"path", "revision"}
             }
         if self.task.kind == "infill" and self.decoder.runs_on != "causal":
-            # No other decoder has a use for them, and runs of earlier versions don't know them.
+            # Only decoders of causal models use these keys, and runs of earlier versions lack them.
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
         return {
             "seed": self.seed,
@@ -215,15 +215,15 @@ class JobSpec(Settings):
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
-    """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. A job without a name takes the file's.
+    """Read a spec file, apply `a.b=VALUE` overrides (VALUE is YAML) and check it. The default name is the file's name.
 
-    Raises UserError, with the field path, the value and what is allowed.
+    Raises UserError with the field's path, the value and the allowed values.
     """
     return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
 
 
 def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
-    """Return the spec that a mapping describes once `a.b=VALUE` overrides are in it; raises UserError as `load_spec` does."""
+    """Return the spec for a mapping with `a.b=VALUE` overrides; changes `data`. Raises UserError as `load_spec` does."""
     before = deepcopy(data)
     for override in overrides:
         apply_override(data, override)
@@ -234,7 +234,7 @@ def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
 
 
 def check_spec(data: dict[str, Any]) -> JobSpec:
-    """Return the spec that a mapping describes; raises UserError as `load_spec` does."""
+    """Return the spec for a mapping; raises UserError as `load_spec` does."""
     try:
         return JobSpec.model_validate(data, strict=True)
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""What may stand where a spec names a place: a local path, or a URL of the few kinds that are read or written there. Pure.
+"""Checks the paths and URLs in a spec: local paths, and the URL schemes that each key allows. Pure.
 
-A message never repeats a URL that is refused: people paste signed ones, and passwords in front of an @.
+A message never repeats a rejected URL: users may paste signed URLs, or passwords before an @.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from storage.inputs.inputs import expanded, glob_pattern
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255
-"""What Linux takes; beyond it the system's calls fail in ways of their own."""
+"""Linux's limits; the error messages of longer paths would be confusing."""
 
 SCHEMES: dict[str, tuple[str, ...]] = {
     "input.path": ("s3", "hf"),
@@ -25,26 +25,26 @@ SCHEMES: dict[str, tuple[str, ...]] = {
     "decoder.drafter.path": ("s3",),
     "output.path": ("s3", "memory"),
 }
-"""The kinds of URL that each key takes, besides local paths (and `builtin:`, which is none)."""
+"""The URL schemes that each key allows, besides local paths (`builtin:` is not a URL)."""
 
 
 _WILD = re.compile(r"[*?\[]")
 
 
 def place_problem(data: Any) -> str | None:
-    """The first place in a spec (a JobSpec) that can't be one, led by its key; None if all are fine."""
+    """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
     for key, value in _places(data):
         problem = path_problem(value, SCHEMES[key.rstrip(".0123456789")])
         if problem:
             return f"{key}: {problem}"
     for path in [data.input.path] if isinstance(data.input.path, str) else data.input.path:
         if among_inputs(path, data.output.path):
-            return f"output.path: {data.output.path!r} lies among the inputs, {path!r}; choose a place outside of them"
+            return f"output.path: {data.output.path!r} is inside the inputs, {path!r}; choose a path outside of them"
     return None
 
 
 def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
-    """What is wrong with a path or URL; None where nothing is."""
+    """The problem with a path or URL; None if it is valid."""
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return f"{path[:80]!r} has control characters"
     if len(path.encode()) > MAX_PATH_BYTES or any(len(name.encode()) > MAX_NAME_BYTES for name in path.split("/")):
@@ -59,9 +59,9 @@ def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:
 
 
 def among_inputs(inputs: str, output: str) -> bool:
-    """Whether a run at `output` would find its own result files at `inputs`: a folder around it, or a glob that matches them.
+    """Whether a run at `output` would read its own result files as inputs: `inputs` is a parent folder or a matching glob.
 
-    Going on with the job would then be refused, since its inputs have changed.
+    Resuming such a job would fail, since its inputs would have changed.
     """
     if inputs.startswith(("builtin:", "hf://")) or ("://" in inputs) != ("://" in output):
         return False

@@ -1,6 +1,6 @@
-"""What is wrong with a spec, in words: field path, value, what is allowed, and the nearest known key.
+"""Messages for errors in a spec: the field's path, the value, what is allowed, and the nearest known key.
 
-Turns pydantic's errors, whose locations name union members too, into paths that stand in the user's file.
+Turns the locations of pydantic's errors, which also name union members, into paths of the user's file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pydantic import BaseModel, ValidationError
 from storage.errors import UserError
 
 MOST = 5
-"""More problems than this are only counted."""
+"""Number of problems shown; the rest are only counted."""
 
 _LED_BY_PATH = re.compile(r"^(?:[a-z0-9_]+(?:\.[a-z0-9_]+)+): ")
-# How much of a value is shown; and what a message of ours quotes at a length that only a value has.
+# The characters shown of a value; and a quoted text that is too long to be anything but a value.
 _LONGEST: Final = 80
 _QUOTED: Final = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"")
 _TYPES = {
@@ -38,7 +38,7 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "at least
 
 
 def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: ValidationError) -> UserError:
-    """Return the UserError that names every problem, one a line, those of one key together."""
+    """Return a UserError that names every problem, one line per key."""
     found: dict[str, list[Any]] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_path(item, data), []).append(item)
@@ -52,9 +52,9 @@ def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: Validatio
 def kind_changed(
     before: Mapping[str, Any], after: Mapping[str, Any], overrides: Sequence[str], error: UserError
 ) -> UserError | None:
-    """The error of a section whose `kind` an override changed while the old kind's settings stayed; None for any other error.
+    """A clearer error if an override changed a section's `kind` but the old kind's settings stayed; None for other errors.
 
-    `before` and `after` are the spec's mapping without and with the `overrides` (KEY=VALUE); `error` says what is wrong in it.
+    `before` and `after` are the spec's mapping without and with the `overrides` (KEY=VALUE); `error` is the original error.
     """
     set_here = {override.partition("=")[0].strip() for override in overrides}
     wrong = {error.field or ""} | {
@@ -71,22 +71,22 @@ def kind_changed(
             fits = [f"{inner}: {json.dumps(new[inner])}" for inner in new if inner not in {"kind", *stayed}]
             fresh = ", ".join([f"kind: {new['kind']}", *fits])
             return UserError(
-                f"{', '.join(stayed)} of the spec belong to the old kind, {old['kind']!r}, and {', '.join(bad)} can't stay with "
-                f'{new["kind"]!r}; to drop them all write --set "{section}={{{fresh}}}"',
+                f"{', '.join(stayed)} of the spec belong to the old kind, {old['kind']!r}, and {', '.join(bad)} don't work with "
+                f'{new["kind"]!r}; to drop them all, write --set "{section}={{{fresh}}}"',
                 field=f"{section}.kind",
             )
     return None
 
 
 def _at(data: Any, section: str) -> Any:
-    """What stands at a dotted key of a mapping, None where nothing does."""
+    """The value at a dotted key of a mapping; None if there is none."""
     for key in section.split("."):
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
 
 
 def _path(item: Any, data: Any) -> str:
-    """The location without the names of union members, which are no keys of the user's file."""
+    """The location without the names of union members, which are not keys of the user's file."""
     keys: list[str] = []
     last = len(item["loc"]) - 1
     for index, key in enumerate(item["loc"]):
@@ -103,9 +103,10 @@ def _path(item: Any, data: Any) -> str:
 
 
 def _without_consequences(found: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Where a `kind` is wrong, what else is said of its section means nothing.
+    """Drop errors that follow from another error.
 
-    Where keys of a mapping are wrong, it means nothing that the mapping is no word like `auto`.
+    If a `kind` is wrong, other errors in its section are meaningless. If keys of a mapping are wrong, the error that the
+    mapping is not a word such as `auto` is meaningless.
     """
     found = {path: items for path, items in found.items() if not (_no_word(items) and _has_keys(path, found))}
     bad = [path.removesuffix("kind") for path in found if path.rpartition(".")[2] == "kind"]
@@ -139,7 +140,7 @@ def _problem(model: type[BaseModel], data: Mapping[str, Any], path: str, items: 
         )
     if item["type"] == "value_error":
         return _own_words(path, str(item["ctx"]["error"]))
-    value = f"{item['input']!r}" if path.partition(".")[0] != "s3" else "what stands there"  # it may be a key
+    value = f"{item['input']!r}" if path.partition(".")[0] != "s3" else "the value"  # not shown: it may be a secret key
     return (
         path,
         f"{_short(value)} is not allowed; allowed: {' or '.join(dict.fromkeys(_allowed(part) for part in items))}",
@@ -151,7 +152,7 @@ def _short(value: str) -> str:
 
 
 def _own_words(path: str, message: str) -> tuple[str, str]:
-    """A message of our validators may lead with the path it is about, and quotes what the user wrote, however long."""
+    """Split the path from a message of our own validators, if it starts with one, and shorten long quoted values."""
     message = _QUOTED.sub(lambda quoted: _short(quoted[0]), message)
     led = _LED_BY_PATH.match(message)
     return (led[0][:-2], message[led.end() :]) if led else (path, message)
@@ -190,7 +191,7 @@ def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models_at(model: type[BaseModel], location: Sequence[Any]) -> list[type[BaseModel]]:
-    """The models that may stand at a location: a key leads to its field's models, a union member's name picks one."""
+    """The models that are possible at a location: a key leads to its field's models, a union member's name selects one."""
     models = [model]
     for key in location:
         inner = [

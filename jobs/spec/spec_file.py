@@ -1,4 +1,4 @@
-"""YAML into a plain mapping, and `a.b=VALUE` overrides into it. Knows no key of a spec."""
+"""Reads YAML into a plain mapping and applies `a.b=VALUE` overrides to it. Knows none of the spec's keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from storage.errors import UserError
 
 MAX_BYTES = 4 * 2**20
 MAX_INT_BITS = 1024
-"""No key takes more than 64; Python refuses to print a number of some thousand digits, in error messages too."""
+"""Keys need at most 64 bits; Python refuses to print numbers of several thousand digits, even in error messages."""
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which also refuses a key written twice and reads 1e-3 as a number."""
+    """The safe loader; in addition, rejects duplicate keys and reads 1e-3 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key_node, yaml.ScalarNode) and key_node.tag != "tag:yaml.org,2002:merge":
                 if key_node.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {key_node.value!r} is written twice", key_node.start_mark
+                        None, None, f"the key {key_node.value!r} occurs twice", key_node.start_mark
                     )
                 seen.add(key_node.value)
         return super().construct_mapping(node, deep)
@@ -33,30 +33,30 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         value = int(super().construct_yaml_int(node))
         if value.bit_length() > MAX_INT_BITS:
-            raise yaml.constructor.ConstructorError(None, None, "a number that is too long", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "a number is too long", node.start_mark)
         return value
 
     def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
         value = str(super().construct_yaml_str(node))
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise yaml.constructor.ConstructorError(None, None, "half of a UTF-16 pair", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "text has half of a UTF-16 surrogate pair", node.start_mark)
         return value
 
 
 _Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_yaml_str)
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
-# YAML 1.1 asks for a dot in every float and so reads 1e-3 as a string.
+# YAML 1.1 requires a dot in every float, so it reads 1e-3 as a string.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
 )
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; UserError where it is missing, no YAML, or no mapping."""
+    """Return the mapping in a YAML file; UserError if it is missing, not YAML, or not a mapping."""
     try:
         if path.is_file() and path.stat().st_size > MAX_BYTES:
-            raise UserError(f"spec {path}: larger than {MAX_BYTES // 2**20} MiB, so no spec")
+            raise UserError(f"spec {path}: larger than {MAX_BYTES // 2**20} MiB, the maximum size of a spec")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"spec {path}: {error.strerror or error}") from None
@@ -64,13 +64,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"spec {path}: not UTF-8: {error}") from None
     data = _parse(text, f"spec {path}")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        found = type(data).__name__ if not isinstance(data, dict) else "keys that are no strings"
+        found = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
         raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {found}")
     return data
 
 
 def apply_override(data: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place; VALUE is read as YAML. Raises UserError where it has no '=', or no mapping to go into."""
+    """Set one dotted key in place; VALUE is read as YAML. Raises UserError without '=', or if the parent is not a mapping."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -78,7 +78,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     for index, key in enumerate(keys[:-1]):
         inner = data.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {override!r}: {inner!r} has no keys in it", field=".".join(keys[: index + 1]))
+            raise UserError(f"--set {override!r}: {inner!r} is not a mapping", field=".".join(keys[: index + 1]))
         data = inner
     data[keys[-1]] = _parse(text, f"--set {override!r}")
 
@@ -88,12 +88,12 @@ def _parse(text: str, what: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{what}: not YAML: {_reason(error)}") from None
-    except (KeyError, AttributeError, TypeError):  # so PyYAML fails where a value is not of the type that its tag names
+    except (KeyError, AttributeError, TypeError):  # PyYAML's errors for a value that does not match its tag
         raise UserError(f"{what}: not YAML: a value does not fit its tag") from None
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong and where, without the lines around it, which may hold what is nobody's business."""
+    """The problem and its place, without the lines around it, which may contain secrets."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         said = " ".join(filter(None, [error.context, error.problem]))

@@ -1,5 +1,6 @@
-"""Whether a task fits the columns that its rows have and the decoder that is to do it. Pure; problems are sentences led by
-the path of the key to change.
+"""Checks that a task fits the columns of its rows and its decoder. Pure.
+
+A problem is a sentence that starts with the path of the key to change.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _INFILL_COLUMNS = ("text", "prefix", "suffix", "spans", "sentences")
 
 
 def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
-    """Why this task can't be done to rows of these columns by this decoder; None where it can."""
+    """Why this decoder can't do this task on rows with these columns; None if it can."""
     problem = _stray_column(task, columns.named())
     if problem is None and not has_tokenizer and columns.tokens is None:
-        problem = "model.tokenizer: with 'none' every row gives its tokens: name their column in input.columns.tokens"
+        problem = "model.tokenizer: 'none' needs rows that give their tokens; name their column in input.columns.tokens"
     if problem is None:
         problem = (
             mask_problem(task.mask, columns)
@@ -47,7 +48,7 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
 
 
 def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
-    """Why this decoder does not do this kind of task; None where it does."""
+    """Why this decoder does not support this kind of task; None if it does."""
     allowed = decoders_for(task.kind)
     if decoder.kind in allowed:
         return None
@@ -55,24 +56,24 @@ def decoder_problem(task: Task, decoder: DecoderSettings) -> str | None:
 
 
 def _own_settings_problem(task: Task, columns: Columns, decoder: DecoderSettings) -> str | None:
-    """Why this decoder can't take such settings from each row; None where it can, or need not."""
+    """Why this decoder can't use the rows' own settings; None if it can, or if the rows have none."""
     if isinstance(task, Infill) and columns.max_new_tokens is not None and decoder.runs_on != "causal":
         return (
-            f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that "
-            f"the mask gives them; used by: {', '.join(decoders_of('causal'))}"
+            f"input.columns.max_new_tokens: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of "
+            f"its holes; used by: {', '.join(decoders_of('causal'))}"
         )
     for name in ("temperature", "top_p"):
         if getattr(columns, name) is not None and not decoder.draws_by_row:
             allowed = sorted(kind for kind, one in DECODERS.items() if one.draws_by_row)
             return (
-                f"input.columns.{name}: decoder {decoder.kind!r} draws all rows alike, by sampling.{name}; "
-                f"decoders that draw each by its own: {', '.join(allowed)}"
+                f"input.columns.{name}: decoder {decoder.kind!r} uses sampling.{name} for all rows; "
+                f"decoders that use each row's own: {', '.join(allowed)}"
             )
     return None
 
 
 def _stray_column(task: Task, named: dict[str, str]) -> str | None:
-    """A column that the task has no use for is a mistake about the task."""
+    """The problem with a named column that the task does not use; None if it uses all."""
     used = {
         "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:3]),
         "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
@@ -86,15 +87,15 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
 
 
 def truncate_problem(task: Task, columns: Columns) -> str | None:
-    """Why prompts of this task can't be cut where they are too long; None where they can."""
+    """Why long prompts of this task can't be truncated; None if they can."""
     if isinstance(task, Infill):
         return (
-            "input.truncate: holes are filled in whole texts, which are not cut (a causal model that fills them sees what fits "
-            "around a hole); allowed: null"
+            "input.truncate: texts with holes are never cut (a causal model sees as much text around a hole as fits); "
+            "allowed: null"
         )
     named = columns.named()
     if isinstance(task, Score) and not task.chat and ("tokens" in named or ("text" in named and "prompt" not in named)):
-        return "input.truncate: what is scored is not cut, only a prompt in front of it, which these rows have not; allowed: null"
+        return "input.truncate: only a prompt can be cut, not the scored text, and these rows have no prompt; allowed: null"
     return None
 
 
@@ -102,7 +103,7 @@ def truncate_problem(task: Task, columns: Columns) -> str | None:
 
 
 def mask_problem(mask: Mask, columns: Columns) -> str | None:
-    """Why this mask can't be applied to rows of these columns; None where it can."""
+    """Why this mask can't be applied to rows with these columns; None if it can."""
     named = columns.named()
     if isinstance(mask, Given) and "tokens" not in named:
         return "input.columns.tokens: mask kind 'given' needs the column that holds each row's tokens"
@@ -125,22 +126,22 @@ def _surplus_column(mask: Mask, named: dict[str, str]) -> str | None:
 
 
 def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) -> str | None:
-    """Why this decoder can't fill the holes of this task, if it is one of causal models, or has keys that only those use."""
+    """Why a causal model's decoder can't fill this task's holes, or why another decoder can't use its keys; None if valid."""
     if decoder.runs_on != "causal":
         for key in ("fim", "max_new_tokens"):
             if getattr(task, key) != Infill.model_fields[key].default:
                 return (
-                    f"task.{key}: the decoder {decoder.kind!r} does not use it, since its holes have the lengths that the mask "
-                    f"gives them; used by: {', '.join(decoders_of('causal'))}"
+                    f"task.{key}: the decoder {decoder.kind!r} does not use it, since the mask fixes the lengths of its holes; "
+                    f"used by: {', '.join(decoders_of('causal'))}"
                 )
         return None
     if not isinstance(task.mask, Marker | Spans | Lines | SpanFraction):
         return (
-            f"task.mask.kind: {task.mask.kind!r} leaves holes that a causal model can't fill one after the other; "
+            f"task.mask.kind: {task.mask.kind!r} makes holes that a causal model can't fill one after another; "
             f"allowed with the decoder {decoder.kind!r}: marker, spans, lines, span_fraction"
         )
     if not has_tokenizer:
-        return "model.tokenizer: a causal model is asked for a hole by its tokenizer's special tokens; with 'none' there are none"
+        return "model.tokenizer: a causal model needs its tokenizer's special tokens to fill a hole; 'none' does not work here"
     return None
 
 
@@ -148,21 +149,21 @@ def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) 
 
 
 def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: bool) -> str | None:
-    """Why rows of these columns give no prompt, or no text to score, or more than one; None where they give one."""
+    """Why rows with these columns give no prompt or text to score, or more than one; None if they give exactly one."""
     named = columns.named()
     if "messages" in named and not task.chat:
         return "input.columns.messages: only a chat has messages; set task.chat: true, or name input.columns.prompt"
     if "tokens" in named and task.chat:
         return "task.chat: a chat is made of text, but the rows give tokens"
     if not has_tokenizer and columns.stop is not None:
-        return "input.columns.stop: stop strings are looked for in text, which takes a tokenizer; with 'none' there is none"
+        return "input.columns.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
     if not has_tokenizer and isinstance(task, Complete) and task.stop:
-        return "task.stop: stop strings are looked for in text, which takes a tokenizer; with 'none' there is none"
+        return "task.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
     return _one_of(_exclusive(task, named))
 
 
 def _exclusive(task: Complete | Score, named: dict[str, str]) -> list[list[str]]:
-    """Groups of named columns of which each row can have one only."""
+    """Groups of named columns; a row can have only one column of each group."""
     if "tokens" in named:
         return [[name for name in named if name in {"tokens", *_SCORE_COLUMNS}]]
     if isinstance(task, Complete):
@@ -174,5 +175,5 @@ def _exclusive(task: Complete | Score, named: dict[str, str]) -> list[list[str]]
 def _one_of(groups: list[list[str]]) -> str | None:
     for names in groups:
         if len(names) > 1:
-            return f"input.columns: {' and '.join(names)} each say what a row holds; only one of them may be named"
+            return f"input.columns: {' and '.join(names)} each give a row's content; name only one of them"
     return None

@@ -1,9 +1,8 @@
 """How many failed samples are too many: `errors.max_rate` and `errors.max_count`.
 
-A rate says nothing of a small job: one row that is too long is 1.7 % of sixty, and no sign that the job went wrong. So a few
-failures are let pass whatever their rate: FEW of them, or FEW_SHARE of the samples where that is less. The bound grows without
-a step: five in a hundred samples, five in five hundred, and from there on `max_rate` as it stands (1 %). A rate of 0
-and a `max_count` mean what they say.
+A rate is not meaningful for a small job: one row that is too long is 1.7 % of sixty, but no sign of a wrong job. So a few
+failures are always allowed: FEW of them, or FEW_SHARE of the samples if that is less. The bound has no steps: five in a
+hundred samples, five in five hundred, and from there on `max_rate` (1 %). A rate of 0 and a `max_count` apply exactly.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ FEW: Final = 5
 FEW_SHARE: Final = 0.05
 
 HOPELESS = 1000
-"""Failed samples below which no job is stopped early: a small one is soon finished, and shows all of its failures."""
+"""A job with fewer failed samples is never stopped early: a small job soon finishes, and then shows all of its failures."""
 
 
 def hopeless(failed: int, rows: int, allowed: ErrorSettings) -> bool:
-    """Whether a job that is still decoding can only end with exit code 3, and is large enough to be stopped for it."""
+    """Whether a job that is still decoding can only end with exit code 3, and has enough failures to be stopped early."""
     return failed >= HOPELESS and too_many_failed(failed, rows, allowed)
 
 
 def too_many_failed(failed: int, rows: int, allowed: ErrorSettings) -> bool:
-    """Whether so many failed samples, of so many planned ones, make the job's exit code 3."""
+    """Whether `failed` samples out of `rows` planned ones make the job's exit code 3."""
     return failed > most_failed(rows, allowed)
 
 

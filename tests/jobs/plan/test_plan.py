@@ -265,9 +265,9 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
         ("", {}, "input.path", "no rows in 1 files"),
         ('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "x"}', {}, "input.columns.id",
          "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
-        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
-        ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first has 'text'"),
-        ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first has 'body'"),
+        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
+        ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first row has 'text'"),
+        ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
     ],
 )  # fmt: skip
 def test_an_unusable_input_leaves_nothing_behind(
@@ -322,7 +322,7 @@ def test_fields_of_structs_are_ids_and_texts(tmp_path: Path) -> None:
     columns = {"id": "meta.id", "text": "doc.body"}
     made = plan(spec_for(file, input__columns=columns), open_store("memory://fields"))
     assert {row.id: row.error_kind for row in made.unit_rows(0)} == {"a": None, "b": "missing_column"}
-    with pytest.raises(UserError, match=r"no row has a value in a column 'doc\.text'; the first has 'meta', 'doc'"):
+    with pytest.raises(UserError, match=r"no row has a value in a column 'doc\.text'; the first row has 'meta', 'doc'"):
         plan(spec_for(file, input__columns={"text": "doc.text"}), open_store("memory://nofields"))
     with file.open("a") as more:
         more.write('{"meta": {"id": "a"}, "doc": {"body": "again"}}\n')

@@ -79,7 +79,7 @@ def test_what_is_no_place_is_refused_without_repeating_secrets(key: str, value: 
 def test_results_do_not_lie_among_the_inputs(inputs: str, output: str, among: bool) -> None:
     data = copy.deepcopy(SPEC) | {"input": {"path": inputs}, "output": {"path": output}}
     if among:
-        with pytest.raises(UserError, match=r"output\.path: .* lies among the inputs"):
+        with pytest.raises(UserError, match=r"output\.path: .* is inside the inputs"):
             check_spec(data)
     else:
         check_spec(data)
@@ -119,9 +119,9 @@ def test_a_broken_spec_is_not_read_out(tmp_path: Path, text: str) -> None:
     [
         ("seed: !!bool x", "a value does not fit its tag"),
         ("seed: !!timestamp x", "a value does not fit its tag"),
-        (f"seed: 0x{'f' * 5000}", "line 1, column 7: a number that is too long"),
+        (f"seed: 0x{'f' * 5000}", "line 1, column 7: a number is too long"),
         (f"seed: {'9' * 5000}", "Exceeds the limit"),
-        ('name: "\\ud800"', "line 1, column 7: half of a UTF-16 pair"),
+        ('name: "\\ud800"', "line 1, column 7: text has half of a UTF-16 surrogate pair"),
         ("name: !!python/object:os.system x", "could not determine a constructor"),
         ("name: 'open", "line 1, column 12: while scanning a quoted scalar found unexpected end of stream"),
         ('name: "\\x1b[31m"', "name: has control characters"),

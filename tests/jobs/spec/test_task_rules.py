@@ -59,7 +59,7 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (SCORE, "task.stop=[a]", "task.stop: unknown key"),
         (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
         (SCORE, "decoder.kind=jacobi", "decoder.kind: 'jacobi' does not run the task 'score'; allowed: autoregressive"),
-        (COMPLETE, "task={kind: infill, mask: {kind: random}}", "task.mask.kind: 'random' leaves holes that a causal model"),
+        (COMPLETE, "task={kind: infill, mask: {kind: random}}", "task.mask.kind: 'random' makes holes that a causal model"),
         (COMPLETE, "task={kind: infill, mask: {kind: sentences}}", "'autoregressive': marker, spans, lines, span_fraction"),
         (INFILL, "decoder.kind=block_diffusion", "does not run the task 'infill'; allowed: any_subset, parallel"),
         (INFILL, "task.mask.marker=''", "task.mask.marker: '' is not allowed"),
@@ -68,18 +68,18 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed"),
         (INFILL, "task.fim={prefix: a, suffix: b, midle: c}", "task.fim.midle: unknown key; did you mean task.fim.middle?"),
         (INFILL, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
-        (INFILL, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
-        (SPANS, "model.tokenizer=none", "model.tokenizer: a causal model is asked for a hole by its tokenizer's special tokens"),
-        (INFILL, "decoder={kind: assd}", "task.max_new_tokens: the decoder 'assd' does not use it, since its holes"),
+        (INFILL, "model.tokenizer=none", "model.tokenizer: 'none' needs rows that give their tokens"),
+        (SPANS, "model.tokenizer=none", "model.tokenizer: a causal model needs its tokenizer's special tokens"),
+        (INFILL, "decoder={kind: assd}", "task.max_new_tokens: the decoder 'assd' does not use it, since the mask"),
         (NAMED, "decoder={kind: assd}", "task.fim: the decoder 'assd' does not use it"),
         (COMPLETE, "input.columns.prefix=a", "input.columns.prefix: the task 'complete' does not use it; used by: infill"),
         (COMPLETE, "input.columns.completion=a", "input.columns.completion: the task 'complete' does not use it; used by: score"),
         (COMPLETE, "input.columns.messages=a", "input.columns.messages: only a chat has messages; set task.chat: true"),
-        (COMPLETE, "input.columns={prompt: a, text: b}", "input.columns: text and prompt each say what a row holds"),
-        (COMPLETE, "input.columns={prompt: a, tokens: b}", "input.columns: prompt and tokens each say what a row holds"),
-        (SCORE, "input.columns={completion: a, text: b}", "input.columns: text and completion each say what a row holds"),
-        (SCORE, "input.columns={completion: a, tokens: b}", "input.columns: completion and tokens each say what a row holds"),
-        (COMPLETE, "model.tokenizer=none", "model.tokenizer: with 'none' every row gives its tokens"),
+        (COMPLETE, "input.columns={prompt: a, text: b}", "input.columns: text and prompt each give a row's content"),
+        (COMPLETE, "input.columns={prompt: a, tokens: b}", "input.columns: prompt and tokens each give a row's content"),
+        (SCORE, "input.columns={completion: a, text: b}", "input.columns: text and completion each give a row's content"),
+        (SCORE, "input.columns={completion: a, tokens: b}", "input.columns: completion and tokens each give a row's content"),
+        (COMPLETE, "model.tokenizer=none", "model.tokenizer: 'none' needs rows that give their tokens"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_task_is_refused_by_name(base: dict[str, Any], override: str, message: str) -> None:
@@ -92,8 +92,8 @@ def test_what_does_not_fit_the_task_is_refused_by_name(base: dict[str, Any], ove
     ("overrides", "message"),
     [
         (["input.columns.tokens=ids", "task.chat=true"], "task.chat: a chat is made of text, but the rows give tokens"),
-        (["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are looked for in"),
-        (["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each say"),
+        (["input.columns.tokens=ids", "model.tokenizer=none", "task.stop=[a]"], "task.stop: stop strings are searched in"),
+        (["input.columns={prompt: a, messages: b}", "task.chat=true"], "input.columns: prompt and messages each give"),
     ],
 )  # fmt: skip
 def test_what_fits_alone_may_not_fit_together(overrides: list[str], message: str) -> None:
@@ -118,7 +118,7 @@ def test_every_decoder_does_some_task() -> None:
 
 def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do() -> None:
     with pytest.raises(
-        UserError, match=r"task\.kind: 'complete' is no task for .*'xlnet', which do infill; .* llama"
+        UserError, match=r"task\.kind: .*'xlnet' do not support 'complete'; tasks they support: infill; .* llama"
     ) as caught:
         check_task(spec_of(COMPLETE).task, model_info())
     assert "qwen2" in str(caught.value)
