@@ -1,1 +1,1 @@
-"""What runs inside of a worker: rows to canvases, the decode loop, outcomes to rows."""
+"""The code of a worker: turns rows into canvases, runs the decode loop, and turns outcomes into result rows."""

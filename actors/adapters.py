@@ -1,6 +1,6 @@
-"""A LoRA adapter of PEFT and the checkpoint that it was trained on, merged once into one folder by actors.merge_adapter.
+"""Merges a LoRA adapter of PEFT into its checkpoint, once, into a cached folder (by actors.merge_adapter).
 
-Imports no torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ FIELD = "model.adapter"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PATTERNS = (CONFIG, WEIGHTS)
 MERGER = 1
-"""Goes up when merging gives other numbers; it is part of the adapter's hash."""
+"""Version of the merging, a part of the adapter's hash; increase it when merging gives other numbers."""
 
 
 def merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Path:
-    """The folder of the cache that holds the merged checkpoint, made if need be.
+    """The cache folder of the merged checkpoint; creates it if necessary.
 
-    `base_hash` and `digest` are the hashes of the two. UserError where they can't be merged, or PEFT is not installed.
+    `base_hash` and `digest` are the hashes of checkpoint and adapter. UserError if they can't be merged, or PEFT is missing.
     """
     if importlib.util.find_spec("peft") is None:
         raise UserError(
-            "adapters are merged by the package peft, which is not installed: pip install peft (the extra `adapter` of this "
-            "project); or merge it yourself (PeftModel.from_pretrained(model, adapter).merge_and_unload()), save the model, and "
-            "give its folder as model.path",
+            "merging an adapter needs the package peft: pip install peft (the extra `adapter` of this project); or merge it "
+            "yourself (PeftModel.from_pretrained(model, adapter).merge_and_unload()), save the model, and set model.path to "
+            "its folder",
             field=FIELD,
         )
     versions = [importlib.metadata.version(name) for name in ("transformers", "peft")]
@@ -43,31 +43,31 @@ def merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Pat
 
 
 def check_files(adapter: Path, named: str, model: str) -> None:
-    """Raise UserError unless the folder is an adapter in safetensors, and for this model as far as the names tell.
+    """Raise UserError unless the folder has an adapter in safetensors, for this model as far as the names show.
 
-    `model` is the model's path as the spec has it. Names are compared where both are ids of the hub.
+    `model` is the model's path from the spec. Names are compared only if both are hub ids.
     """
     if not (adapter / CONFIG).is_file():
-        raise UserError(f"{named!r} is no adapter: it has no {CONFIG}", field=FIELD)
+        raise UserError(f"{named!r} is not an adapter: it has no {CONFIG}", field=FIELD)
     if not (adapter / WEIGHTS).is_file():
-        raise UserError(f"{named!r} has no {WEIGHTS}; adapters in other formats (.bin) are not read", field=FIELD)
+        raise UserError(f"{named!r} has no {WEIGHTS}; other formats (.bin) are not supported", field=FIELD)
     base = str(read_adapter(adapter, named).get("base_model_name_or_path") or "")
     if _is_hub_id(base) and _is_hub_id(model) and base.lower() != model.lower():
         raise UserError(
-            f"{named!r} was trained on {base!r}, not on {model!r}; allowed: an adapter of that model (to merge it all the same, "
-            "give the model as a local folder)",
+            f"{named!r} was trained on {base!r}, not on {model!r}; allowed: an adapter of that model (to merge it anyway, "
+            "set model.path to a local folder)",
             field=FIELD,
         )
 
 
 def read_adapter(adapter: Path, named: str) -> dict[str, Any]:
-    """The adapter's config; UserError where it is no JSON object."""
+    """The adapter's config; UserError if it is not a JSON object."""
     try:
         found = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{named!r}: {CONFIG} can't be read: {error}", field=FIELD) from None
     if not isinstance(found, dict):
-        raise UserError(f"{named!r}: {CONFIG} is no JSON object", field=FIELD)
+        raise UserError(f"{named!r}: {CONFIG} is not a JSON object", field=FIELD)
     return found
 
 

@@ -1,14 +1,14 @@
-"""A row of the input -> a canvas with holes, and a decoded canvas -> text. Pure: no files, no model.
+"""Turns an input row into a canvas with holes, and a decoded canvas into text. Pure: no files, no model.
 
-Masks that hide tokens (random, spans, span_fraction, given) see the row's tokens. Masks that hide text (marker, lines,
-sentences, and spans by characters) encode the visible and the hidden pieces one by one, so that what is visible stays
-as it is written, to the character:
+Masks that hide tokens (random, spans, span_fraction, given) work on the row's tokens. Masks that hide text (marker, lines,
+sentences, and spans by characters) encode the visible and the hidden pieces separately, so that every visible character is
+preserved:
 
     text     "def f(x):\n    return x\n"      hidden: "    return x"
     pieces   "def f(x):\n" | "    return x" | "\n"
     canvas   [ 41  7  .. ] | [-1 -1 -1 ] | [ 9 ]          holes ((4, 7),)
 
-Where a vocabulary can't encode pieces (Tokenizer.joins is false), the tokens that overlap a hidden range are the hole.
+If a vocabulary can't encode pieces separately (Tokenizer.joins is false), the tokens that overlap a hidden range are the hole.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """What a decoder fills: int32 [L] with HOLE where a token is wanted, and its holes as maximal [start, end) ranges.
+    """A decoder's input: int32 [L] with HOLE at each token to generate, and its holes as maximal [start, end) ranges.
 
-    A canvas to be scored has no holes: the tokens from `score_from` on are, and `text` is what they say, where it is known.
-    `truncated` is how many tokens of its prompt were cut away, since they did not fit.
-    Where a causal model fills holes one after the other, this is the first one's canvas, and `infilling` has the row.
+    A canvas to score has no holes: its tokens from `score_from` on are scored, and `text` is their text, if known.
+    `truncated` is the number of prompt tokens that were cut because they did not fit.
+    If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
-    `settings` are the row's own, `stops` its own stop strings; `endpoint` is that of an OpenAI request.
+    `settings` and `stops` are the row's own settings and stop strings; `endpoint` is the endpoint of an OpenAI request.
     """
 
     tokens: NDArray[np.int32]
@@ -68,19 +68,19 @@ class Canvas:
 
     @property
     def num_masked(self) -> int:
-        """How many tokens are to be generated, at most."""
+        """The maximum number of tokens to generate."""
         return sum(end - start for start, end in self.holes) if self.infilling is None else sum(self.infilling.limits)
 
     @property
     def size(self) -> Size:
-        """What a planner needs to know."""
+        """The canvas's size, for the planner."""
         length = len(self.tokens) if self.infilling is None else self.infilling.longest
         return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a planner needs of a canvas: its length in tokens, and how many of them are to be generated (or scored)."""
+    """A canvas's length in tokens, and the number of tokens to generate (or score)."""
 
     length: int
     masked: int
@@ -96,7 +96,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class CanvasMaker:
-    """All that a row's canvas depends on, apart from the row and its key."""
+    """Everything that a row's canvas depends on, except the row and its key."""
 
     task: Infill
     columns: Columns
@@ -105,7 +105,7 @@ class CanvasMaker:
     rules: RowRules | None = field(default=None, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError where the row does not fit the mask, the decoder or the model."""
+        """Return the row's canvas; RowError if the row does not fit the mask, the decoder or the model."""
         if self.rules is None:
             return self._made(values, key, Asked())
         asked = self.rules.asked(values)
@@ -113,7 +113,7 @@ class CanvasMaker:
         return replace(self._made(values, key, asked), settings=settings, stops=stops, endpoint=asked.endpoint)
 
     def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
-        """The canvas itself; holes of known lengths have nothing to ask for."""
+        """The canvas without the row's settings; `asked` is unused here, since the holes' lengths are known."""
         mask = self.task.mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
@@ -128,7 +128,7 @@ class CanvasMaker:
         return self._checked(self._without_ranges(text, ranges))
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
-        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        """Return the size of each row's canvas, or its error; rows are (values, key)."""
         mask = self.task.mask
         if (
             self.columns.tokens is None
@@ -148,7 +148,7 @@ class CanvasMaker:
         return canvas.size
 
     def _sizes_of_texts(self, mask: Random | Spans | SpanFraction, rows: Sequence[Values]) -> list[Size | RowError]:
-        """The mask hides a known number of tokens, so no noise is drawn, and all texts are encoded at once."""
+        """Sizes without drawing noise: the mask hides a known number of tokens. Encodes all texts at once."""
         found: list[str | RowError] = [_attempt(values, self.columns, self.rules) for values in rows]
         encoded = iter(self._tokenizer().encode_batch([text for text in found if isinstance(text, str)]))
         return [self._size_of_ids(mask, next(encoded)) if isinstance(text, str) else text for text in found]
@@ -164,7 +164,7 @@ class CanvasMaker:
     # ---- tokens
 
     def _tokenizer(self) -> Tokenizer:
-        assert self.tokenizer is not None, "the spec asks for tokens where there is no tokenizer"
+        assert self.tokenizer is not None, "the spec needs a tokenizer"
         return self.tokenizer
 
     def _encode(self, text: str) -> NDArray[np.int32]:
@@ -186,7 +186,7 @@ class CanvasMaker:
         return self._checked(punched)
 
     def _joined(self, pieces: Sequence[str | int]) -> NDArray[np.int32]:
-        """Tokens of pieces: text, or a number of holes."""
+        """Tokens of pieces, each a text or a number of HOLEs."""
         check_length(sum(piece for piece in pieces if isinstance(piece, int)), self.info)
         parts = [
             self._encode(piece) if isinstance(piece, str) else np.full(piece, HOLE, dtype=np.int32) for piece in pieces
@@ -242,10 +242,10 @@ class CanvasMaker:
 def finish_row(
     canvas: Canvas, tokens: NDArray[np.int32], tokenizer: Tokenizer | None, *, skip_special: bool = False
 ) -> Finished:
-    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's own.
+    """Put the generated `tokens` (in canvas order) into the holes; returns the whole text and each hole's text.
 
-    With `skip_special` special tokens in the holes have no text; those that the row gave keep theirs.
-    A character whose bytes lie on both sides of a hole's edge shows as U+FFFD in that fill's text, not in the whole one.
+    With `skip_special`, generated special tokens have no text; special tokens of the row keep theirs.
+    A character whose bytes are on both sides of a hole's edge appears as U+FFFD in the fill's text, but not in the whole.
     """
     filled = canvas.tokens.copy()
     assert len(tokens) == canvas.num_masked, "one generated token for each masked position"
@@ -263,7 +263,7 @@ def finish_row(
 
 
 def runs(hidden: NDArray[np.bool_]) -> Iterator[Range]:
-    """Yield the maximal [start, end) ranges where `hidden` is true."""
+    """Yield the maximal [start, end) ranges in which `hidden` is true."""
     edges = np.flatnonzero(np.diff(hidden.astype(np.int8), prepend=0, append=0))
     yield from ((start, end) for start, end in edges.reshape(-1, 2).tolist())
 
@@ -303,5 +303,5 @@ def _pair(item: Any, column: str) -> Range:
     if isinstance(item, Mapping):
         item = (item.get("start"), item.get("end"))
     if not isinstance(item, list | tuple) or len(item) != 2 or not all(is_id(number) for number in item):
-        raise bad_mask(f"{item!r} in {column!r} is no [start, end) pair of characters")
+        raise bad_mask(f"{item!r} in {column!r} is not a [start, end) pair of characters")
     return int(item[0]), int(item[1])

@@ -1,8 +1,8 @@
-"""Chat templates: a checkpoint's own Jinja program, rendered in a sandbox as transformers renders it, but without importing it.
+"""Renders a checkpoint's Jinja chat template in a sandbox, like transformers but without importing it.
 
-A template sees plain JSON values only: whatever else a row holds becomes a placeholder that names its type, since the methods
-of rich objects are unknown to the sandbox. Source: `render_jinja_template` in transformers' utils/chat_template_utils.py, which
-tests/actors/test_tokenizer_files.py compares with.
+A template sees only plain JSON values: other values of a row become placeholders that name their type, since the sandbox does
+not know the methods of rich objects. Source: `render_jinja_template` in transformers' utils/chat_template_utils.py;
+tests/actors/test_tokenizer_files.py compares the two.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from jinja2.utils import Namespace
 
 from actors.rows import Messages
 
-# Names under which a message's reasoning is passed; the first is the one that chat templates read.
+# Names of a message's reasoning in the input; chat templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """Renders a conversation up to where the model's answer begins. `names` are the special tokens by name: {bos_token: <s>}."""
+    """Renders a conversation up to the start of the model's answer. `names` are the special tokens by name: {bos_token: <s>}."""
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
         self._source, self._names = source, dict(names)
 
     def __call__(self, messages: Messages) -> str:
-        """Return the conversation's text, special tokens spelled out; raises whatever the template raises."""
+        """Return the conversation's text, with special tokens spelled out; raises whatever the template raises."""
         if not messages:
             raise ValueError("an empty conversation; a chat needs at least one message")
-        # Rows give null for what a message lacks, and many templates would print it.
+        # Rows have null for missing keys of a message, and many templates would print it.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         plain = [_with_reasoning(message) for message in _plain(given)]
         return self._template.render(
@@ -64,7 +64,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; the text is that of its body."""
+    """`{% generation %}` marks the assistant's text, for training; it renders as its body."""
 
     tags = {"generation"}  # noqa: RUF012 -- as Jinja declares it
 
@@ -78,7 +78,7 @@ class _Generation(Extension):
 
 
 class _Dict:
-    """`dict(...)` without the attributes of the type."""
+    """`dict(...)` without the attributes of the type `dict`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -88,7 +88,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """Jinja's namespace, which takes no name with an underscore in front."""
+    """Jinja's namespace; rejects names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -103,7 +103,7 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template can't store {name!r} in a namespace; allowed: names without _ in front")
+        raise SecurityError(f"a chat template can't store {name!r} in a namespace; allowed: names that do not start with _")
 
 
 def _raise(message: str) -> NoReturn:
@@ -113,7 +113,7 @@ def _raise(message: str) -> NoReturn:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter would escape HTML."""
+    """JSON without HTML escapes, which Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -128,6 +128,6 @@ def _plain(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Give a message's reasoning the names that templates read."""
+    """Put a message's reasoning under the names that templates read."""
     said = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     return message if said is None else {"thinking": said, **message, "reasoning_content": said}

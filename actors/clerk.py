@@ -1,7 +1,7 @@
-"""RowClerk: the side of a worker that knows rows, text and files.
+"""RowClerk: the part of a worker that handles rows, text and files.
 
-Opening a unit reads its rows from the inputs, tokenizes them and makes their canvases; closing it turns outcomes into
-result rows and commits the unit's file. Whatever one row raises becomes that row's error and touches no other.
+Opening a unit reads its rows from the inputs, tokenizes them and makes their canvases. Closing it turns outcomes into
+result rows and commits the unit's file. An exception of one row becomes that row's error and affects no other row.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Note:
-    """What the clerk remembers of a row between opening and closing: the plan's entry and its canvas, if it has one; and the
-    values of the columns that are carried into the results.
+    """The clerk's data on a row between opening and closing: the plan's entry, its canvas if it has one, and the values of
+    the columns that are copied into the results.
     """
 
     planned: PlannedRow
@@ -86,7 +86,7 @@ class RowClerk:
         self._exact = exact
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
-        """Read the unit's rows and make their canvases; a row that fails, or is condemned, is a Sample with its error."""
+        """Read the unit's rows and make their canvases; a failed or condemned row is a Sample with its error."""
         failpoint("worker.open_unit")
         planned = self._plan.unit_rows(unit.unit)[unit.start : unit.stop]
         samples = [self._condemned(unit, unit.start + n, row) for n, row in enumerate(planned)]
@@ -97,7 +97,7 @@ class RowClerk:
         return samples
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
-        """Make the unit's table and commit it; a probe's table is made and thrown away."""
+        """Build the unit's table and commit it; a probe's table is built but discarded."""
         failpoint("worker.close_unit")
         rows = [self._result(unit, sample) for sample in samples]
         table = table_from_rows(rows, schema=self._schema)
@@ -131,7 +131,7 @@ class RowClerk:
         return sample
 
     def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
-        """The input rows in the order of the plan; each file is visited once."""
+        """The input rows in plan order; reads each file once."""
         found: dict[tuple[int, int], Row] = {}
         wanted: dict[int, list[tuple[int, int | None]]] = {}
         for row in sorted(planned, key=lambda row: row.file):
@@ -171,14 +171,14 @@ class RowClerk:
 
     def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
         planned: PlannedRow = sample.note.planned
-        row_id(values, self._job.columns)  # raises for an id that is none, as it did for the plan
+        row_id(values, self._job.columns)  # raises on an invalid id, as planning did
         sample.key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
         return self._maker.make(values, sample.key)
 
     # ---- rows out
 
     def _result(self, unit: WorkUnit, sample: Sample) -> dict[str, Any]:
-        """One row of the result table: what the plan, the canvas and the outcome say of the sample."""
+        """One row of the result table, from the sample's plan entry, canvas and outcome."""
         said: dict[str, Any] = {}
         if sample.error is None:
             found = guarded(lambda: self._decoded(sample), "detokenize", "detokenize_error")
@@ -213,16 +213,16 @@ class RowClerk:
         assert outcome is not None and canvas is not None
         if canvas.infilling is not None:
             task = self._job.task
-            assert isinstance(task, Infill), "only holes are asked for one after the other"
+            assert isinstance(task, Infill), "only holes are filled one after another"
             return infilled(task, canvas, sample.parts, outcome, self._tokenizer)
         return decoded(self._job.task, canvas, outcome, self._tokenizer, self._stops)
 
 
 def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
-    """The boundary of one row: whatever `call` raises is that row's error, of `kind` unless it has its own.
+    """The error boundary of one row: turns whatever `call` raises into the row's error, of `kind` unless it has its own.
 
-    Broad, since tokenizers raise bare Exceptions, their panics are no Exceptions at all, and a mistake of ours that one strange
-    row brings to light must not take its unit along. Only what ends a process (an interrupt, an exit) goes through.
+    It catches broadly, since tokenizers raise bare Exceptions, their panics are not even Exceptions, and a bug of ours that
+    one strange row triggers must not fail its unit. Only exceptions that end a process (an interrupt, an exit) pass through.
     """
     try:
         return call()
@@ -235,7 +235,7 @@ def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 
 
 def drafter_of(job: Job, has_head: bool) -> str | None:
-    """What proposes tokens: the model itself, its draft head, an n-gram table, a model's path; None where nothing does."""
+    """The source of drafts: the model itself, its draft head, an n-gram table, or a model's path; None without drafts."""
     match getattr(job.decoder, "drafter", None):
         case DrafterPlace(path=path):
             return path

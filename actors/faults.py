@@ -1,9 +1,9 @@
-"""What an exception out of a decoder means for its worker: memory ran out, the device is lost, or neither.
+"""Classifies an exception of a decoder: memory ran out, the device is lost, or neither.
 
-Memory that ran out comes back when the batch is gone. A device that is lost (an illegal address, an assertion on the device, an
-uncorrectable memory error) refuses every later call of the same process, so that only another process can go on. Errors are told
-apart by their classes, and where a library has none of its own by its texts. Imports no torch: who has not loaded it has no
-device to lose.
+After an out-of-memory error, memory is available again once the batch is dropped. A lost device (an illegal address, a
+device-side assertion, an uncorrectable memory error) rejects every later call of the same process, so only another process can
+continue. Errors are recognised by class, or by text if a library has no class for them. Does not import torch: a process that
+has not loaded it uses no device.
 
 Source: CUDA runtime API, "CUDA Error types" (which errors leave the process in an inconsistent state).
 """
@@ -20,7 +20,7 @@ _MEMORY = (
     "cannot allocate memory",
     "not enough memory",
     "cublas_status_alloc_failed",
-    # cuBLAS makes its handle when it is first called, and names this where the memory for that is missing.
+    # cuBLAS creates its handle at the first call, and reports this error if memory for the handle is missing.
     "cublas_status_not_initialized",
     "cudnn_status_alloc_failed",
     "unable to find an engine to execute this computation",
@@ -45,7 +45,7 @@ _LOST = (
     "cudnn_status_execution_failed",
     "cudnn_status_internal_error",
 )
-# Refusals of one call: the device goes on.
+# Only one call failed: the device still works.
 _REFUSED = (
     "invalid argument",
     "invalid configuration",
@@ -56,21 +56,21 @@ _REFUSED = (
 
 
 class DeviceLostError(RuntimeError):
-    """The device refuses all further work of this process: the worker has to end."""
+    """The device rejects all further work of this process: the worker has to end."""
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the host or on a device, here or in what the error was raised from."""
+    """Whether memory ran out, on the host or on a device, according to the error or one of its causes."""
     return any(_is_memory(one) for one in _chain(error))
 
 
 def lost_device(error: BaseException) -> bool:
-    """Whether no later call of this process can succeed on its device. What ran out of memory has lost nothing."""
+    """Whether no later call of this process can succeed on its device. Out of memory does not count as lost."""
     return not ran_out_of_memory(error) and any(_is_loss(one) for one in _chain(error))
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames of an error hold, and what the device's allocator keeps for later."""
+    """Free the objects held by an error's frames, and the device allocator's cached memory."""
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)
     torch = sys.modules.get("torch")
@@ -79,7 +79,7 @@ def let_go(error: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that led to it."""
+    """The error and its causes."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -93,7 +93,7 @@ def _is_memory(error: BaseException) -> bool:
 
 
 def _is_loss(error: BaseException) -> bool:
-    # torch's own class is for errors of the device's runtime, of which few leave the device usable.
+    # torch's AcceleratorError is for errors of the device's runtime; few of them leave the device usable.
     return _says(error, _LOST) or (_is_torchs(error, "AcceleratorError") and not _says(error, _REFUSED))
 
 

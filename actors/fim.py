@@ -1,9 +1,9 @@
-"""How a causal model is asked to fill in the middle: the special tokens of its family, found in its own tokenizer.
+"""Prompt templates for filling in the middle with causal models: each family's special tokens, found in its tokenizer.
 
-    psm    lead  prefix-token P suffix-token S middle-token         what the model says next stands between P and S
+    psm    lead  prefix-token P suffix-token S middle-token         the model then generates the text between P and S
     spm    lead  suffix-token S prefix-token P [middle-token]
 
-P is the text before the hole, S the text after it; `lead` are the tokens that the tokenizer puts in front of any text.
+P is the text before the hole, S the text after it; `lead` are the tokens that the tokenizer puts before any text.
 Templates from the model cards: Qwen2.5-Coder, CodeGemma, StarCoder and StarCoder2, CodeLlama, DeepSeek-Coder, Codestral.
 Pure; knows no rows.
 """
@@ -26,7 +26,7 @@ FIELD: Final = "task.fim"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The models that share a template; with `begins`, their prompts begin with the begin token whatever the tokenizer adds."""
+    """Models that share a template; with `begins`, a prompt starts with the begin token even if the tokenizer adds none."""
 
     models: str
     fim: Fim
@@ -68,12 +68,12 @@ KNOWN: Final = (
     ),
     Family("Codestral", Fim(prefix="[PREFIX]", suffix="[SUFFIX]", order="spm", ends=("[MIDDLE]",)), begins=True),
 )
-"""The families that `auto` knows. Of the `ends` a tokenizer may have some only: Qwen2.5-Coder and CodeGemma differ there."""
+"""The families that `auto` knows. A tokenizer may have only some of the `ends`: Qwen2.5-Coder and CodeGemma differ in them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A Fim as token ids. `ends` end a hole, beside the end tokens of the checkpoint; a control token said is an end, too."""
+    """A Fim as token ids. `ends` end a hole, as do the checkpoint's end tokens; they include the template's control tokens."""
 
     lead: tuple[int, ...]
     prefix: int
@@ -84,11 +84,11 @@ class Template:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens a prompt has beside its prefix and suffix."""
+        """The number of prompt tokens other than prefix and suffix."""
         return len(self.lead) + 2 + (self.middle is not None)
 
     def prompt(self, before: NDArray[np.int32], after: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The prompt, int32, for ids that stand before and after the hole."""
+        """The prompt, int32, for the ids before and after the hole."""
         parts = [(self.prefix, before), (self.suffix, after)]
         ordered = reversed(parts) if self.suffix_first else parts
         found = [np.asarray(self.lead, dtype=np.int32)]
@@ -98,21 +98,21 @@ class Template:
         return np.concatenate(found)
 
     def key(self) -> dict[str, Any]:
-        """What of it changes results, JSON-able."""
+        """The parts that change results, as JSON data."""
         order = "spm" if self.suffix_first else "psm"
         return {"prefix": self.prefix, "suffix": self.suffix, "middle": self.middle, "order": order}
 
 
 def fills_in_middle(task: Task, info: ModelInfo) -> bool:
-    """Whether holes are filled by a causal model, which is asked for one after the other."""
+    """Whether a causal model fills the holes, one after another."""
     return isinstance(task, Infill) and info.kind == "causal"
 
 
 def template_of(fim: Any, tokenizer: Tokenizer | None, info: ModelInfo) -> Template:
-    """The template that `task.fim` names in a tokenizer's own ids; UserError where the tokenizer lacks one of its tokens."""
+    """The template of `task.fim` in the tokenizer's ids; UserError if the tokenizer lacks one of its tokens."""
     if tokenizer is None:
         raise UserError(
-            "a causal model is asked for a hole by special tokens of a tokenizer; 'none' has none", field=FIELD
+            "a causal model needs a tokenizer's special tokens to fill a hole; model.tokenizer is 'none'", field=FIELD
         )
     ids = {token: number for token, number in tokenizer.vocabulary().items() if number < info.vocab_size}
     if isinstance(fim, Fim):
@@ -141,7 +141,7 @@ def _asked_with(fim: Fim) -> list[str]:
 def _refuse() -> NoReturn:
     known = "; ".join(f"{' '.join(_asked_with(one.fim))} ({one.models})" for one in KNOWN)
     raise UserError(
-        "'auto': a causal model fills holes only if it was trained to fill in the middle, and its tokenizer has no such "
-        f"tokens; known: {known}; others: {{prefix: ..., suffix: ..., middle: ..., order: psm or spm}}",
+        "'auto': a causal model fills holes only if it was trained to fill in the middle, and this tokenizer lacks the "
+        f"tokens for it; known: {known}; for others give {{prefix: ..., suffix: ..., middle: ..., order: psm or spm}}",
         field=FIELD,
     )

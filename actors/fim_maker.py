@@ -1,7 +1,7 @@
-"""A row of the input -> its holes for a causal model that fills in the middle. Pure: no files, no model.
+"""Turns an input row into holes for a causal model that fills in the middle. Pure: no files, no model.
 
-The masks are those of canvas.py. What they hide has an unknown length here: a hole ends with an end token, or when it has
-as many tokens as `task.max_new_tokens` (by default DEFAULT_LIMIT) or its own marker, as in `<mask:12>`, allows.
+The masks are those of canvas.py, but the holes' lengths are unknown here: a hole ends with an end token, or at the limit
+given by `task.max_new_tokens` (by default DEFAULT_LIMIT) or by its own marker, such as `<mask:12>`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DEFAULT_LIMIT: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class FimMaker(CanvasMaker):
-    """All that a row's holes depend on, apart from the row and its key."""
+    """Everything that a row's holes depend on, except the row and its key."""
 
     template: Template
 
     def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
-        """The canvas of the row's first hole, and with it the row; RowError where it fits the mask or the model not."""
+        """The canvas of the row's first hole, with the whole row; RowError if the row does not fit the mask or the model."""
         task = self.task
         if asked.max_new_tokens is not None:
             task = task.model_copy(update={"max_new_tokens": asked.max_new_tokens})
@@ -50,11 +50,11 @@ class FimMaker(CanvasMaker):
         return Canvas(tokens, tuple(runs(tokens == HOLE)), infilling=row)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
-        """Return the size of each row's longest canvas, or why it has none; rows are (values, key)."""
+        """Return the size of each row's longest canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 
     def _row(self, values: Values, key: int) -> tuple[list[IDS], list[int]]:
-        """The visible pieces and the most tokens of each hole."""
+        """The visible pieces, and the maximum tokens of each hole."""
         mask = self.task.mask
         if isinstance(mask, SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             ids = self._ids(values)
@@ -94,11 +94,11 @@ class FimMaker(CanvasMaker):
 
 
 def visible(ranges: Sequence[Range], size: int) -> list[Range]:
-    """What lies before, between and after ranges that are sorted and apart: one more than there are ranges."""
+    """The gaps before, between and after sorted, disjoint ranges: one more than there are ranges."""
     edges = [0, *(edge for pair in ranges for edge in pair), size]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def between(ids: IDS, ranges: Sequence[Range]) -> list[IDS]:
-    """The ids outside of the ranges, one piece more than there are ranges."""
+    """The ids outside the ranges, in one piece more than there are ranges."""
     return [ids[start:end] for start, end in visible(ranges, len(ids))]

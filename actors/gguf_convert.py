@@ -1,7 +1,7 @@
-"""`python -m actors.gguf_convert FILE FOLDER SHA256`: a GGUF file as a checkpoint folder of safetensors and JSON.
+"""`python -m actors.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
 
-transformers reads it (`load_gguf_checkpoint`). What that reader passes over and results depend on is read here or refused by
-name: how positions are scaled, the rule by which text is cut before tokens are merged, the end tokens beside the first.
+transformers reads the file (`load_gguf_checkpoint`). That reader ignores some keys on which results depend. This module reads
+them, or rejects the file by name: position scaling, the pre-tokenizer's rule, and end tokens other than the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.gguf_files import by_hand, weights_hash
 from actors.made_folders import refuse, write_source
 from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
 
-# Keys of the file that change what a model computes and that no family here has, with the value that changes nothing.
+# Keys that change what a model computes and that no family here supports, with their neutral values.
 _NEUTRAL: Final = {
     "attention.scale": 0.0,
     "embedding_scale": 1.0,
@@ -30,11 +30,11 @@ _NEUTRAL: Final = {
     "final_logit_softcapping": 0.0,
 }
 _END_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Rules that cut text in front of the merges, beyond those that transformers knows; each is a part of a tokenizer.json.
+# Pre-tokenizer rules that transformers does not know; each is a part of a tokenizer.json.
 _PLAIN: Final = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 _DIGITS: Final = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _PLAIN]}
 _RULES: Final = {"default": _PLAIN, "gpt-2": _PLAIN, "gpt2": _PLAIN, "smollm": _DIGITS}
-# Vocabularies that take a word that is a token as that token, whatever its merges say.
+# Vocabularies that encode a word that is itself a token as that token, regardless of its merges.
 _WHOLE_WORDS: Final = {"llama3", "llama-v3", "llama-bpe", "tekken"}
 
 
@@ -55,7 +55,7 @@ class GGUF:
         return GGUFReader(self.path)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, `default` where the file has none."""
+        """The value of a key, or `default` if the file lacks it."""
         field = self.reader.fields.get(key)
         return default if field is None else field.contents()
 
@@ -69,18 +69,18 @@ class GGUF:
 
     @cached_property
     def num_embeddings(self) -> int | None:
-        """How many ids the embedding table has; the file's other numbers of ids may leave its padding out."""
+        """The number of ids in the embedding table; other id counts in the file may exclude its padding."""
         sizes = [tensor.n_elements for tensor in self.reader.tensors if tensor.name == "token_embd.weight"]
         return int(sizes[0]) // int(self.own("embedding_length")) if sizes else None
 
     def end_ids(self) -> list[int]:
-        """The ids that end a text or a turn, the first one first."""
+        """The ids that end a text or a turn, in order of _END_KEYS."""
         found = (self.get(f"tokenizer.ggml.{key}") for key in _END_KEYS)
         return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 
 def convert(file: Path, folder: Path, content: str) -> None:
-    """Write the checkpoint of `file` into `folder`. Raises Refused where something of it can't be kept."""
+    """Write the checkpoint of `file` into `folder`. Raises Refused if a part of it can't be preserved."""
     gguf = GGUF(file)
     config = read_config(gguf)
     family = _family(gguf, config)
@@ -99,7 +99,7 @@ def convert(file: Path, folder: Path, content: str) -> None:
 
 
 def read_config(gguf: GGUF) -> dict[str, Any]:
-    """The file's config as a config.json has it."""
+    """The file's config in the format of a config.json."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name).to_dict()
@@ -107,7 +107,7 @@ def read_config(gguf: GGUF) -> dict[str, Any]:
     for key, neutral in _NEUTRAL.items():
         value = gguf.own(key)
         if value is not None and float(value) not in {neutral, 0.0}:
-            raise Refused(f"it has {gguf.architecture}.{key} = {value}, which no family here computes")
+            raise Refused(f"it has {gguf.architecture}.{key} = {value}, which no family here supports")
     if gguf.architecture == "gpt2":
         config |= {"n_positions": gguf.own("context_length"), "n_inner": gguf.own("feed_forward_length")}
     config["vocab_size"] = gguf.num_embeddings or config["vocab_size"]
@@ -119,7 +119,7 @@ def read_config(gguf: GGUF) -> dict[str, Any]:
 
 
 def _scaled_positions(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | None:
-    """The rope parameters of a model whose positions are scaled; None for any other."""
+    """The rope parameters of a model with scaled positions; None for any other."""
     rope = dict(config.get("rope_parameters") or {})
     kind, factors = gguf.own("rope.scaling.type", "none"), _tensor(gguf, "rope_freqs.weight")
     if factors is not None:
@@ -132,11 +132,11 @@ def _scaled_positions(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | No
     if kind == "yarn":
         original = int(gguf.own("rope.scaling.original_context_length"))
         return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
-    raise Refused(f"its positions are scaled by the rule {kind!r}; supported: none, linear, yarn, and Llama 3's")
+    raise Refused(f"its position scaling {kind!r} is not supported; supported: none, linear, yarn, and Llama 3's")
 
 
 def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama 3.1's rule: the file holds the factors that it gives, not the rule."""
+    """Llama 3.1's rule: the file holds the resulting factors, not the rule's parameters."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -149,7 +149,7 @@ def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> di
     count = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
     plain = float(rope["rope_theta"]) ** -count
     if frequencies.shape != factors.shape or not torch.allclose(plain / factors, frequencies, rtol=1e-4):
-        raise Refused("it holds rope_freqs.weight, factors of its positions that are not Llama 3.1's")
+        raise Refused("the position factors in rope_freqs.weight are not those of Llama 3.1's rule")
     return scaled
 
 
@@ -158,14 +158,14 @@ def _family(gguf: GGUF, config: dict[str, Any]) -> CausalFamily:
         if family.name == config["model_type"]:
             return family
     known = ", ".join(family.name for family in CAUSAL_FAMILIES)
-    raise Refused(f"it is of architecture {gguf.architecture!r}; GGUF files are read for the families {known}")
+    raise Refused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------
 
 
 def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], folder: Path) -> None:
-    """Write model.safetensors: every tensor of the file, in the narrowest dtype that holds each of its numbers."""
+    """Write model.safetensors: every tensor of the file, in a narrow dtype if that represents all of its numbers."""
     from safetensors.torch import save_file
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map as names_of
@@ -184,7 +184,7 @@ def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], fold
 
 
 def narrowed(tensor: Tensor) -> Tensor:
-    """The tensor in float16 or bfloat16 where that holds every number exactly, else as it is."""
+    """The tensor in float16 or bfloat16 if that represents every number exactly, else unchanged."""
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(tensor.to(dtype).to(tensor.dtype), tensor):
             return tensor.to(dtype)
@@ -204,14 +204,14 @@ def _tensor(gguf: GGUF, name: str) -> Tensor | None:
 
 
 def write_tokenizer(gguf: GGUF, folder: Path) -> str | None:
-    """Write the tokenizer's files; where the file's own rules can't be kept, write none and return the reason."""
+    """Write the tokenizer's files. If the file's own rules can't be preserved, write none and return the reason."""
     from transformers import AutoTokenizer
 
     kind, rule = gguf.get("tokenizer.ggml.model"), gguf.get("tokenizer.ggml.pre", "default")
     if kind not in {"gpt2", "llama"}:
         return f"the file has a tokenizer of kind {kind!r}; supported: gpt2, llama"
     if kind == "gpt2" and rule not in _RULES and rule not in _known_rules():
-        return f"the file cuts text by the rule {rule!r} (tokenizer.ggml.pre), which is not known"
+        return f"the file's pre-tokenizer rule {rule!r} (tokenizer.ggml.pre) is not known"
     found = AutoTokenizer.from_pretrained(str(gguf.path.parent), gguf_file=gguf.path.name)
     found.save_pretrained(folder)
     if kind == "gpt2":
@@ -239,7 +239,7 @@ def _mend_rules(path: Path, rule: str) -> None:
 
 
 def _begin_with(path: Path, token_id: int | None) -> None:
-    """Have tokenizer.json put this token, or none, in front of a text."""
+    """Make tokenizer.json put this token, or none, before a text."""
     from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -269,7 +269,7 @@ def _write(path: Path, held: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert; a refusal is told on standard output, for `actors.made_folders.run_maker`."""
+    """Convert a file; prints a refusal on standard output, for `actors.made_folders.run_maker`."""
     file, folder, content = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         convert(file, folder, content)
@@ -278,7 +278,7 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # a damaged file makes its reader raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         advice = (
-            "take the checkpoint in safetensors that it was made from, or convert it with other versions of its reader"
+            "use the safetensors checkpoint that it was made from, or convert it with other versions of its reader"
         )
         refuse(f"{file.name} can't be converted: {reason.rstrip('.')}; {advice}:\n{by_hand(file)}")
         return 2

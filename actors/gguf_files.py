@@ -1,7 +1,7 @@
-"""A checkpoint in one GGUF file, as llama.cpp keeps them, as a checkpoint folder: converted once, by actors.gguf_convert.
+"""Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with actors.gguf_convert.
 
-Weights are dequantised to the exact numbers that the file stands for. Config, tokenizer and chat template are the file's own.
-Imports no torch.
+Weights are dequantised to exactly the numbers that the file encodes. Config, tokenizer and chat template come from the file.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actors.made_folders import cache_folder, content_hash, made_once, run_maker
 from storage.errors import UserError
 
 READER = 1
-"""Goes up when the conversion gives other numbers or other tokens; it is part of the hash that stands for the weights."""
+"""Version of the conversion, a part of the weights' hash; increase it when it gives other numbers or tokens."""
 
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -32,7 +32,7 @@ LINES = """\
     tokenizer.save_pretrained(out)
     print(tokenizer.tokenize("In 2024: don't"))  # compare with the original tokenizer: not every file's rules are read
     # then, in the spec: model.path: {out}"""
-"""The ten lines with which a user converts a file by hand."""
+"""Ten lines of Python with which a user can convert a file."""
 
 
 def is_gguf(path: str) -> bool:
@@ -41,7 +41,7 @@ def is_gguf(path: str) -> bool:
 
 
 def gguf_folder(file: Path, field: str) -> Path:
-    """The folder of the cache that holds the file's checkpoint, made if need be. UserError where it can't be had."""
+    """The cache folder with the file's checkpoint; creates it if necessary. UserError if that fails."""
     if _PART.search(file.name):
         raise UserError(
             f"{file.name} is one part of several; join them first: llama-gguf-split --merge {file.name} joined.gguf",
@@ -56,22 +56,22 @@ def gguf_folder(file: Path, field: str) -> Path:
 
 
 def check_package(file: Path, field: str) -> None:
-    """Raise UserError, with the lines that convert the file elsewhere, where the package that reads it is missing."""
+    """Raise UserError, with the lines that convert the file elsewhere, if the package `gguf` is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise UserError(
-            f"{file.name} is a GGUF file, and the package that reads it is not installed: pip install gguf "
-            f"(the extra `gguf` of this project); or convert it where it is:\n{by_hand(file)}",
+            f"{file.name} is a GGUF file; reading it needs a package that is not installed: pip install gguf "
+            f"(the extra `gguf` of this project); or convert it where that package is installed:\n{by_hand(file)}",
             field=field,
         )
 
 
 def by_hand(file: Path) -> str:
-    """The lines that convert a file by hand."""
+    """The lines with which a user converts this file."""
     return LINES.format(folder=str(file.parent), file=file.name, out=file.stem)
 
 
 def weights_hash(content: str) -> str:
-    """The hash that stands for the weights of a file with this content in a job's fingerprint."""
+    """The hash of a file's weights in a job's fingerprint; `content` is the hash of the file."""
     return hashlib.sha256(f"gguf\0{READER}\0{content}".encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Token ids of a row: those that it gives itself, and whether the model takes them. Pure; every problem is a RowError."""
+"""Reads the token ids that a row gives, and checks ids and lengths against the model. Pure; problems raise RowError."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STAGE = "tokenize"
 
 
 def is_id(value: Any) -> bool:
-    """Whether a value is a whole number, of Python's or numpy's kind; True and False are none."""
+    """Whether a value is an integer of Python or numpy; bool does not count."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def given_ids(values: Mapping[str, Any], column: str, info: ModelInfo, *, nulls: bool) -> NDArray[np.int32]:
-    """Return the row's own ids, int32, with HOLE for each null where `nulls` are allowed."""
+    """Return the row's own ids, int32; with `nulls`, each null becomes HOLE."""
     given = values.get(column)
     if given is None:
         raise missing(values, column)
@@ -29,21 +29,21 @@ def given_ids(values: Mapping[str, Any], column: str, info: ModelInfo, *, nulls:
         raise RowError("bad_tokens", STAGE, f"{column!r} is {type(given).__name__}, not a list of ids")
     for token in given:
         if not is_id(token) and not (nulls and token is None):
-            hint = "" if nulls else " (null is for task infill with mask kind given)"
-            raise RowError("bad_tokens", STAGE, f"{token!r} is no token id{hint}")
+            hint = "" if nulls else " (null is allowed only for task infill with mask kind given)"
+            raise RowError("bad_tokens", STAGE, f"{token!r} is not a token id{hint}")
     check_ids(np.asarray([0 if token is None else min(int(token), 2**62) for token in given], dtype=np.int64), info)
     return np.asarray([HOLE if token is None else int(token) for token in given], dtype=np.int32)
 
 
 def check_ids(ids: NDArray[np.int64], info: ModelInfo) -> NDArray[np.int32]:
-    """Return ids that the model has, as int32."""
+    """Return the ids as int32; RowError if the model lacks one of them."""
     wrong = ids[(ids < 0) | (ids >= info.vocab_size)]
     if len(wrong):
-        raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model has the ids 0 to {info.vocab_size - 1}")
+        raise RowError("bad_tokens", STAGE, f"id {wrong[0]}; the model's ids are 0 to {info.vocab_size - 1}")
     return ids.astype(np.int32)
 
 
 def check_length(length: int, info: ModelInfo) -> None:
-    """Refuse a canvas that is longer than the model takes."""
+    """Raise RowError if a canvas is longer than the model allows."""
     if info.max_length is not None and length > info.max_length:
-        raise RowError("too_long", STAGE, f"{length} tokens; the model takes {info.max_length}")
+        raise RowError("too_long", STAGE, f"{length} tokens; the model's limit is {info.max_length}")

@@ -1,11 +1,11 @@
-"""A row whose holes a causal model fills one after the other, in tokens: what is asked for each hole, and what comes of it.
+"""A row whose holes a causal model fills one after another: each hole's request, and the combined outcome. Pure.
 
     row       t0 [hole] t1 [hole] t2
     first     P = t0                S = t1 t2
     second    P = t0 fill t1        S = t2
 
-A hole sees what the holes before it were filled with. The holes after it are left out of what it sees: what stands around
-them is joined. Where P and S are longer than the model takes, they are cut from their far ends. Pure.
+A hole sees the fills of the holes before it. Holes after it are skipped: the texts around them are joined. If P and S
+exceed the model's limit, they are cut at the ends that are farthest from the hole.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IDS = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One hole's canvas: the prompt, int32, and HOLE as often as the hole may have tokens; `cut` tokens did not fit in."""
+    """One hole's canvas: the prompt, int32, then a HOLE for each token the hole may have; `cut` tokens did not fit."""
 
     canvas: IDS
     cut: int
@@ -37,7 +37,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A hole that was asked for, and what came of it."""
+    """One hole's request and its outcome."""
 
     asked: Asked
     outcome: Outcome
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Infilling:
-    """The visible `pieces` of a row, one more than it has holes; the most tokens of each hole; the most that the model takes."""
+    """A row's visible `pieces`, one more than its holes; the `limits` of its holes in tokens; the model's `max_length`."""
 
     template: Template
     pieces: tuple[IDS, ...]
@@ -59,19 +59,19 @@ class Infilling:
 
     @property
     def longest(self) -> int:
-        """The most tokens that a canvas of this row can have."""
+        """The maximum length of this row's canvases, in tokens."""
         length = self.template.num_tokens + sum(map(len, self.pieces)) + sum(self.limits)
         return length if self.max_length is None else min(length, self.max_length)
 
     @property
     def room(self) -> int | None:
-        """Tokens of prefix and suffix that fit beside the largest hole; None where there is no limit."""
+        """Tokens of prefix and suffix that fit next to the largest hole; None if there is no limit."""
         if self.max_length is None or not self.limits:
             return None
         return self.max_length - self.template.num_tokens - max(self.limits)
 
     def ask(self, fills: Sequence[IDS]) -> Asked:
-        """The canvas of the next hole after those that have `fills`; an empty one where the row has no hole."""
+        """The canvas of the next hole, after those that have `fills`; empty if the row has no holes."""
         if not self.limits:
             return Asked(np.zeros(0, dtype=np.int32), 0)
         hole = len(fills)
@@ -85,7 +85,7 @@ class Infilling:
         return Asked(np.append(prompt, holes), total - len(before) - len(after))
 
     def filled(self, fills: Sequence[IDS]) -> list[IDS]:
-        """The row's pieces with the fills between them, in order."""
+        """The row's pieces and the fills between them, in order."""
         found = [self.pieces[0]]
         for fill, piece in zip(fills, self.pieces[1:], strict=False):
             found += [fill, piece]
@@ -93,7 +93,7 @@ class Infilling:
 
 
 def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
-    """What is nearest to the hole: each side has half of the room, and what the other leaves of its half."""
+    """The tokens nearest to the hole: each side gets half of the room, plus what the other side does not use of its half."""
     front = min(len(before), max(room - len(after), room - room // 2))
     return before[len(before) - front :], after[: room - front]
 
@@ -101,7 +101,7 @@ def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
 def together(parts: Sequence[Part]) -> Outcome:
     """One outcome for all holes so far. Counts and times are sums; `batch_rows` and `pad_fraction` are means over forwards.
 
-    It ended with `eos` where every hole did, else with `length`. Where a hole failed, so did the row.
+    `finish` is `eos` if every hole ended so, else `length`. If a hole failed, so did the row.
     """
     outcomes = [part.outcome for part in parts]
     last = outcomes[-1]
@@ -156,7 +156,7 @@ def _added(histograms: Sequence[list[int]]) -> list[int]:
 
 
 def _traces(outcomes: Sequence[Outcome]) -> list[TraceStep] | None:
-    """The steps of all holes, counted on; positions are those of each hole's own canvas."""
+    """The steps of all holes, numbered consecutively; positions refer to each hole's own canvas."""
     if outcomes[0].trace is None:
         return None
     steps: list[TraceStep] = []

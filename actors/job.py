@@ -1,4 +1,4 @@
-"""Job: all that a worker needs to know of a job, plain and pickled once. Never holds credentials."""
+"""Job: plain data with everything a worker needs to know about a job, pickled once. Never holds credentials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from storage.stores.verbs import S3Options
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Where the model is and how to load it: the `model` section of a spec."""
+    """The model's location and how to load it: the `model` section of a spec."""
 
     path: str
     revision: str | None
@@ -30,10 +30,10 @@ class ModelPlace:
 class Job:
     """One job, the same for all of its workers.
 
-    `store_url` is the run directory, `conditional` whether its store refuses to create a name twice. `max_rows` and
-    `max_tokens` bound a worker's batch; None lets the worker choose, knowing that units have up to `unit_rows` rows.
-    `files` are the plan's inputs in the plan's order. `keep` is the Arrow schema, serialised, of the input's columns that are
-    carried into the results, None where there are none.
+    `store_url` is the run directory, `conditional` whether its store can reject creating an existing name. `max_rows` and
+    `max_tokens` bound a worker's batch; if None, the worker chooses, knowing that units have up to `unit_rows` rows.
+    `files` are the plan's inputs, in plan order. `keep` is the serialised Arrow schema of the input columns that are copied
+    into the results, None if there are none.
     """
 
     store_url: str
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """What each worker gets: Ray resources (`gpus` may be a fraction) and torch threads."""
+    """The resources of each worker: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads."""
 
     cpus: float
     gpus: float

@@ -1,7 +1,6 @@
-"""From a job's model and decoder sections to networks in memory (the model, its draft head, the model that drafts for it),
-and from those to the decoder that does the task.
+"""Loads a job's networks (the model, its draft head, a drafter model) and builds the decoder for its task.
 
-Every problem is a UserError or a ValueError with the field path.
+Every problem is a UserError or a ValueError with the field's path.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ DRAFTER_FIELD = "decoder.drafter.path"
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """What a decoder computes with; `heads` and `drafter` are None where nothing of the kind drafts.
+    """The networks of a decoder; `heads` and `drafter` are None if unused.
 
-    The heads belong to whoever drafts: to the drafter where there is one.
+    The heads belong to the drafter if there is one, else to the model.
     """
 
     backbone: Model
@@ -44,12 +43,12 @@ class Networks:
 
     @property
     def exact(self) -> bool:
-        """Whether results are the same to the bit in any batch: on GPUs and in half precision they are not."""
+        """Whether results are bit-identical in any batch; on GPUs and in half precision they are not."""
         return self.backbone.exact and (self.drafter is None or self.drafter.exact)
 
 
 def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options) -> Networks:
-    """Load the model in `folder` and all that drafts for it onto the device of `place`."""
+    """Load the model in `folder`, its draft heads and its drafter onto the device of `place`."""
     from decoders.backbones.load import inspect_model, load_backbone
     from decoders.registry import find_heads
 
@@ -57,7 +56,7 @@ def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3:
     found = fetch_drafter(decoder, s3)
     if found is None:
         return Networks(backbone, find_heads(decoder, folder, backbone), None)
-    # check_drafter has seen to it that the rows of this model are all tokens.
+    # check_drafter has checked that this model's rows are all tokens.
     drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
     return Networks(backbone, find_heads(decoder, found, drafter), drafter, inspect_model(found))
 
@@ -74,14 +73,14 @@ def build(
     max_tokens: int,
     trace: bool = False,
 ) -> Decoder:
-    """Return the decoder that does the task. Raises ValueError, with the field path, where settings and model do not fit."""
+    """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
     from decoders.causal.scoring import Scorer
     from decoders.engine.setup import Setup
     from decoders.registry import build_decoder
 
     if isinstance(task, Score):
         check_model(decoder, info)
-        # Scores are asked of causal models, whose rows are all tokens.
+        # Only causal models score, and their rows are all tokens.
         return Scorer(cast("TokenBackbone", networks.backbone), info, max_rows=max_rows, max_tokens=max_tokens)
     setup = Setup(
         backbone=networks.backbone,
@@ -99,7 +98,7 @@ def build(
 
 
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
-    """The local folder of the model that drafts, fetched if need be; None where no model of its own does."""
+    """The local folder of the drafter model, fetched if necessary; None if there is no separate drafter."""
     drafter = getattr(decoder, "drafter", None)
     if not isinstance(drafter, DrafterPlace):
         return None
@@ -115,9 +114,9 @@ def check_drafter(
     *,
     decoder: DecoderSettings,
 ) -> str:
-    """Return the drafter's hash; UserError unless it is a model that can draft for this one, with the head that is to help it.
+    """Return the drafter's hash; UserError unless it can draft for this model, with the required head.
 
-    `specdiff` needs a masked-diffusion model, all others a causal one, with the vocabulary of the model that it drafts for.
+    `specdiff` needs a masked-diffusion model, all others a causal one; both need the vocabulary of the target model.
     """
     from decoders.backbones.checkpoint import inspect_model
 
@@ -135,13 +134,13 @@ def check_drafter(
 def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> None:
     if not isinstance(decoder, SpecDiffSettings):
         if found.kind != "causal":
-            raise ValueError(f"{drafter} is of family {found.family!r}, which is no causal model")
+            raise ValueError(f"{drafter} is of family {found.family!r}, which is not a causal model")
         return
     from decoders.backbones.families.table import masked_diffusion_families
 
     if found.family not in masked_diffusion_families():
         raise ValueError(
-            f"{drafter} is of family {found.family!r}, which is no masked-diffusion model; "
+            f"{drafter} is of family {found.family!r}, which is not a masked-diffusion model; "
             f"allowed: {', '.join(masked_diffusion_families())}"
         )
     decoder.check_drafter(found)
@@ -150,9 +149,9 @@ def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> No
 def _check_vocabulary(
     drafter: Path, found: ModelInfo, info: ModelInfo, tokenizer: Tokenizer | None, place: ModelPlace
 ) -> None:
-    """Two tokenizers may differ in a template or a comment; what counts is which token each id is, the mask aside.
+    """Check that each id is the same token in both vocabularies, except the mask; other parts of tokenizers may differ.
 
-    MDLM and SEDD come without a tokenizer: of theirs only the number of ids is known, of which the last is the mask.
+    MDLM and SEDD have no tokenizer files: only their number of ids is known, and the last id is the mask.
     """
     if tokenizer is None or (found.mask_id is not None and not has_tokenizer(drafter)):
         without_mask = found.vocab_size - (found.mask_id == found.vocab_size - 1)
@@ -165,13 +164,13 @@ def _check_vocabulary(
     differing = sorted(token for token, number in both if number != found.mask_id)
     if differing:
         raise ValueError(
-            f"{drafter} has another vocabulary than the model, for example the token {differing[0]!r}; "
+            f"the vocabularies of {drafter} and of the model differ, for example in the token {differing[0]!r}; "
             "a drafter needs the same tokens under the same ids"
         )
 
 
 def _refuse(error: ValueError) -> NoReturn:
-    """The checks of a checkpoint speak of model.path, but here the drafter is meant."""
+    """Raise the error for the drafter's field: checks of a checkpoint name model.path."""
     found = user_error(error, DRAFTER_FIELD)
     field = found.field if (found.field or "").startswith("decoder.") else DRAFTER_FIELD
     raise UserError(found.message, field=field) from None

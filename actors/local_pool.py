@@ -1,7 +1,7 @@
-"""A pool without Ray: workers in the driver's own process and thread, each of which has one turn in every poll.
+"""A pool without Ray: workers in the driver's own process and thread; each has one turn per poll.
 
-For `run --local`, notebooks and tests. A worker that raises is lost, as one is whose process ended, and its rows are looked at
-alone; but what ends a process ends the driver with it. Nothing is lost then either: the next run goes on.
+For `run --local`, notebooks and tests. A worker that raises counts as dead, as if its process had ended, and its rows are then
+probed alone. A fault that ends the process also ends the driver; committed units are safe, and the next run resumes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Build = Callable[..., UnitRunner]
 
 @dataclass(slots=True, eq=False)
 class Here:
-    """A worker of this process, and what it is told with its next turn."""
+    """A worker of this process, and the messages for its next turn."""
 
     runner: UnitRunner
     turns: Turns
@@ -33,7 +33,7 @@ class Here:
 
 
 class LocalPool:
-    """What the driver needs of a pool (actors.pool.Pool). `build` makes a runner as actors.worker.build_runner does."""
+    """Has the methods of actors.pool.Pool that the driver needs. `build` makes a runner, like actors.worker.build_runner."""
 
     def __init__(self, job: Job, seat: Seat, *, build: Build = build_runner) -> None:
         self._job, self._threads, self._build = job, seat.threads, build
@@ -42,21 +42,21 @@ class LocalPool:
         self._news: list[PoolNews] = []
 
     def start(self, name: str) -> None:
-        """Load a worker, here and now; `Up` or `Died` follows. Raises UserError where the model is unusable."""
+        """Load a worker immediately; `Up` or `Died` follows. Raises UserError if the model is unusable."""
         try:
             runner = self._build(self._job, name=name, node=self._node, threads=self._threads)
         except UserError:
             raise
         except ValueError as error:
             raise user_error(error, FIELD) from None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this worker alone
+        except Exception as error:  # noqa: BLE001 - any error ends only this worker
             self._news.append(Died(name, f"{type(error).__name__}: {error}"))
             return
         self._workers[name] = Here(runner, Turns(runner, self._node))
         self._news.append(Up(name, *self._workers[name].turns.where()))
 
     def assign(self, name: str, unit: WorkUnit) -> None:
-        """Give a worker a unit with its next turn; a worker that is gone is ignored."""
+        """Give a worker a unit with its next turn; ignores dead workers."""
         if name in self._workers:
             self._workers[name].add.append(unit)
 
@@ -68,7 +68,7 @@ class LocalPool:
             worker.forget.append(lease)
 
     def kill(self, name: str) -> None:
-        """Forget a worker; what its clerk is writing is written to its end."""
+        """Forget a worker; waits until its clerk has finished writing."""
         worker = self._workers.pop(name, None)
         if worker is not None:
             worker.runner.close()
@@ -79,7 +79,7 @@ class LocalPool:
             self.kill(name)
 
     def poll(self, timeout_s: float) -> list[PoolNews]:
-        """One turn of each worker that has something to do; where none has, wait."""
+        """Run one turn of each worker that has work; if none has, wait."""
         news, self._news = self._news, []
         busy = [name for name, worker in self._workers.items() if worker.runner.held or worker.add or worker.forget]
         if not busy and not news:
@@ -92,7 +92,7 @@ class LocalPool:
         forget, worker.forget = worker.forget, []
         try:
             return Reported(name, worker.turns.turn(add, forget))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends the worker
+        except Exception as error:  # noqa: BLE001 - any error ends the worker
             self.kill(name)
-            # No other worker of this process gets the device back: the next one can't start, and the run ends with the reason.
+            # A lost device stays lost for this process: the next worker can't start, and the run ends with the reason.
             return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))

@@ -1,8 +1,8 @@
-"""Checkpoints that are made here from other files, each once: a folder of the cache, named by the content it was made from.
+"""Cached checkpoint folders that are built from other files, once, and named by a hash of their source.
 
-The work is done by a process of its own: the caller needs no torch, and the memory is free again afterwards. Two callers that
-want the same folder at once wait for each other where the file system has locks; where it has none, both do the work, and the
-folder that is finished first stays. A folder of the final name is always whole.
+A separate process does the work: the caller needs no torch, and the memory is free again afterwards. If two callers build the
+same folder at once, one waits for the other if the file system has locks; without locks both do the work, and the first
+finished folder stays. A folder with its final name is always complete.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ except ImportError:  # a system without locks of this kind
     fcntl = None  # type: ignore[assignment]
 
 SOURCE = "draftmill_source.json"
-"""What a made folder was made from: `weights`, the hash that stands for its weights, and more to read for people."""
+"""File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CHUNK_BYTES = 2**22
 
 
 def cache_folder() -> Path:
-    """Where fetched and converted models are kept: DRAFTMILL_CACHE, or the user's cache folder."""
+    """The folder for fetched and converted models: DRAFTMILL_CACHE, or the user's cache folder."""
     named = os.environ.get("DRAFTMILL_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "draftmill"
 
 
 def made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return `target`, calling `make` on an empty folder that becomes it if it is not there yet."""
+    """Return `target`; if it does not exist, call `make` on an empty folder and rename that to `target`."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def _make(target: Path, make: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file, as far as the file system has locks; it stays, since another process may be waiting on it."""
+    """Hold the lock file, if the file system has locks. The file is never deleted: another process may be waiting on it."""
     with path.open("a") as file:
         if fcntl is not None:
             with suppress(OSError):  # no locks on this file system
@@ -75,11 +75,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -> None:
-    """Run `python -m MODULE ARGUMENTS...`; UserError with its words where it refuses, RuntimeError where it fails.
+    """Run `python -m MODULE ARGUMENTS...`; UserError with the module's message if it refuses, RuntimeError if it fails.
 
-    It takes minutes for a large model, so `what` is done is told on standard error.
+    Prints `what` it does on standard error, since a large model takes minutes.
     """
-    print(f"{what}, once; it is kept in {cache_folder()}", file=sys.stderr, flush=True)
+    print(f"{what}, once; the result is kept in {cache_folder()}", file=sys.stderr, flush=True)
     paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
@@ -95,16 +95,16 @@ def run_maker(module: str, arguments: Sequence[str], *, field: str, what: str) -
         raise UserError(refused, field=field)
     if done.returncode != 0:
         why = f"was ended by signal {-done.returncode}" if done.returncode < 0 else f"ended with {done.returncode}"
-        raise RuntimeError(f"{module} {why} (signal 9 is what a machine out of memory sends): {done.stderr[-2000:]}")
+        raise RuntimeError(f"{module} {why} (signal 9 often means that memory ran out): {done.stderr[-2000:]}")
 
 
 def refuse(message: str) -> None:
-    """Tell `run_maker` why the work can't be done; for the modules that it runs."""
+    """Report to `run_maker` why the work can't be done; for the modules that it runs."""
     print(json.dumps({"refused": message}))
 
 
 def _refusal(output: str) -> str | None:
-    """The refusal on the last line of a maker's output, None where there is none."""
+    """The refusal on the last line of a maker's output; None if there is none."""
     lines = output.strip().splitlines()
     try:
         found = json.loads(lines[-1]) if lines else None
@@ -114,12 +114,12 @@ def _refusal(output: str) -> str | None:
 
 
 def write_source(folder: Path, source: dict[str, Any]) -> None:
-    """Note what a folder was made from; `source` has the key `weights`."""
+    """Write a folder's source; `source` has the key `weights`."""
     (folder / SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
 
 
 def read_source(folder: Path) -> dict[str, Any] | None:
-    """What `write_source` noted; None for a folder that was not made here."""
+    """The source that `write_source` wrote; None for any other folder."""
     try:
         found = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -128,12 +128,12 @@ def read_source(folder: Path) -> dict[str, Any] | None:
 
 
 def content_hash(file: Path) -> str:
-    """SHA-256 of a file's content. Remembered for a file of the same place, size and time, since models are large."""
+    """SHA-256 of a file's content; cached by path, size and modification time, since models are large."""
     return remembered("content", [file], lambda: _content_hash(file))
 
 
 def remembered(what: str, files: Sequence[Path], compute: Callable[[], str]) -> str:
-    """`what` `compute` makes of these files, from the cache where they are of the same places, sizes and times as then."""
+    """The result of `compute` for these files; cached by `what` and by the files' paths, sizes and modification times."""
     stats = [(file, file.stat()) for file in files]
     known_by = (
         "\0".join(f"{file.resolve()}\0{s.st_size}\0{s.st_mtime_ns}\0{s.st_ino}" for file, s in stats) + f"\0{what}"

@@ -1,4 +1,4 @@
-"""Which maker turns the rows of a task into canvases."""
+"""Selects the maker that turns the rows of a task into canvases."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from storage.errors import RowError
 
 
 class Maker(Protocol):
-    """Turns rows into canvases; all that a canvas depends on apart from its row and key is inside."""
+    """Turns rows into canvases; holds everything that a canvas depends on, except its row and key."""
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError where the row does not fit the task or the model."""
+        """Return the row's canvas; RowError if the row does not fit the task or the model."""
         ...
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
-        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        """Return the size of each row's canvas, or its error; rows are (values, key)."""
         ...
 
 
@@ -42,10 +42,10 @@ def maker_for(
     ends: Sequence[int] = (),
     truncate: Side | None = None,
 ) -> Maker:
-    """Return what makes the canvases of a task; prompts that are too long are cut where `truncate` says so.
+    """Return the maker of a task's canvases; `truncate` says which side of a long prompt is cut, None for none.
 
-    Rows may ask for what this decoder can do; `ends` are the job's end tokens. Raises UserError where a causal model is to fill
-    holes and has no tokens for it.
+    `decoder` and `sampling` decide which settings a row may have; `ends` are the job's end tokens. Raises UserError if a causal
+    model has to fill holes but lacks the special tokens for it.
     """
     open_ended = isinstance(task, Infill) and fills_in_middle(task, info)
     rules = RowRules(task, columns, decoder.kind, sampling, tokenizer, tuple(ends), open_ended)

@@ -1,6 +1,6 @@
-"""Where the holes go: pure choices over positions, lines and sentences, all drawn from the sample's own noise.
+"""Chooses the positions, lines or sentences to mask, with noise from the sample's key. Pure.
 
-Legend: L tokens of the canvas. Every choice takes the places of least noise, so it is a function of the sample's key.
+Legend: L tokens of the canvas. Every choice takes the places with the least noise, so it is a function of the sample's key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+")
 
 
 def bad_mask(message: str) -> RowError:
-    """The error of a row that its mask does not fit."""
+    """The error of a row that does not fit the mask."""
     return RowError("bad_mask", STAGE, message)
 
 
@@ -40,12 +40,12 @@ def least(key: int, choices: int, count: int) -> NDArray[np.int64]:
 
 
 def rounded(share: float, total: int) -> int:
-    """Half up, and at least one of what there is."""
+    """`share` of `total`, rounded half up, and at least one (but at most `total`)."""
     return min(total, max(1, int(share * total + 0.5)))
 
 
 def masked_count(mask: Random | Spans | SpanFraction, length: int) -> int:
-    """How many of L tokens such a mask hides; known without any noise. Raises RowError where the mask does not fit."""
+    """How many of L tokens such a mask hides; needs no noise. Raises RowError if the mask does not fit."""
     if length == 0:
         return 0
     if isinstance(mask, Random):
@@ -53,21 +53,21 @@ def masked_count(mask: Random | Spans | SpanFraction, length: int) -> int:
     if isinstance(mask, SpanFraction):
         return rounded(mask.fraction, length)
     count, span = mask.count or 1, mask.length or DEFAULT_SPAN
-    # One visible token at least stands between two spans, or they would be one hole.
+    # At least one visible token separates two spans, or they would be one hole.
     if count * span + count - 1 > length:
         raise bad_mask(f"{count} separate spans of {span} tokens do not fit into {length} tokens")
     return count * span
 
 
 def masked_positions(mask: Random | Spans | SpanFraction, key: int, length: int) -> NDArray[np.int64]:
-    """Return the hidden ones of L positions, sorted, int64 [masked_count]."""
+    """Return which of L positions are hidden, sorted, int64 [masked_count]."""
     hidden = masked_count(mask, length)
     if isinstance(mask, Random) or hidden == 0:
         return least(key, length, hidden)
     if isinstance(mask, SpanFraction):
         return least(key, length - hidden + 1, 1)[0] + np.arange(hidden, dtype=np.int64)
     count, span = mask.count or 1, mask.length or DEFAULT_SPAN
-    # Shrink each span and the token behind it to one place: every choice of places is one choice of separate spans.
+    # Shrink each span and the token after it to one place: every choice of places is one choice of separate spans.
     places = least(key, length - count * span + 1, count)
     starts = places + np.arange(count, dtype=np.int64) * span
     return (starts[:, None] + np.arange(span, dtype=np.int64)).reshape(-1)
@@ -83,9 +83,9 @@ def line_ranges(mask: Lines, key: int, text: str) -> list[Range]:
 
 
 def sentence_ranges(mask: Sentences, key: int, sentences: Sequence[Range]) -> list[Range]:
-    """The characters of the sentences to hide, each with the white space in front of it; neighbours are one range.
+    """The characters of the sentences to hide, each with the white space before it; adjacent sentences form one range.
 
-    Vocabularies write a word with the space before it: a visible space at a hole's front would be followed by a second.
+    Vocabularies encode a word with the space before it: a visible space before a hole would be followed by a second one.
     """
     chosen = _chosen_sentences(mask, key, len(sentences))
     size = sentences[-1][1] if sentences else 0
@@ -97,20 +97,20 @@ def sentence_ranges(mask: Sentences, key: int, sentences: Sequence[Range]) -> li
 def _chosen_sentences(mask: Sentences, key: int, total: int) -> list[int]:
     if mask.which == "middle":
         if total < 3:
-            raise bad_mask(f"the inner sentences are to be hidden, but there are only {total}; at least 3 are needed")
+            raise bad_mask(f"hiding the inner sentences needs at least 3 sentences; the row has {total}")
         return list(range(1, total - 1))
     if mask.which == "random":
         if total == 0:
-            raise bad_mask("there is no sentence to hide")
+            raise bad_mask("the row has no sentence to hide")
         return [int(index) for index in least(key, total, mask.count)]
     outside = [index for index in mask.which if not -total <= index < total]
     if outside:
-        raise bad_mask(f"there is no sentence {outside[0]}: the row has {total}")
+        raise bad_mask(f"there is no sentence {outside[0]}; the row has {total} sentences")
     return sorted({index % total for index in mask.which})
 
 
 def split_sentences(text: str) -> list[Range]:
-    """The characters of each sentence, without the space between: a simple rule, ends are . ! ? before white space."""
+    """The characters of each sentence, without the space between. A simple rule: a sentence ends at . ! ? before white space."""
     ranges: list[Range] = []
     start = len(text) - len(text.lstrip())
     end = len(text.rstrip())
@@ -122,7 +122,7 @@ def split_sentences(text: str) -> list[Range]:
 
 
 def merged(ranges: Iterable[Range], size: int) -> list[Range]:
-    """Sort ranges within [0, size) and join those that touch; RowError where one is empty or lies outside."""
+    """Sort ranges within [0, size) and join those that touch; RowError if one is empty or outside."""
     out: list[Range] = []
     for start, end in sorted(ranges):
         if not 0 <= start < end <= size:
@@ -136,14 +136,14 @@ def merged(ranges: Iterable[Range], size: int) -> list[Range]:
 
 @lru_cache(maxsize=16)
 def marker_pattern(marker: str) -> re.Pattern[str]:
-    """Matches the marker; its one group is the length in the form `<mask:12>`, which needs a closing bracket."""
+    """A pattern for the marker; its one group is the length, as in `<mask:12>`, for markers that end in a closing bracket."""
     if marker[-1] in _CLOSING and len(marker) > 1:
         return re.compile(rf"{re.escape(marker[:-1])}(|:\d+){re.escape(marker[-1])}")
     return re.compile(f"{re.escape(marker)}()")
 
 
 def hole_length(written: str, mask: Marker) -> int:
-    """Tokens of the hole whose marker says `written`: '' or ':12'."""
+    """Tokens of a hole; `written` is the length in its marker: '' or ':12'."""
     if not written:
         return mask.length
     if len(written) > 10 or int(written[1:]) == 0:

@@ -1,7 +1,7 @@
-"""How much memory a worker may use on its device, measured when its models are loaded; decoders/engine/memory.py shares it out.
+"""Measures the memory a worker may use on its device, after loading its models; decoders/engine/memory.py allocates it.
 
-A worker on a GPU has what is free there, within its share where Ray gave it a fraction. Workers on CPUs divide what the machine,
-or the container that they run in, has left by their threads, as they divide the cores.
+A worker on a GPU may use the free memory there, limited to its share if Ray gave it a fraction. Workers on CPUs share the free
+memory of the machine, or of their container, in proportion to their threads.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from decoders.base import Decoder
 if TYPE_CHECKING:
     import torch
 
-# The length for which the record says how many samples fit.
+# The length for which the log records how many samples fit.
 _LENGTH = 512
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a worker's batch may take: at most `max_rows` samples and `max_tokens` columns, within `free_bytes` of `device`.
+    """The limits of a worker's batch: `max_rows` samples, `max_tokens` columns and `free_bytes` on `device`.
 
-    `rows` is how many samples of `length` tokens that makes.
+    `rows` is the number of samples of `length` tokens that fit.
     """
 
     device: str
@@ -38,12 +38,12 @@ class Room:
     rows: int
 
     def facts(self) -> dict[str, Any]:
-        """For the record."""
+        """The limits as a dict, for the run's log."""
         return asdict(self)
 
 
 def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> Room | None:
-    """Let a decoder hold no more than its device has room for, of which `gpus` below 1 is a share; None where it has no cache."""
+    """Limit a decoder to the free memory of its device, or to a share if `gpus` is below 1; None if it has no cache."""
     from decoders.engine.slots import SlotDecoder
 
     if not isinstance(decoder, SlotDecoder):
@@ -63,13 +63,13 @@ def free_bytes(device: torch.device, *, threads: int, gpu_share: float = 1.0) ->
 
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
-    # What the allocator keeps for later is as good as free.
+    # The allocator's cached memory counts as free.
     free += torch.cuda.memory_reserved(device) - used
     return max(0, min(free, int(gpu_share * total) - used))
 
 
 def limit_gpu(gpus: float) -> None:
-    """Keep this process within its fraction of the GPU that it sees; a whole one has no limit."""
+    """Limit this process to its fraction of the GPU that it sees; a whole GPU has no limit."""
     import torch
 
     if 0 < gpus < 1 and torch.cuda.is_available():
@@ -81,7 +81,7 @@ def _num_cores() -> int:
 
 
 def _host_bytes() -> int:
-    """What the machine has left, or the container, whose limit the machine's figure does not know."""
+    """Free memory of the machine, or of the container if that has less: the machine's figure ignores a container's limit."""
     available = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
@@ -89,7 +89,7 @@ def _host_bytes() -> int:
             return available
         used = int((_CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        # Pages of files are counted as used, and given back when they are wanted.
+        # Cached file pages count as used, but the kernel frees them on demand.
         return min(available, max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
     except (OSError, ValueError):
         return available

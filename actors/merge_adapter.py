@@ -1,7 +1,7 @@
-"""`python -m actors.merge_adapter BASE HASH ADAPTER HASH FOLDER`: a checkpoint with a LoRA adapter merged into its weights.
+"""`python -m actors.merge_adapter BASE HASH ADAPTER HASH FOLDER`: merges a LoRA adapter into a checkpoint's weights.
 
-PEFT merges, in float32 whatever the checkpoint's dtype, so that `model.dtype` rounds once. Every weight of the adapter must
-have found its place: PEFT itself only warns where some did not.
+PEFT merges in float32, whatever the checkpoint's dtype, so that `model.dtype` rounds only once. Every weight of the adapter
+must match a weight of the model: PEFT itself only warns about others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Refused(ValueError):
 
 
 def merge(base: Path, base_hash: str, adapter: Path, digest: str, folder: Path) -> None:
-    """Write the merged checkpoint. Raises Refused where model and adapter do not fit."""
+    """Write the merged checkpoint. Raises Refused if model and adapter do not fit."""
     family = _family(base)
     import transformers
 
@@ -67,7 +67,7 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
     from safetensors import safe_open
 
     with safe_open(adapter / WEIGHTS, framework="pt") as file:
-        # Beside an adapted embedding table PEFT stores a copy of the table itself.
+        # With an adapted embedding table, PEFT also stores a copy of the table itself.
         given = {name for name in file.keys() if ".base_layer." not in name}  # noqa: SIM118
     for names, what in (
         (given - held.keys(), "has weights for parts that the model lacks"),
@@ -83,7 +83,7 @@ def _family(base: Path) -> CausalFamily:
     if found.causal not in CAUSAL_FAMILIES:
         names = ", ".join(family.name for family in CAUSAL_FAMILIES)
         raise Refused(
-            f"adapters are merged into models of the families {names}, and this one is of family {found.name!r}"
+            f"adapters are supported for models of the families {names}; this model is of family {found.name!r}"
         )
     assert found.causal is not None
     return found.causal
@@ -99,7 +99,7 @@ def _save(merged: Any, family: CausalFamily, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Merge; a refusal is told on standard output, for `actors.made_folders.run_maker`."""
+    """Merge the adapter; prints a refusal on standard output, for `actors.made_folders.run_maker`."""
     base, base_hash, adapter, digest, folder = arguments
     try:
         merge(Path(base), base_hash, Path(adapter), digest, Path(folder))

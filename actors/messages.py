@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from storage.runs.commit import CommittedUnit
 
 FailureKind = Literal["TASK", "INFRA"]
-"""TASK: an exception that this unit's data raised. INFRA: the store or the machine; the data is not to blame."""
+"""TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""
 
 
 MOST_UNITS = 4
-"""Units in a worker's hands at most: one that waits, and those that are being decoded or written to their ends."""
+"""Maximum units that a worker holds: one that waits, and those that are being decoded or written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Rows [start, stop) of a unit that are never decoded again: they come back failed with this error."""
+    """Rows [start, stop) of a unit that are never decoded again: they are returned as failed, with this error."""
 
     start: int
     stop: int
@@ -35,10 +35,10 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class WorkUnit:
-    """A unit as it is leased to one worker.
+    """A unit as leased to one worker.
 
-    `lease` names this very assignment; answers carry it back. `attempt` counts from 1. A probe decodes only the rows
-    [start, stop) and commits nothing: it asks whether a worker survives them.
+    `lease` identifies this assignment; answers repeat it. `attempt` counts from 1. A probe decodes only the rows
+    [start, stop) and commits nothing: it tests whether a worker survives them.
     """
 
     lease: int
@@ -55,7 +55,7 @@ class WorkUnit:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over the rows of one unit, or of many: what the tables at the end of a run are made of."""
+    """Sums over the rows of one unit or of many, for the table at the end of a run."""
 
     rows: int = 0
     ok: int = 0
@@ -75,7 +75,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A unit is committed (or a probe survived, then `committed` is None)."""
+    """A unit was committed, or a probe survived (then `committed` is None)."""
 
     lease: int
     unit: int
@@ -88,7 +88,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A leased unit came to nothing, and why."""
+    """A leased unit failed, and why."""
 
     lease: int
     unit: int
@@ -103,8 +103,8 @@ class Failure:
 class Effort:
     """What a worker's decode loop did, for the efficiency figures.
 
-    `engine` holds differences. `wall_s` is the loop's time with units in hand, `tail_s` the part of it in which slots
-    stood idle because no more samples were at hand.
+    `engine` holds differences. `wall_s` is the loop's time while it held units, `tail_s` the part of it in which slots were
+    idle because no more samples were available.
     """
 
     engine: EngineStats = field(default_factory=EngineStats)
@@ -114,9 +114,9 @@ class Effort:
 
 @dataclass(frozen=True, slots=True)
 class TurnReport:
-    """What one call of a worker gives back: news, and the effort and the samples that ended since the last one.
+    """The result of one call of a worker: news, and the effort and the ended samples since the last call.
 
-    `spent` names the leases whose samples have for the most part got a slot: the worker could take another unit.
+    `spent` lists the leases most of whose samples have a slot: the worker could take another unit.
     """
 
     news: tuple[Receipt | Failure, ...]
@@ -126,13 +126,13 @@ class TurnReport:
 
     @property
     def moved(self) -> bool:
-        """Whether anything went forward: a token committed, a sample or a unit ended."""
+        """Whether there was progress: a token was committed, or a sample or a unit ended."""
         return bool(self.news or self.decoded.rows or self.effort.engine.committed)
 
 
 @dataclass(frozen=True, slots=True)
 class Up:
-    """The worker has loaded its model, on this node, as this process; `facts` are what it found and chose, for the record."""
+    """The worker has loaded its model, on this node and in this process; `facts` are its findings and choices, for the log."""
 
     worker: str
     node: str
@@ -142,9 +142,9 @@ class Up:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker is gone, or never came up; `reason` in one line. `idle` if none of the units it holds had reached it.
+    """The worker died, or never came up; `reason` is one line. `idle` if none of its units had reached it.
 
-    `device` says that it ended since its device was lost, of which no unit can be told to be the cause.
+    `device` if it ended because its device was lost; then it is unknown whether a unit was the cause.
     """
 
     worker: str
@@ -155,7 +155,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A turn of the worker ended."""
+    """The report of one turn of a worker."""
 
     worker: str
     report: TurnReport
@@ -163,7 +163,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """The worker's node was told to go, in `left_s` seconds at the latest; None where nobody said when."""
+    """The worker's node will be removed within `left_s` seconds; None if the time is unknown."""
 
     worker: str
     left_s: float | None
@@ -171,7 +171,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class HomeLeaving:
-    """The driver's own node was told to go."""
+    """The driver's own node will be removed."""
 
     left_s: float | None
 

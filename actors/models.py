@@ -1,7 +1,7 @@
-"""Checkpoints as local folders, wherever they come from, and the hashes by which a job knows them again.
+"""Fetches checkpoints into local folders, and computes the hashes that identify them in a job.
 
-`builtin:NAME`, a local folder, `s3://bucket/prefix` or the id of a hub repository; or a file `*.gguf` in one of the last three,
-which is converted. Only weights in safetensors or GGUF, JSON and tokenizer files are fetched, never code. Reads no tensor.
+A path is `builtin:NAME`, a local folder, `s3://bucket/prefix` or a hub id; or a `*.gguf` file in one of the last three, which is
+converted. Only weights in safetensors or GGUF, JSON and tokenizer files are fetched, never code. Reads no tensor.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def fetch_model(
     s3: S3Options | None = None,
     field: str = FIELD,
 ) -> Path:
-    """Return the local folder of a checkpoint, fetching it if need be; a second call finds it in the cache.
+    """Return the local folder of a checkpoint; fetches it if necessary, and caches it.
 
-    With an adapter it is the folder of both, merged. Raises UserError, led by `field`, where there is no such model.
+    With an adapter, returns the folder of the merged checkpoint. Raises UserError for `field` if there is no such model.
     """
     folder = _model(path, revision, s3, field)
     return folder if adapter is None else _adapted(folder, path, adapter, s3)
@@ -68,18 +68,18 @@ def _model(path: str, revision: str | None, s3: S3Options | None, field: str) ->
     if is_here:
         return folder.resolve()
     if "://" in path or not _HUB_ID.fullmatch(path) or folder.exists():
-        raise UserError(f"{path!r} is no folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field)
+        raise UserError(f"{path!r} is not a folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field)
     return _from_hub(path, revision, field)
 
 
 def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Path:
-    """The folder of the model with the adapter merged into it; the adapter may be a folder, on S3 or on the hub."""
+    """The folder of the model with the adapter merged into it; the adapter may be a local folder, on S3 or on the hub."""
     place = Path(adapter).expanduser()
     if adapter.startswith("s3://"):
         place = _from_s3(adapter, s3, adapters.FIELD)
     elif not place.is_dir():
         if not _HUB_ID.fullmatch(adapter) or place.exists():
-            raise UserError(f"{adapter!r} is no folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD)
+            raise UserError(f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD)
         place = _from_hub(adapter, None, adapters.FIELD)
     adapters.check_files(place, adapter, model)
     files = [place / name for name in adapters.PATTERNS]
@@ -91,7 +91,7 @@ def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Pa
 
 
 def adapter_hash(folder: Path) -> str | None:
-    """SHA-256 of the adapter that is merged into the checkpoint in this folder; None where none is."""
+    """SHA-256 of the adapter that is merged into the checkpoint in this folder; None if there is none."""
     found = (read_source(folder) or {}).get("adapter")
     return None if found is None else str(found)
 
@@ -102,11 +102,10 @@ def builtin_models() -> list[str]:
 
 
 def model_hash(folder: Path, hashed: Callable[[int], None] | None = None) -> str:
-    """SHA-256 over config.json, the weight files and the draft head, if there is one; by content, not by place.
+    """SHA-256 over config.json, the weight files and the draft head, if any; depends on the content, not on the path.
 
-    For a folder that was made from a GGUF file it is a hash of that file, for one with an adapter that of the checkpoint
-    without. Raises UserError where the checkpoint is incomplete.
-    `hashed` is told of bytes as they are read.
+    For a folder made from a GGUF file, it is a hash of that file; for one with a merged adapter, the hash of the checkpoint
+    without it. Raises UserError if the checkpoint is incomplete. Calls `hashed` with each number of bytes read.
     """
     source = read_source(folder)
     if source is not None:
@@ -122,7 +121,7 @@ def model_hash(folder: Path, hashed: Callable[[int], None] | None = None) -> str
 
 
 def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
-    """SHA-256 over the tokenizer's files, `none` where there is to be none; `setting` as in model.tokenizer."""
+    """SHA-256 over the tokenizer's files, or `none` if `setting` (as in model.tokenizer) is `none`."""
     if setting == "none":
         return "none"
     place = folder if setting == "auto" else Path(setting).expanduser()
@@ -146,7 +145,7 @@ def hash_files(folder: Path, files: Iterable[Path], hashed: Callable[[int], None
 
 
 def user_error(error: Exception, field: str) -> UserError:
-    """An error of the decoders' side, whose message may lead with its field path, as a UserError."""
+    """Turn an error of `decoders`, whose message may start with a field path, into a UserError."""
     path, colon, message = str(error).partition(": ")
     if colon and re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9_]+)+", path):
         return UserError(message, field=path)
@@ -167,7 +166,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str) -> Path:
-    """A GGUF file as a local one: where it is, a copy of an object of S3, or `owner/repository/FILE.gguf` of the hub."""
+    """The local path of a GGUF file, of a copy of an S3 object, or of `owner/repository/FILE.gguf` from the hub."""
     if path.startswith("s3://"):
         place, _, name = path.rpartition("/")
         return _from_s3(place, s3, field, only=name) / name
@@ -177,7 +176,7 @@ def _gguf_file(path: str, revision: str | None, s3: S3Options | None, field: str
     found = _HUB_FILE.fullmatch(path)
     if found is None or file.parent.is_dir():
         raise UserError(
-            f"{path!r} is no file; allowed: a GGUF file here, s3://..., or owner/repository/FILE.gguf", field=field
+            f"{path!r} is not a file; allowed: a local GGUF file, s3://..., or owner/repository/FILE.gguf", field=field
         )
     return _file_from_hub(found["repository"], found["file"], revision, field)
 
@@ -190,7 +189,7 @@ def _file_from_hub(repository: str, name: str, revision: str | None, field: str)
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{repository}/{name} is neither a file here nor one of the hub's: {reason}", field=field
+            f"{repository}/{name} is neither a local file nor a file on the hub: {reason}", field=field
         ) from None
 
 
@@ -199,15 +198,15 @@ def _from_hub(path: str, revision: str | None, field: str) -> Path:
 
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(PATTERNS)))
-    except (OSError, ValueError) as error:  # the hub's own errors, those of its connections among them, are OSErrors
+    except (OSError, ValueError) as error:  # the hub's own errors, including connection errors, are OSErrors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path!r} is neither a folder here nor a hub model that can be had: {reason}", field=field
+            f"{path!r} is neither a local folder nor an accessible hub model: {reason}", field=field
         ) from None
 
 
 def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = None) -> Path:
-    """A copy in the cache, named by the objects' etags: another version is another folder. `only` names the one file wanted."""
+    """A copy in the cache, named by the objects' etags, so each version has its own folder. `only` selects a single file."""
     bucket, _, prefix = path.removeprefix("s3://").partition("/")
     prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
     try:
@@ -215,7 +214,7 @@ def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = 
         names = (only,) if only is not None else PATTERNS
         found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix), names)]
         if not found:
-            raise UserError(f"{path!r} holds no model files ({', '.join(names)})", field=field)
+            raise UserError(f"{path!r} has no model files ({', '.join(names)})", field=field)
         version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in found]).encode()).hexdigest()[:16]
         target = cache_folder() / "models" / f"{bucket}-{version}"
         if not target.is_dir():
@@ -230,7 +229,7 @@ def _is_wanted(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _download(store: Store, prefix: str, found: list[Stat], target: Path) -> None:
-    """Fetch into a folder of our own and rename it: a folder of the final name is whole, whoever else fetches."""
+    """Fetch into a temporary folder and rename it: a folder with its final name is complete, even with concurrent fetches."""
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
     partial.mkdir(parents=True)
     try:

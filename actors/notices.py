@@ -1,6 +1,6 @@
-"""Notices that a node will be taken away: what an autoscaler, a watcher of spot machines or `ray drain-node` has told Ray.
+"""Reads Ray's notices that a node will be removed, from an autoscaler, a watcher of spot machines or `ray drain-node`.
 
-Ray's own libraries read them in the same way (ray.data, ray.train); there is no public name for it yet.
+Ray's own libraries (ray.data, ray.train) read them in the same way; there is no public API yet.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ray.exceptions import RayError
 
 from actors.messages import HomeLeaving, Leaving, PoolNews
 
-# Another Ray than this, or one that does not answer: a job must not end for want of a notice.
+# Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
 _NO_NOTICES = (ImportError, AttributeError, KeyError, RuntimeError, RayError)
 
 EVERY_S = 2.0
-"""Seconds between two looks; one takes a millisecond. Notices come minutes ahead, or half a minute at worst."""
+"""Seconds between two checks; a check takes a millisecond. Notices come minutes ahead, or at worst half a minute."""
 
 
 class Notices:
-    """Tells once of each worker, and of the driver, that its node is to go."""
+    """Reports once for each worker, and for the driver, that its node will be removed."""
 
     def __init__(self) -> None:
         self._next_s = 0.0
         self._told: set[str | None] = set()
 
     def of(self, actors: Mapping[str, Any]) -> list[PoolNews]:
-        """News of the workers (actors by name) and of the driver's node; nothing between two looks."""
+        """News about the nodes of the workers (actors by name) and of the driver; nothing between two checks."""
         if time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + EVERY_S
@@ -50,7 +50,7 @@ class Notices:
 
 
 def draining() -> dict[str, float | None]:
-    """Ids of the nodes that were told to go, and the seconds that they have, None where nobody said."""
+    """Ids of the nodes that will be removed, with their remaining seconds, None if unknown."""
     try:
         from ray._private.state import state
 
@@ -62,7 +62,7 @@ def draining() -> dict[str, float | None]:
 
 
 def node_of(actor: Any) -> str | None:
-    """Id of the node that an actor runs on, None where Ray does not say."""
+    """Id of the node on which an actor runs; None if Ray does not know it."""
     try:
         from ray._private.state import actors
 

@@ -1,9 +1,9 @@
-"""The unit table of a run directory, as planners write it and workers read it: which rows make up each unit.
+"""The unit table of a run directory, which lists the rows of each unit. The planner writes it, workers read it.
 
-    plan/part-00000-0001.parquet     one row group per unit, units in order; a part holds some hundred units
-    _plan.json                       names the parts, among much else, and is written last
+    plan/part-00000-0001.parquet     one row group per unit, units in order; a part holds a few hundred units
+    _plan.json                       names the parts, among other facts, and is written last
 
-The second number of a part is the epoch of the driver that wrote it: one that wakes up late touches no other's parts.
+The second number of a part is the epoch of the driver that wrote it: a driver that resumes late can't change another's parts.
 
 A worker reads a part's footer once and then one row group per unit. Knows nothing of specs and models.
 """
@@ -39,8 +39,8 @@ ROW_SCHEMA: pa.Schema = pa.schema(
         pa.field("error_kind", pa.string()),
     ]
 )
-"""One row per sample: `file` counts the plan's inputs, `row` and `offset` (bytes) find it there; `length` is its canvas
-in tokens, `holes` how many of them are to be generated; `error_kind` is set where it can't be read or tokenized."""
+"""One row per sample: `file` is the number of its input, `row` and `offset` (bytes) its place there; `length` is its canvas
+in tokens, `holes` the number of tokens to generate; `error_kind` is set if the row can't be read or tokenized."""
 
 TABLE_SCHEMA: pa.Schema = pa.schema([pa.field("unit", pa.int32(), nullable=False), *ROW_SCHEMA])
 
@@ -70,18 +70,18 @@ class Part:
 
 
 def part_name(number: int, epoch: int = 0) -> str:
-    """The name of a part in its run directory."""
+    """The name of a part in the run directory."""
     return f"{FOLDER}part-{number:05d}-{epoch:04d}.parquet"
 
 
 def epoch_of(name: str) -> int:
-    """The epoch in the name of a part, 0 where it has none."""
+    """The epoch in the name of a part; 0 if it has none."""
     found = re.search(r"-(\d+)\.parquet$", name.removeprefix(f"{FOLDER}part"))
     return int(found[1]) if found and found.start() else 0
 
 
 def part_bytes(units: Iterable[pa.Table]) -> bytes:
-    """Return units (tables of TABLE_SCHEMA) as one Parquet file with a row group for each."""
+    """Return units (tables of TABLE_SCHEMA) as one Parquet file with one row group each."""
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(
         sink, TABLE_SCHEMA, compression="zstd", use_dictionary=["unit", "file", "error_kind"]
@@ -92,7 +92,7 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
 
 
 class PlanTable:
-    """Reads single units of the plan in `store`; keeps a few parts' footers, no rows."""
+    """Reads single units of the plan in `store`; caches a few parts' footers, but no rows."""
 
     def __init__(self, store: Store, parts: Iterable[Part] | None = None) -> None:
         self._store = store
@@ -100,7 +100,7 @@ class PlanTable:
         self._firsts = [part.first for part in self._parts]
 
     def unit_rows(self, unit: int) -> list[PlannedRow]:
-        """Return the unit's rows in their order. Raises StoreError where the plan has no such unit or is damaged."""
+        """Return the unit's rows in order. Raises StoreError if the plan has no such unit or is damaged."""
         index = bisect_right(self._firsts, unit) - 1
         if index < 0 or unit >= self._parts[index].first + self._parts[index].units:
             raise StoreError(f"{self._store.url}: the plan has no unit {unit}")
@@ -112,7 +112,7 @@ class PlanTable:
         return _rows(table)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
-        """Yield one table per unit, in order, one part in memory at a time."""
+        """Yield one table per unit, in order; holds one part in memory at a time."""
         for part in self._parts:
             try:
                 opened = pq.ParquetFile(pa.BufferReader(self._store.get(part.name)), pre_buffer=False)
@@ -128,7 +128,7 @@ def read_parts(store: Store) -> tuple[Part, ...]:
 
 
 def parts_of(plan: dict[str, object]) -> tuple[Part, ...]:
-    """The parts in the mapping that `_plan.json` holds."""
+    """The parts in the content of `_plan.json`."""
     listed = plan["parts"]
     assert isinstance(listed, list)
     return tuple(Part(part["name"], part["first"], part["units"], part["rows"]) for part in listed)

@@ -1,8 +1,8 @@
-"""The pool: starts workers as Ray actors, keeps each busy with turns, and says what became of them.
+"""The pool: starts workers as Ray actors, keeps each busy with turns, and reports their results and deaths.
 
 It decides nothing; jobs/schedule/scheduler.py does. Ray restarts and retries nothing (`max_restarts=0`, `max_task_retries=0`): a
-lost actor is reported at once and its units are leased anew. A worker that holds units always has two turns
-queued, so that it goes on while the driver reads its last report.
+lost actor is reported at once, and its units are leased again. A worker that holds units always has two turns queued, so
+it keeps decoding while the driver reads its last report.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_FLIGHT = 2
 
 
 EXIT_S = 10.0
-"""How long a killed worker's process is waited for; Ray itself gives one that does not answer 5 s."""
+"""Seconds to wait for a killed worker's process to end; Ray itself waits 5 s for one that does not answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,17 +44,17 @@ class Member:
     leases: set[int] = field(default_factory=set)
     unsent: list[WorkUnit] = field(default_factory=list)
     knock: Any = None
-    """The turn that asks a worker with nothing in hand whether it lives; `unsent` follows when it has answered."""
+    """The turn that pings an idle worker; `unsent` is sent once it has answered."""
     forget: list[int] = field(default_factory=list)
     place: tuple[str, int] | None = None
     """Its node and process, once it is up."""
 
 
 class Pool:
-    """Workers by name. All methods are called from the driver's thread; only `poll` waits."""
+    """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
     def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker, early: Sequence[Any] = ()) -> None:
-        """`early` are workers of `early_workers`, of the same seat, which are given work before others are started."""
+        """`early` are workers from `early_workers` with the same seat; `start` uses them before it starts others."""
         self._members: dict[str, Member] = {}
         self._job = ray.put(job)
         self._threads = seat.threads
@@ -73,10 +73,10 @@ class Pool:
         self._members[name] = Member(actor, actor.where.remote())
 
     def assign(self, name: str, unit: WorkUnit) -> None:
-        """Send a unit to a worker that is up; unknown workers are ignored, their death is already on its way.
+        """Send a unit to a worker that is up; ignores unknown workers, whose death is reported separately.
 
-        Nothing is heard of the death of a worker that has nothing to do. So it is asked for a sign of life first, lest
-        the unit, perhaps a single row under suspicion, be blamed for it.
+        Ray does not report the death of an idle actor. So ping it first; otherwise the new unit, perhaps a single suspected
+        row, would be blamed for the death.
         """
         member = self._members.get(name)
         if member is None:
@@ -91,7 +91,7 @@ class Pool:
             self._turn(member, [unit])
 
     def revoke(self, name: str, lease: int) -> None:
-        """Tell a worker with its next turn to forget a lease."""
+        """Tell a worker to forget a lease, with its next turn."""
         member = self._members.get(name)
         if member is not None and lease in member.leases:
             member.leases.discard(lease)
@@ -100,13 +100,13 @@ class Pool:
             self._turn(member, [])
 
     def kill(self, name: str) -> None:
-        """End a worker's process now; nothing more is heard of it."""
+        """End a worker's process now; it reports nothing more."""
         member = self._members.pop(name, None)
         if member is not None:
             ray.kill(member.actor, no_restart=True)
 
     def close(self) -> None:
-        """End all workers; returns when those on this node are gone, so that none writes after the job's last word."""
+        """End all workers; returns when those on this node have ended, so that none writes after the job's end."""
         places = [member.place for member in self._members.values()]
         for name in list(self._members):
             self.kill(name)
@@ -118,7 +118,7 @@ class Pool:
                 time.sleep(0.01)
 
     def poll(self, timeout_s: float) -> list[PoolNews]:
-        """Wait until something happens, at most `timeout_s`; returns what did, in order per worker."""
+        """Wait for news, at most `timeout_s`; returns the news, in order per worker."""
         owners = {ref: name for name, member in self._members.items() for ref in (member.ready, *member.turns) if ref}
         if not owners:  # nothing can happen
             time.sleep(timeout_s)
@@ -161,18 +161,18 @@ class Pool:
 
 
 def actor_class(worker_class: type, seat: Seat) -> Any:
-    """A class of workers as Ray has it: on its seat, never restarted, no call tried twice."""
+    """A worker class as a Ray actor class with the seat's resources, without restarts and retries."""
     return ray.remote(worker_class).options(num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0)
 
 
 def early_workers(count: int, seat: Seat, family: str, decoder: str) -> list[Any]:
-    """Start workers that import what a model of this family and a decoder (`module:class`) need, before they get a job."""
+    """Start workers that import what a model family and a decoder (`module:class`) need, before they receive a job."""
     worker = actor_class(EarlyWorker, seat)
     return [worker.remote(family, decoder) for _ in range(count)]
 
 
 def is_running(node: str, pid: int) -> bool:
-    """Whether a process of this node still runs; of other nodes nothing is known here."""
+    """Whether a process of this node is still running; False for processes of other nodes, which are not visible here."""
     if node != socket.gethostname():
         return False
     try:
@@ -183,7 +183,7 @@ def is_running(node: str, pid: int) -> bool:
 
 
 def reason_of(error: RayError) -> str:
-    """Ray's many lines as one: the last line of a traceback, or what Ray says of the process's end."""
+    """Ray's long message in one line: the last line of a traceback, or Ray's reason for the end of the process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     detail = [line.partition("Worker exit detail:")[2].strip() for line in lines if "Worker exit detail:" in line]
     if detail:

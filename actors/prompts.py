@@ -1,12 +1,12 @@
-"""A row of the input -> what a causal model is to continue or to score. Pure: no files, no model.
+"""Turns an input row into a canvas that a model continues or scores. Pure: no files, no model.
 
     complete   | lead  prompt | _ _ _ _ _ |                 holes: up to max_new_tokens, as many as the model has room for
     score      | lead  prompt | completion |                score_from: the completion's first token
-    score      | begin        | text       |                without a prompt: behind the begin token
+    score      | begin        | text       |                without a prompt: after the begin token
 
-An OpenAI request says itself whether it is a conversation; of other rows the task says it.
-`lead` are the special tokens that transformers' `tokenizer(text)` puts in front. A conversation is rendered by the
-tokenizer's chat template, which spells out every special token; they are parsed, wherever in it they stand.
+An OpenAI request says itself whether it is a conversation; for other rows, the task does.
+`lead` are the special tokens that transformers' `tokenizer(text)` puts before a text. The tokenizer's chat template renders
+a conversation with every special token spelled out; they are then parsed wherever they occur.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from storage.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """All that the canvas of a completion, or of a text to score, depends on, apart from the row."""
+    """Everything that the canvas of a completion, or of a text to score, depends on, except the row."""
 
     task: Complete | Score
     columns: Columns
@@ -40,7 +40,7 @@ class PromptMaker:
     rules: RowRules | None = field(default=None, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
-        """Return the row's canvas; RowError where the row has none, or does not fit decoder or model. No `key` plays a part."""
+        """Return the row's canvas; RowError if the row has none, or does not fit decoder or model. Does not use `key`."""
         asked = Asked() if self.rules is None else self.rules.asked(values)
         if not isinstance(self.task, Complete):
             return replace(self._scored(values), endpoint=asked.endpoint)
@@ -51,7 +51,7 @@ class PromptMaker:
         return replace(canvas, settings=settings, stops=stops, endpoint=asked.endpoint)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
-        """Return the size of each row's canvas, or why it has none; rows are (values, key)."""
+        """Return the size of each row's canvas, or its error; rows are (values, key)."""
         return [self._size(values, key) for values, key in rows]
 
     def _size(self, values: Values, key: int) -> Size | RowError:
@@ -72,18 +72,18 @@ class PromptMaker:
             prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
             room = min(room, most - len(prompt))
         if room < 1:
-            raise RowError("too_long", STAGE, f"{len(prompt)} tokens of prompt leave no room; the model takes {most}")
+            raise RowError("too_long", STAGE, f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}")
         holes = ((len(prompt), len(prompt) + room),)
         tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
         return Canvas(tokens, holes, truncated=whole - len(prompt))
 
     def _check_prompt(self, prompt: NDArray[np.int32]) -> None:
-        """A model with masks needs no token to begin with, and would take a mask in the prompt for one to be filled."""
+        """Reject an empty prompt (causal models), or a prompt with the mask token (masked models), which would be filled."""
         mask = self.info.mask_id
         if mask is None and not len(prompt):
             raise RowError("empty_prompt", STAGE, "the prompt has no tokens, not even a begin token")
         if mask is not None and bool((prompt == mask).any()):
-            raise RowError("bad_tokens", STAGE, f"id {mask} is the model's mask, which a prompt can't hold")
+            raise RowError("bad_tokens", STAGE, f"id {mask} is the model's mask, which is not allowed in a prompt")
 
     def _scored(self, values: Values) -> Canvas:
         if self.columns.tokens is not None:
@@ -104,15 +104,15 @@ class PromptMaker:
         return replace(canvas, truncated=whole - len(prompt))
 
     def _behind(self, tokens: NDArray[np.int32], start: int, text: str | None) -> Canvas:
-        """Score from `start` on; a first token with nothing in front of it has no probability and counts as given."""
+        """Score from `start` on; a first token without a predecessor has no probability and counts as given."""
         check_length(len(tokens), self.info)
         start, text = (start, text) if start else (1, None)
         if len(tokens) <= start:
-            raise RowError("empty_text", STAGE, "no token of the row is behind another, so there is nothing to score")
+            raise RowError("empty_text", STAGE, "there is nothing to score: no token of the text has a token before it")
         return Canvas(tokens, (), score_from=start, text=text)
 
     def _scored_at_once(self, before: str, text: str) -> Canvas:
-        """The vocabulary can't encode pieces: a token with any character of the text in it is scored."""
+        """For vocabularies that can't encode pieces: scores every token that contains a character of the text."""
         ids, offsets = self._tokenizer().offsets(before + text)
         lead = self._tokenizer().lead
         start = len(lead) + sum(end <= len(before) for _, end in offsets)
@@ -127,7 +127,7 @@ class PromptMaker:
     # ---- prompts that are too long
 
     def _cut(self, values: Values, prompt: NDArray[np.int32], keep: int, *, chat: bool) -> NDArray[np.int32]:
-        """The prompt in `keep` tokens, where the spec lets it be cut; as it is where it fits, or nothing of it would be left."""
+        """The prompt cut to `keep` tokens; unchanged if it fits, if the spec forbids cutting, or if none of it would remain."""
         lead = () if self.tokenizer is None else self.tokenizer.lead
         if self.truncate is None or len(prompt) <= keep or keep <= len(lead):
             return prompt
@@ -140,7 +140,7 @@ class PromptMaker:
 
     @property
     def _names_prompts(self) -> bool:
-        """Whether the spec says which column is the prompt, so that no request's body does."""
+        """Whether the spec names the prompt's column, which overrides a request's body."""
         return any((self.columns.prompt, self.columns.text, self.columns.messages))
 
     def _prompt(self, values: Values, *, chat: bool) -> NDArray[np.int32]:
@@ -161,7 +161,7 @@ class PromptMaker:
         return text
 
     def _begun(self, text: str) -> NDArray[np.int32]:
-        """A prompt as transformers' `tokenizer(text)` has it; an empty one is the begin token, where there is one."""
+        """A prompt's ids like those of transformers' `tokenizer(text)`; an empty prompt is the begin token, if there is one."""
         tokenizer = self._tokenizer()
         ids = [*tokenizer.lead, *tokenizer.encode(text)]
         if not ids and tokenizer.bos_id is not None:
@@ -171,20 +171,20 @@ class PromptMaker:
     def _rendered(self, messages: Messages) -> str:
         chat = self._tokenizer().chat
         if chat is None:
-            # Where no row can be read, this makes it an error of the spec.
+            # If every row has this error kind, it becomes an error of the spec.
             raise RowError(
                 "missing_column", STAGE, "the row has messages, but the tokenizer has no chat template for them"
             )
         try:
             text = chat(messages)
-        except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program, and raises what it likes
+        except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             raise RowError("bad_messages", STAGE, f"{type(error).__name__}: {error}"[:1000]) from None
         return checked_text(text, "messages")
 
     # ---- tokens
 
     def _tokenizer(self) -> Tokenizer:
-        assert self.tokenizer is not None, "the spec asks for text where there is no tokenizer"
+        assert self.tokenizer is not None, "the spec needs a tokenizer"
         return self.tokenizer
 
     def _given(self, values: Values) -> NDArray[np.int32]:

@@ -1,7 +1,7 @@
-"""OpenAI batch requests as rows: which endpoint one asks, and what in its body this project does for a single request.
+"""OpenAI batch requests as rows: a request's endpoint, and which keys of its body are supported.
 
-A body is taken as a whole or not at all: what changes a text is honoured (actors.row_settings), holds its neutral value, or
-fails the row by name. Nothing is dropped. Pure; knows no model.
+A body is accepted as a whole or not at all: a key that changes the text must be supported (actors.row_settings) or have its
+neutral value; otherwise the row fails, and the error names the key. No key is ignored silently. Pure; knows no model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHAT: Final = "/v1/chat/completions"
 HONOURED: Final = frozenset(
     {"prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop", "logprobs"}
 )
-"""Keys of a body that are read."""
+"""Keys of a body that are supported."""
 
 _NO_EFFECT: Final = frozenset(
     {
@@ -37,7 +37,7 @@ _NO_EFFECT: Final = frozenset(
         "request_id",
     }
 )
-"""Keys that say nothing about the text."""
+"""Keys that have no effect on the text."""
 
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
@@ -74,22 +74,22 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "return_token_ids": (False,),
     "detokenize": (True,),
 }
-"""Keys that would change the answer, and the values with which they don't; null never does."""
+"""Keys that can change the answer, with their neutral values; null is always neutral."""
 
 _INSTEAD: Final = {
-    "n": "give the request several times, under other ids and seeds",
-    "best_of": "give the request several times, under other ids and seeds",
-    "stream": "a batch has no stream",
+    "n": "repeat the request with other ids and seeds",
+    "best_of": "repeat the request with other ids and seeds",
+    "stream": "a batch can't be streamed",
     "top_logprobs": "only the log-probabilities of the chosen tokens are recorded",
     "top_k": "set sampling.top_k for the whole job",
     "ignore_eos": "set task.ignore_eos for the whole job",
     "skip_special_tokens": "set task.skip_special_tokens for the whole job",
 }
-"""What would do in place of a refused key."""
+"""What to do instead of using a rejected key."""
 
 
 def body_of(values: Values) -> Mapping[str, Any] | None:
-    """The body of an OpenAI batch request; None where the row is none, or its body is no object."""
+    """The body of an OpenAI batch request; None if the row is not one, or its body is not an object."""
     if not is_openai_request(values):
         return None
     body = values.get("body")
@@ -97,15 +97,15 @@ def body_of(values: Values) -> Mapping[str, Any] | None:
 
 
 def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
-    """Which API a request is for: what its body holds decides, and its url where it holds both a prompt and messages.
+    """The endpoint of a request: decided by its body, or by its url if the body has both a prompt and messages.
 
-    RowError where the url is that of another API.
+    RowError if the url names another API.
     """
     url = values.get("url")
     path = str(url).partition("?")[0].rstrip("/")
     if url is not None and not path.endswith("/completions"):
         raise RowError(
-            "bad_request", "read", f"url: {brief(str(url))} is not answered here; allowed: {COMPLETIONS}, {CHAT}"
+            "bad_request", "read", f"url: {brief(str(url))} is not supported; allowed: {COMPLETIONS}, {CHAT}"
         )
     if body.get("messages") is not None and body.get("prompt") is not None:
         return CHAT if path.endswith("/chat/completions") else COMPLETIONS
@@ -113,7 +113,7 @@ def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
 
 
 def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: str) -> Iterator[str]:
-    """Why a body can't be answered, one sentence for each of its keys; `own` are the values that the job gives some keys."""
+    """Why a body is rejected, one sentence per key; `own` are the values that the job fixes for some keys."""
     neutral = _NEUTRAL | {"add_special_tokens": (endpoint != CHAT,)} | own
     stray = "prompt" if endpoint == CHAT else "messages"
     for key, value in body.items():
@@ -122,11 +122,11 @@ def refused(body: Mapping[str, Any], own: dict[str, tuple[Any, ...]], endpoint: 
         if key == stray:
             yield f"{key}: does not belong to {endpoint}; allowed: null, or leave it out"
         elif key not in neutral:
-            yield f"{key}: {brief(str(value))} is not known for a single request; allowed: null, or leave it out"
+            yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: null, or leave it out"
         elif not any(_same(value, one) for one in neutral[key]):
             allowed = ", ".join(map(_shown, neutral[key]))
             instead = f"; {_INSTEAD[key]}" if key in _INSTEAD else ""
-            yield f"{key}: {brief(str(value))} is not done for a single request; allowed: {allowed}{instead}"
+            yield f"{key}: {brief(str(value))} is not supported for a single request; allowed: {allowed}{instead}"
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An outcome -> the columns of its result row: texts, tokens, scores and counts. Pure; knows nothing of plans and units."""
+"""Turns an outcome into the columns of its result row: texts, tokens, scores and counts. Pure; knows no plans or units."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from storage.errors import RowError
 from storage.secrets import redacted
 
 MAX_ERROR_CHARS = 2000
-"""A message may quote its row, and a row may be long."""
+"""Limits error messages, which may quote a long row."""
 
 
 def decoded(
     task: Task, canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None = None
 ) -> dict[str, Any]:
-    """The columns that hold what was decoded; `text` and the fills' texts are None without a tokenizer."""
+    """The columns of a decoded row; `text` and the fills' texts are None without a tokenizer."""
     columns: dict[str, Any] = {
         "tokens": outcome.tokens,
         "prompt_tokens": len(canvas.tokens) - canvas.size.masked,
@@ -48,7 +48,7 @@ def decoded(
 
 
 def each_token(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The columns that hold something of each generated token, for a row that asked for it."""
+    """The columns with one value per generated token, for a row that asked for them."""
     if not canvas.settings.token_logprobs:
         return {}
     return {"token_logprobs": outcome.token_logprobs, "token_texts": token_texts(outcome, tokenizer)}
@@ -57,10 +57,10 @@ def each_token(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) ->
 def infilled(
     task: Infill, canvas: Canvas, parts: Sequence[Part], outcome: Outcome, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The columns of a row whose holes were asked for one after the other.
+    """The columns of a row whose holes were filled one after another.
 
-    `tokens` holds what was generated, end tokens included. A fill's start and end count the tokens of the filled row, which
-    has none of them. `truncated_tokens` is how many tokens of the row a hole did not see, at most, since they did not fit.
+    `tokens` has all generated tokens, including end tokens. A fill's start and end are positions in the filled row, which has
+    no end tokens. `truncated_tokens` is the largest number of the row's tokens that were cut from a hole's prompt.
     """
     row = canvas.infilling
     assert row is not None, "a row whose holes are all on its canvas"
@@ -90,14 +90,14 @@ def infilled(
 
 
 def _whole(tokenizer: Tokenizer, ids: list[int], *, begun: bool) -> str:
-    """The text of a row; one that begins with a hole begins as a text behind another does."""
+    """The text of a row; a row that begins with a hole is decoded like a continuation."""
     return tokenizer.decode(ids) if begun else tokenizer.continuation(ids)
 
 
 def completed_text(
     outcome: Outcome, tokenizer: Tokenizer | None, stops: StopStrings | None, *, skip_special: bool
 ) -> str | None:
-    """The text behind the prompt, without the end token or the stop string that ended it."""
+    """The text after the prompt, without the end token or the stop string that ended it."""
     if tokenizer is None:
         return None
     kept = outcome.tokens[: -1 if outcome.finish == "eos" else None].tolist()
@@ -106,12 +106,12 @@ def completed_text(
 
 
 def token_texts(outcome: Outcome, tokenizer: Tokenizer | None) -> list[str] | None:
-    """The text of each token by itself, special ones included; bytes that form no character become U+FFFD."""
+    """The text of each single token, including special ones; bytes that form no character become U+FFFD."""
     return None if tokenizer is None else [tokenizer.continuation([token]) for token in outcome.tokens.tolist()]
 
 
 def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The scored text, each token's log-probability, and bits per byte where the text is known."""
+    """The scored text, each token's log-probability, and bits per byte if the text is known."""
     text = canvas.text
     if text is None and tokenizer is not None:
         text = tokenizer.continuation(outcome.tokens.tolist())
@@ -123,7 +123,7 @@ def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dic
 
 
 def counted(outcome: Outcome) -> dict[str, Any]:
-    """The columns that hold what the decoder counted and timed."""
+    """The columns with the decoder's counts and times."""
     return {
         "nfe": outcome.nfe,
         "nfe_draft": outcome.nfe_draft,

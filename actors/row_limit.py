@@ -1,7 +1,7 @@
-"""RowLimit: how many rows a worker decodes at once after memory ran out. Pure; knows no decoder.
+"""RowLimit: limits how many rows a worker decodes at once after memory ran out. Pure; knows no decoder.
 
-Memory runs out where many long samples meet, which passes: so the rows are halved at once, and grow again by an eighth after
-some quiet steps at the limit. Each time that memory runs out again the quiet must last twice as long.
+Memory runs out when many long samples are decoded together, which is temporary. So the limit is halved at once, and grows
+again by an eighth after a number of steps at the limit without failure. Each further failure doubles that number of steps.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class RowLimit:
     _wanted: int = QUIET_STEPS // 2
 
     def starved(self, rows: int) -> None:
-        """Memory ran out with so many rows."""
+        """Note that memory ran out with `rows` rows."""
         self.rows = max(1, rows // 2)
         self._quiet, self._wanted = 0, min(2 * self._wanted, MOST_QUIET_STEPS)
 
     def stepped(self, rows: int) -> None:
-        """A step with so many rows went well; steps below the limit prove nothing."""
+        """Note a successful step with `rows` rows; steps below the limit don't count."""
         if self.rows is None or rows < self.rows:
             return
         self._quiet += 1
@@ -34,5 +34,5 @@ class RowLimit:
             self.rows, self._quiet = self.rows + max(1, self.rows // 8), 0
 
     def room(self, room: int, resident: int) -> int:
-        """What is left of a decoder's room beside so many resident rows."""
+        """A decoder's room under this limit, given the number of `resident` rows."""
         return room if self.rows is None else min(room, self.rows - resident)

@@ -1,4 +1,4 @@
-"""What a row asks for in place of the job's settings: in columns that the spec names, or in the body of an OpenAI request.
+"""A row's own settings, which override the job's: from columns that the spec names, or from the body of an OpenAI request.
 
     max_new_tokens   input.columns.max_new_tokens   body.max_completion_tokens, body.max_tokens
     temperature      input.columns.temperature      body.temperature
@@ -7,8 +7,8 @@
     seed             input.columns.seed             body.seed             (actors.rows.row_key)
     logprobs                                        body.logprobs
 
-Null, and in a column an empty text, stand for the job's own value; a column comes before the body. Each problem is a RowError:
-`bad_setting` for a value that can't be, `unsupported` for one that the job can't honour. Pure: no files, no model.
+Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
+`bad_setting` for an invalid value, `unsupported` for one that the job can't support. Pure: no files, no model.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from storage.errors import RowError, brief
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one row asks for; None: as the job has it. `endpoint` is that of an OpenAI request."""
+    """One row's own settings; None means the job's value. `endpoint` is the endpoint of an OpenAI request."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -43,15 +43,15 @@ class Asked:
 
     @property
     def chat(self) -> bool | None:
-        """Whether the row is a conversation; None: as the task has it."""
+        """Whether the row is a conversation; None if the task decides."""
         return None if self.endpoint is None else self.endpoint == CHAT
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """All that decides what a row may ask for, apart from the row.
+    """Everything, except the row, that decides which settings a row may have.
 
-    `ends` are the end tokens of the job's completions; `open_ended` says that holes are filled until such a token comes.
+    `ends` are the end tokens of the job's completions; with `open_ended`, holes are filled until such a token comes.
     """
 
     task: Task
@@ -63,7 +63,7 @@ class RowRules:
     open_ended: bool = False
 
     def asked(self, values: Values) -> Asked:
-        """What the row asks for; RowError where it can't have it."""
+        """The row's own settings; RowError if one is invalid or unsupported."""
         body = body_of(values)
         if body is None and not self.columns.own_settings():
             return Asked()
@@ -73,11 +73,11 @@ class RowRules:
             if problems:
                 _unsupported("; ".join(problems))
         if isinstance(self.task, Score):
-            return Asked(endpoint=endpoint)  # nothing is generated, so nothing of this has an effect
+            return Asked(endpoint=endpoint)  # nothing is generated, so the settings have no effect
         return self._generating(values, body or {}, endpoint)
 
     def settings(self, asked: Asked) -> tuple[RowSettings, StopStrings | None]:
-        """The same for the decoder, and what cuts the row's text at its stop string, where that is the row's own."""
+        """The settings for the decoder, and the row's own stop strings, which cut its text; None if it has none."""
         stops = None
         if asked.stop:
             assert self.tokenizer is not None, "stop strings without a tokenizer are refused"
@@ -113,15 +113,15 @@ class RowRules:
         )
 
     def _check_draws(self, temperature: float | None, top_p: float | None) -> None:
-        """Some decoders draw all their rows alike: those take the job's own values only."""
+        """RowError for values other than the job's, if the decoder uses the job's values for all rows."""
         if DECODERS[self.decoder].draws_by_row:
             return
         job = {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p or 1.0}
         for key, value in (("temperature", temperature), ("top_p", top_p)):
             if value is not None and value != job[key]:
                 _unsupported(
-                    f"{key}: {value:g}, but decoder {self.decoder!r} draws all rows alike; allowed: {job[key]:g}, which "
-                    f"sampling.{key} says"
+                    f"{key}: {value:g}, but decoder {self.decoder!r} uses one value for all rows; allowed: {job[key]:g}, "
+                    f"from sampling.{key}"
                 )
 
     def _stop(self, name: str, value: Any) -> tuple[str, ...] | None:
@@ -129,12 +129,12 @@ class RowRules:
             return None
         given = [value] if isinstance(value, str) else value
         if not isinstance(given, list) or not all(isinstance(item, str) and item for item in given):
-            _bad(name, value, "a text, or a list of texts that are not empty")
+            _bad(name, value, "a non-empty text, or a list of non-empty texts")
         if any("\ufffd" in item for item in given):
-            _bad(name, value, "texts without U+FFFD, which shows bytes that are no character")
+            _bad(name, value, "texts without U+FFFD, which stands for invalid bytes")
         if given and self.tokenizer is None:
             _unsupported(
-                f"{name}: stop strings are looked for in text, which takes a tokenizer (model.tokenizer: none)"
+                f"{name}: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
             )
         problem = self.unseen_stop(given)
         if problem is not None:
@@ -142,15 +142,15 @@ class RowRules:
         return tuple(given)
 
     def unseen_stop(self, stops: Sequence[str]) -> str | None:
-        """Why one of the stop strings could never be found; None where all can, or end tokens take their place."""
+        """Why one of the stop strings can never occur; None if all can, or if end tokens have the same effect."""
         if self.tokenizer is None or not self._skips_special:
             return None
         for token, text in sorted(self.tokenizer.special.items()):
             for stop in stops:
                 if text in stop and token not in self.ends:
                     return (
-                        f"{brief(stop)} spells the special token {text!r}, which text leaves out; "
-                        "allowed: other texts, or any with task.skip_special_tokens: false"
+                        f"{brief(stop)} contains the special token {text!r}, which the text leaves out; "
+                        "allowed: other texts, or any text with task.skip_special_tokens: false"
                     )
         return None
 
@@ -180,7 +180,7 @@ class RowRules:
         return not isinstance(self.task, Score) and self.task.skip_special_tokens
 
     def _job_values(self) -> dict[str, tuple[Any, ...]]:
-        """What some keys of a body must say, since the whole job does."""
+        """The values that some keys of a body must have, since they are fixed for the whole job."""
         top_k = self.sampling.top_k
         ignores = isinstance(self.task, Complete) and self.task.ignore_eos
         return {
@@ -191,7 +191,7 @@ class RowRules:
 
 
 def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, Any]:
-    """The value of a setting and the name that a message gives it: that of its column, else of the first key in the body."""
+    """A setting's name for messages and its value: from its column, else from the first key in the body."""
     if column is not None:
         if column not in values:
             raise missing(values, column)
@@ -200,12 +200,12 @@ def _named(values: Values, column: str | None, body: Mapping[str, Any], keys: Se
             return column, value
     found = [(key, body[key]) for key in keys if body.get(key) is not None]
     if len({str(value) for _, value in found}) > 1:
-        _unsupported(f"{found[0][0]}: {found[0][1]!r}, but {found[1][0]} is {found[1][1]!r}; allowed: one of them")
+        _unsupported(f"{found[0][0]}: {found[0][1]!r}, but {found[1][0]} is {found[1][1]!r}; allowed: only one of them")
     return found[0] if found else (keys[-1], None)
 
 
 def _number(name: str, value: Any, *, most: float, above: bool = False) -> float | None:
-    """A number from 0 (or above it) to `most`; a text that spells one is one, since csv has only texts."""
+    """A number from 0 (or above 0) to `most`; a text that spells a number is valid, since csv has only texts."""
     if value is None:
         return None
     number = _spelt(value)

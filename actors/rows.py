@@ -1,4 +1,4 @@
-"""What a row says of itself: its id, its key, its text, prompt or messages. Pure; knows the columns and no mask."""
+"""Reads a row's id, key, text, prompt and messages from its columns. Pure; knows no masks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_ID_CHARS = 4096
 
 
 def missing(values: Values, column: str) -> RowError:
-    """The error of a row without a value in a column that it needs."""
-    what = "is null" if column in values else f"is not there; the row has {listed(values)}"
+    """The error of a row that lacks a value in a required column."""
+    what = "is null" if column in values else f"is missing; the row has {listed(values)}"
     return RowError("missing_column", "read", f"the column {column!r} {what}"[:1000])
 
 
 def row_id(values: Values, columns: Columns) -> str | None:
-    """Return the row's own id, None where it has none and needs none (then file and row name it).
+    """Return the row's own id; None if it has none and needs none (the id is then made of file and row number).
 
-    Raises RowError where the spec names a column and the row has no usable value there.
+    Raises RowError if the spec names a column and the row has no valid value there.
     """
     column = columns.id or "id"
     value = values.get(column)
@@ -45,9 +45,9 @@ def row_id(values: Values, columns: Columns) -> str | None:
 
 
 def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) -> int:
-    """Return the sample's 64-bit key; a row's own seed stands in for the job's. RowError where it is no 64-bit number.
+    """Return the sample's 64-bit key; a row's own seed replaces the job's. RowError if the seed is not a 64-bit integer.
 
-    A named column comes before the `seed` of an OpenAI request.
+    A named column overrides the `seed` of an OpenAI request.
     """
     if columns.seed is not None:
         seed = values.get(columns.seed)
@@ -59,17 +59,17 @@ def row_key(values: Values, columns: Columns, *, job_seed: int, sample_id: str) 
         if seed is None:
             return sample_key(job_seed, sample_id)
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise RowError("bad_row", "read", f"the seed {seed!r} is no 64-bit whole number"[:1000])
+        raise RowError("bad_row", "read", f"the seed {seed!r} is not a 64-bit whole number"[:1000])
     return sample_key(seed, sample_id)
 
 
 def text_of(values: Values, columns: Columns) -> str:
-    """Return the row's text; RowError where there is none."""
+    """Return the row's text; RowError if it has none."""
     return string_of(values, columns.text or ("text" if "text" in values or "prompt" not in values else "prompt"))
 
 
 def string_of(values: Values, column: str) -> str:
-    """Return the text that stands in a column; RowError where there is none."""
+    """Return the text in a column; RowError if there is none."""
     value = decoded(values.get(column), column)
     if value is None:
         raise missing(values, column)
@@ -79,9 +79,9 @@ def string_of(values: Values, column: str) -> str:
 
 
 def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat: bool) -> str | Messages:
-    """Return what the row has in front of what the model is to say: its prompt, or, for a `chat`, its conversation.
+    """Return the row's prompt, or, for a `chat`, its conversation.
 
-    A named column comes first; then, for a chat, a column `messages`; then `prompt`; then, where nothing is scored, `text`.
+    Looks first in a named column; then, for a chat, in `messages`; then in `prompt`; then, unless it scores, in `text`.
     """
     completes = isinstance(task, Complete)
     named = columns.prompt or (columns.text if completes else None)
@@ -102,7 +102,7 @@ def prompt_of(values: Values, columns: Columns, task: Complete | Score, *, chat:
 
 
 def _asks_nothing(body: Any) -> RowError:
-    """The error of an OpenAI request that holds no prompt and no messages."""
+    """The error of an OpenAI request that has no prompt and no messages."""
     wanted = "an object with prompt or messages"
     if isinstance(body, dict):
         return RowError("missing_column", "read", f"the request's body has {listed(body)}; allowed: {wanted}"[:1000])
@@ -111,7 +111,7 @@ def _asks_nothing(body: Any) -> RowError:
 
 
 def messages_of(values: Values, column: str) -> Messages:
-    """Return the conversation that stands in a column; RowError where there is none."""
+    """Return the conversation in a column; RowError if there is none."""
     given = values.get(column)
     if given is None:
         raise missing(values, column)
@@ -119,14 +119,14 @@ def messages_of(values: Values, column: str) -> Messages:
         isinstance(item, dict) and isinstance(item.get("role"), str) for item in given
     )
     if not given or not fine:
-        raise RowError("bad_messages", "read", f"the column {column!r} holds no list of messages with a role each")
+        raise RowError("bad_messages", "read", f"the column {column!r} is not a list of messages that each have a role")
     return [
         message | {"content": _content(message["content"])} if "content" in message else message for message in given
     ]
 
 
 def _content(content: Any) -> str | None:
-    """What a message says: its text, or its text parts joined. A template would spell anything else out, braces and all."""
+    """A message's text, or its text parts joined. Rejects other content, which a template would print as Python code."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -135,13 +135,13 @@ def _content(content: Any) -> str | None:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise RowError(
-                "bad_messages", "read", f"a message has a part of type {kind!r}; only text can be read"[:1000]
+                "bad_messages", "read", f"a message has a part of type {kind!r}; only text is supported"[:1000]
             )
     return "".join(part["text"] for part in content)
 
 
 def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
-    """Return the text to score and whether it is a completion, which the row's own `prompt`, if it has one, stands before."""
+    """Return the text to score, and whether it is a completion; then the row's own `prompt`, if any, comes before it."""
     own = columns.completion is None and columns.text is None and values.get("completion") is not None
     if columns.completion is not None or own:
         return string_of(values, columns.completion or "completion"), True
@@ -149,7 +149,7 @@ def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
 
 
 def decoded(value: Any, column: str) -> Any:
-    """Return text that is stored as bytes as text, as older writers of Parquet store it; RowError where it is not UTF-8."""
+    """Decode text that is stored as bytes, as older writers of Parquet do; RowError if it is not UTF-8."""
     if not isinstance(value, bytes):
         return value
     try:
@@ -159,10 +159,10 @@ def decoded(value: Any, column: str) -> Any:
 
 
 def checked_text(text: str, column: str) -> str:
-    """Return the text; RowError for half of a UTF-16 pair, which has no UTF-8 form and so no tokens."""
+    """Return the text; RowError for an unpaired UTF-16 surrogate, which has no UTF-8 encoding and so no tokens."""
     try:
         if not text.isascii():
             text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError("bad_encoding", "read", f"the column {column!r} has no UTF-8 form: {error.reason}") from None
+        raise RowError("bad_encoding", "read", f"the column {column!r} can't be encoded in UTF-8: {error.reason}") from None
     return text

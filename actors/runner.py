@@ -1,12 +1,12 @@
 """UnitRunner: the decode loop of a worker. It keeps the decoder's slots full from the units it holds.
 
-One thread decodes; another, the clerk's, reads and tokenizes the rows of the next unit and writes the files of ended
-ones, so that neither stalls the slots. The loop sees no text, no file and no Ray. Samples go in longest first, those of
-the older unit before those of the newer; a unit that runs out of samples is topped up from the next, never drained.
+One thread decodes. Another thread, the clerk's, reads and tokenizes the rows of the next unit and writes the files of finished
+units, so that neither stalls the slots. The loop knows no text, no files and no Ray. It admits samples longest first, those of
+the older unit before those of the newer. When a unit runs out of samples, free slots are filled from the next unit.
 
-When the decoder raises, its samples are decoded again one at a time: who fails alone is quarantined, its neighbours come
-back ok. When memory runs out, the rows are halved, and grow again later (row_limit.py). When the device is lost, nothing more can
-be decoded here: `step` raises DeviceLostError, and the worker's end is up to the caller (faults.py).
+When the decoder raises, its samples are decoded again one at a time: a sample that fails alone is quarantined, the others
+succeed. When memory runs out, the number of rows is halved, and grows again later (row_limit.py). When the device is lost,
+this process can decode nothing more: `step` raises DeviceLostError, and the caller must end the worker (faults.py).
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from storage.errors import RowError, StoreError, UserError
 
 
 class Clerk(Protocol):
-    """The side of a worker that knows rows, text and files. Called from one thread only, never from the decode loop's."""
+    """The part of a worker that handles rows, text and files. Called from one thread only, never the decode loop's."""
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
-        """Read the unit's rows and make their canvases; a row that fails is a Sample with its error."""
+        """Read the unit's rows and make their canvases; a failed row is a Sample with its error."""
         ...
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
-        """Make the result rows and commit them (a probe: make them only)."""
+        """Build the result rows and commit them; for a probe, only build them."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A unit in hand. `left` counts the samples that have not ended; `job` is what the clerk does for it now, if anything.
+    """A unit that the runner holds. `left` counts its unfinished samples; `job` is the clerk's current work on it, if any.
 
-    `again` are samples that gave their slot back with holes left to fill: they come before those that `waiting` holds.
+    `again` are samples that returned their slot but have more holes to fill: they go before those in `waiting`.
     """
 
     unit: WorkUnit
@@ -56,7 +56,7 @@ class Open:
 
 
 class UnitRunner:
-    """Decodes a few units at once with one decoder; the owner calls `add` and `step`. `facts` are for the run's record."""
+    """Decodes a few units at once with one decoder; the owner calls `add` and `step`. `facts` are for the run's log."""
 
     def __init__(
         self, decoder: Decoder, clerk: Clerk, *, worker: str = "worker", facts: dict[str, Any] | None = None
@@ -76,22 +76,22 @@ class UnitRunner:
 
     @property
     def held(self) -> int:
-        """Number of units in hand."""
+        """Number of units held."""
         return len(self._open)
 
     @property
     def spent(self) -> tuple[int, ...]:
-        """Leases of the units of which at most half of the samples still wait for a slot."""
+        """Leases of the units with at most half of their samples still waiting for a slot."""
         opened = (unit for unit in self._open.values() if unit.opened)
         return tuple(unit.unit.lease for unit in opened if 2 * len(unit.waiting) <= len(unit.samples))
 
     def add(self, unit: WorkUnit) -> None:
-        """Take a unit in; its rows are read while the slots go on."""
-        assert self.held < MOST_UNITS, "more units than the scheduler may hand out"
+        """Add a unit; its rows are read while the decoder continues."""
+        assert self.held < MOST_UNITS, "more units than the scheduler may assign"
         self._open[unit.lease] = Open(unit, self._thread.submit(self.clerk.open_unit, unit))
 
     def drop(self, lease: int) -> None:
-        """Forget a unit that nobody waits for any more; its samples that hold a slot are ignored when they end."""
+        """Forget a unit that is no longer needed; ignores the outcomes of its samples that hold a slot."""
         self._open.pop(lease, None)
         if not self._open:
             self.decoder.clear()
@@ -99,9 +99,9 @@ class UnitRunner:
             self._suspects.clear()
 
     def step(self) -> list[Receipt | Failure]:
-        """Move every slot on by one forward; returns the units that ended.
+        """Run one forward for all slots; returns the units that ended.
 
-        Waits only if there is nothing to decode while the clerk still reads or writes.
+        Waits only if there is nothing to decode and the clerk is still reading or writing.
         """
         self._meter.start(bool(self._open))
         self._collect(block=not self._resident and not self._ready)
@@ -111,7 +111,7 @@ class UnitRunner:
         return news
 
     def take_effort(self) -> tuple[Effort, Tally]:
-        """What was done since the last call, and the sums over the samples that ended."""
+        """The effort since the last call, and the sums over the samples that ended."""
         return self._meter.take()
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ class UnitRunner:
         return bool(self._suspects) or any(unit.waiting or unit.again for unit in self._open.values())
 
     def _collect(self, *, block: bool) -> None:
-        """Take in what the clerk has finished; `block` until it has, if it is at work."""
+        """Process the clerk's finished work; with `block`, wait for it if the clerk is busy."""
         jobs = [unit.job for unit in self._open.values() if unit.job is not None]
         if block and jobs:
             wait(jobs, return_when=FIRST_COMPLETED)
@@ -176,12 +176,12 @@ class UnitRunner:
     # ---- the decoder's side
 
     def _decode(self) -> None:
-        """The worker's boundary: whatever the decoder raises ends the samples that caused it, not the worker."""
+        """The error boundary of the worker: an exception of the decoder ends the samples that caused it, not the worker."""
         try:
             self._admit()
             rows = len(self._resident)
             outcomes = self.decoder.step() if self._resident else []
-        except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the culprit is then found and named
+        except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the failing sample is then found
             self._decoder_failed(error)
             return
         self.limit.stepped(rows)
@@ -194,7 +194,7 @@ class UnitRunner:
                 self._give_slots([self._suspects.popleft()])
             return
         for unit in list(self._open.values()):
-            while unit.again:  # one by one: their lengths are in no order
+            while unit.again:  # one by one: they are not sorted by length
                 if not self._room(length_of(unit.again[0])):
                     return
                 self._give_slots([(unit, unit.again.popleft())])
@@ -208,7 +208,7 @@ class UnitRunner:
     def _room(self, length: int) -> int:
         room = self.decoder.room(length)
         if not self._resident:
-            room = max(room, 1)  # one that does not fit an empty decoder is admitted, and fails by name
+            room = max(room, 1)  # admit even a sample that does not fit an empty decoder: it fails with its own error
         return self.limit.room(room, len(self._resident))
 
     def _give_slots(self, samples: list[tuple[Open, Sample]]) -> None:
@@ -224,7 +224,7 @@ class UnitRunner:
         if lost_device(error):
             raise DeviceLostError(f"{type(error).__name__}: {error}") from None
         if not self._resident:
-            raise error  # no sample is to blame: the decoder itself is broken, and so is this worker
+            raise error  # no sample is to blame: the decoder is broken, so this worker is too
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
         self._resident.clear()
         self.decoder.clear()
@@ -246,7 +246,7 @@ class UnitRunner:
     def _let_go(self, error: Exception) -> None:
         try:
             let_go(error)
-        except RuntimeError as refusal:  # of an allocator that can't even free: it was not memory that was missing
+        except RuntimeError as refusal:  # if the allocator can't even free memory, memory was not the problem
             raise DeviceLostError(f"{type(refusal).__name__}: {refusal}, after {error}") from None
 
     def _finished(self, unit: Open, sample: Sample, outcome: Outcome) -> None:

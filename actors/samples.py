@@ -1,4 +1,4 @@
-"""Sample: a row of a unit inside a worker. Meter: what the decode loop does, added up."""
+"""Sample: a row of a unit inside a worker. Meter: sums up the work of the decode loop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from storage.errors import RowError
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A row of a unit inside the worker: first a canvas or an error, at the end an outcome or an error.
+    """A row of a unit inside the worker: first it has a canvas or an error, at the end an outcome or an error.
 
-    `index` is its place in the unit. `score_from` is the first position to be scored, None where tokens are to be generated.
-    `settings` are the row's own. `note` is the clerk's own. A sample with an `infilling` is asked for one hole after the
-    other: `canvas` is that of the hole whose turn it is, `parts` are those that were decoded, and `outcome` is what came of
-    them together.
+    `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated.
+    `settings` are the row's own; `note` is the clerk's data. With an `infilling`, holes are filled one after another:
+    `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome.
     """
 
     index: int
@@ -42,20 +41,20 @@ class Sample:
     queued_at_s: float | None = None
 
     def request(self, handle: int) -> Request:
-        """What a decoder is asked for; the outcome comes back under `handle`."""
+        """The request for a decoder; its outcome has the index `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
         key = hole_key(self.key, len(self.parts))
         return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings)
 
     def take(self, outcome: Outcome) -> bool:
-        """Take in what came of the request; True where the sample has another one, for its next hole.
+        """Store the outcome of a request; returns True if the sample has another request, for its next hole.
 
-        That one is made of the row, the key and the holes filled so far, so it is the same after any failure or retry.
+        That request depends only on the row, the key and the fills so far, so it is the same after any failure or retry.
         """
         self.outcome = outcome
         if self.infilling is None or not self.infilling.limits:
             return False
-        assert self.asked is not None, "an outcome of a hole that was not asked for"
+        assert self.asked is not None, "an outcome without a request"
         self.parts.append(Part(self.asked, outcome))
         self.outcome = together(self.parts)
         if outcome.error_kind is not None or len(self.parts) == len(self.infilling.limits):
@@ -66,13 +65,13 @@ class Sample:
 
     def ask(self) -> None:
         """Make the canvas of the next hole."""
-        assert self.infilling is not None, "a sample that is not asked for hole after hole"
+        assert self.infilling is not None, "a sample without an infilling"
         self.asked = self.infilling.ask([part.fill for part in self.parts])
         self.canvas = self.asked.canvas
 
     @property
     def num_given(self) -> int:
-        """Tokens that are there before anything is generated or scored; of several prompts their sum."""
+        """The number of tokens given, before any are generated or scored; summed over several prompts."""
         if self.parts:
             return sum(part.asked.num_prompt for part in self.parts)
         if self.canvas is None:
@@ -81,7 +80,7 @@ class Sample:
 
 
 class Meter:
-    """Adds up what the loop does between two calls of `take`."""
+    """Sums up the work of the loop between two calls of `take`."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -93,13 +92,13 @@ class Meter:
         self._samples: list[Sample] = []
 
     def start(self, busy: bool) -> None:
-        """A step begins; with units in hand (`busy`), the time since the last step counts too."""
+        """Note the start of a step; if the loop holds units (`busy`), the time since the last step counts too."""
         if self._since_s is None or not busy:
             self._since_s = time.perf_counter()
         self._step = (self._decoder.stats.slot_steps, self._decoder.stats.active_slot_steps)
 
     def stop(self, *, drained: bool) -> None:
-        """A step ended; `drained`: no sample was left that could have filled an idle slot."""
+        """Note the end of a step; `drained` if no sample was waiting that could have filled an idle slot."""
         now_s = time.perf_counter()
         took_s = now_s - (self._since_s or now_s)
         slots = self._decoder.stats.slot_steps - self._step[0]
@@ -109,7 +108,7 @@ class Meter:
         self._since_s = now_s
 
     def count(self, sample: Sample) -> None:
-        """A sample has ended."""
+        """Note that a sample has ended."""
         self._samples.append(sample)
 
     def take(self) -> tuple[Effort, Tally]:

@@ -1,12 +1,12 @@
-"""What ends a completion: end tokens, and stop strings, which are looked for in the text as it grows.
+"""Finds the end of a completion: end tokens, and stop strings, which are searched in the growing text.
 
-A stop string may begin in one token and end in another, and a token may hold a part of a character only. So a completion is
-looked at token by token: the first token behind which the text holds a stop string is the last one kept. Whether tokens come
-one at a time or many at once, as drafts that were accepted, the same token is found. Special tokens that the row's text leaves
-out (`task.skip_special_tokens`) are left out here, too.
+A stop string may begin in one token and end in another, and a token may hold only a part of a character. So a completion is
+checked token by token: the first token after which the text contains a stop string is the last one kept. The result is the
+same whether tokens come one at a time or many at once, as accepted drafts do. Special tokens that the row's text leaves out
+(`task.skip_special_tokens`) are left out here, too.
 
     tokens   | d | ef f | (x): \\n  | \\n return |        stop "\\n\\n": the fourth completes it and is kept
-    text     d  ef f  (x):                              the row's text ends in front of it
+    text     d  ef f  (x):                              the row's text ends before it
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._stops = tuple(stops)
-        # Up to three bytes without a character show as U+FFFD each, and become one character with the fourth.
+        # Up to three bytes of an incomplete character appear as U+FFFD each, and become one character with the fourth.
         self._chars_before = 4 * max(map(len, stops))
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """How many of `tokens` to keep so that their text just holds a stop string; None where it has none."""
+        """The smallest number of `tokens` whose text contains a stop string; None if there is none."""
         start = self._window(tokens, num_checked)
         for count in range(num_checked + 1, len(tokens) + 1):
             text = self._text(tokens[start:count])
@@ -42,9 +42,9 @@ class StopStrings:
         return None
 
     def _window(self, tokens: Sequence[int], num_checked: int) -> int:
-        """Where to begin so that every stop string that ends behind the tokens checked lies within what follows.
+        """The start of a window that contains every stop string that ends after the checked tokens.
 
-        Bytes that make up a character are decoded together, so the window does not begin inside a run of them.
+        Bytes of one character are decoded together, so the window does not start inside a run of byte tokens.
         """
         step = self._chars_before // 2
         start = max(0, num_checked - step)
@@ -58,15 +58,15 @@ class StopStrings:
         return self._tokenizer.continuation(tokens, skip_special=self._skip_special)
 
     def cut(self, text: str) -> str:
-        """The text in front of its stop string; of several the one that ends first, and of those the longest."""
+        """The text before its stop string; of several, the one that ends first, and of those the longest."""
         found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops if stop in text]
         return text[: min(found)[1]] if found else text
 
 
 def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> tuple[int, ...]:
-    """The end tokens of a completion, sorted: those of the checkpoint's generation config, and the tokenizer's.
+    """The end tokens of a completion, sorted: those of the checkpoint's generation config and of the tokenizer.
 
-    A hole that a causal model fills has them, too, and those that its way of filling in the middle has.
+    A hole that a causal model fills has the same end tokens, plus those of its fill-in-the-middle template.
     """
     from decoders.backbones.checkpoint import stop_ids
 
@@ -82,15 +82,15 @@ def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelIn
 
 
 def stop_strings(task: Task, tokenizer: Tokenizer | None) -> StopStrings | None:
-    """What looks for the task's stop strings; None where it names none."""
+    """The search for the task's stop strings; None if it has none."""
     if not isinstance(task, Complete) or not task.stop:
         return None
-    assert tokenizer is not None, "the spec asks for stop strings where there is no tokenizer"
+    assert tokenizer is not None, "stop strings need a tokenizer"
     return StopStrings(tokenizer, task.stop, skip_special=task.skip_special_tokens)
 
 
 def stops_of(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelInfo) -> Stops | None:
-    """All that ends a completion, or a hole that a causal model fills; None for tasks that have no such end."""
+    """Everything that ends a completion, or a hole that a causal model fills; None for other tasks."""
     if not isinstance(task, Complete) and not fills_in_middle(task, info):
         return None
     return Stops(end_ids(task, folder, tokenizer, info), stop_strings(task, tokenizer))

@@ -1,6 +1,6 @@
-"""What a task is: the settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/spec/job_spec.py embeds them.
+"""The settings under `task:` and `input.columns`. Pure pydantic, no torch; jobs/spec/job_spec.py embeds them.
 
-They live beside the code that carries them out (canvas.py), since workers need both and know nothing of jobs.
+They are in this package, next to the code that uses them (canvas.py), since workers need both and know nothing of jobs.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from decoders.common_settings import Settings
 
 Side = Literal["left", "right", "middle"]
-"""Which part of a prompt that is too long is cut away."""
+"""Which part of a prompt is cut off if the prompt is too long."""
 
 Share = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 MOST_NEW_TOKENS: Final = 2**20
-"""The most tokens that may be asked for."""
+"""Upper limit for max_new_tokens."""
 
 
 def as_tuple(value: Any) -> Any:
-    """A list as a tuple, all else as it is: strict validation takes no list for a tuple, and YAML has only lists."""
+    """Turn a list into a tuple: strict validation does not accept a list as a tuple, and YAML has only lists."""
     return tuple(value) if isinstance(value, list) else value
 
 
 class Columns(Settings):
-    """Which of the file's columns holds what; a column that is named must be in every row.
+    """Maps the project's columns to the file's columns; a column that is named must be in every row.
 
-    Not named, the id is taken from a column `id` where a row has one, and what the task reads from the columns that it knows
-    by name (its `reads`). `prefix` and `suffix` stand in for the text: the hole lies between them. `reference` is for later
-    comparison. `seed` replaces the job's seed for its row, and `max_new_tokens`, `temperature`, `top_p` and `stop` replace the
-    task's and the sampling's values where they are not null.
+    If no column is named, the id comes from a column `id` if a row has one, and the task reads its default columns (`reads`).
+    `prefix` and `suffix` replace the text: the hole is between them. `reference` is for later comparison. `seed` replaces
+    the job's seed for its row; `max_new_tokens`, `temperature`, `top_p` and `stop` replace the task's and the sampling's
+    values if they are not null.
     """
 
     id: str | None = None
@@ -72,18 +72,18 @@ class Columns(Settings):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
     def own_settings(self) -> bool:
-        """Whether a column holds settings of the rows' own, the seed aside."""
+        """Whether a column holds the rows' own settings, other than the seed."""
         return any((self.max_new_tokens, self.temperature, self.top_p, self.stop))
 
     def wanted(self, task: Task) -> dict[str, str]:
-        """The columns worth reading: the named ones, and those that the task looks for where nothing is named."""
+        """The columns to read: the named ones, and the defaults that the task looks for if none is named."""
         return {name: name for name in ("id", *task.reads)} | self.named()
 
 
 class Marker(Settings):
     """Each occurrence of `marker` in the text is a hole of `length` tokens.
 
-    A marker that ends in a bracket may carry its own length: `<mask:12>`. With prefix and suffix columns the one hole lies
+    A marker that ends in a bracket may give its own length: `<mask:12>`. With prefix and suffix columns, the only hole is
     between them.
     """
 
@@ -93,7 +93,7 @@ class Marker(Settings):
 
 
 class Random(Settings):
-    """A share of the tokens, chosen independently: the `rate * tokens` positions (rounded, at least one) of least noise."""
+    """A share of the tokens: the `rate * tokens` positions (rounded, at least one) with the least noise."""
 
     kind: Literal["random"]
     rate: Share = 0.5
@@ -108,7 +108,7 @@ class Spans(Settings):
 
 
 class Lines(Settings):
-    """Whole lines, without their line ends: a `rate` of those that are not blank, or a `count` of them (default 1)."""
+    """Whole non-blank lines, without their line ends: a share (`rate`) of them, or a `count` (default 1)."""
 
     kind: Literal["lines"]
     rate: Share | None = None
@@ -124,8 +124,8 @@ class Lines(Settings):
 class Sentences(Settings):
     """Whole sentences: the inner ones (`middle`), `count` random ones (`random`), or those of the listed indices.
 
-    With a column `sentences`, a row is a list of sentences, joined by `separator`; else the text is split behind . ! and ?.
-    The white space in front of a sentence is hidden with it, and neighbours become one hole.
+    With a column `sentences`, a row is a list of sentences, joined by `separator`; else the text is split after . ! and ?.
+    The white space before a sentence is hidden with it, and adjacent sentences become one hole.
     """
 
     kind: Literal["sentences"]
@@ -160,10 +160,10 @@ Spelling = Annotated[str, Field(min_length=1)]
 
 
 class Fim(Settings):
-    """The special tokens that ask a causal model to fill in the middle, as its tokenizer spells them.
+    """The special tokens with which a causal model fills in the middle, as its tokenizer spells them.
 
-    `psm` is prefix P suffix S middle, `spm` is suffix S prefix P middle, where P stands before the hole and S after it; only
-    `spm` goes without a middle token. `ends` end a hole, beside the end tokens of the model and the tokens named here.
+    `psm` is prefix P suffix S middle, `spm` is suffix S prefix P middle, where P is the text before the hole and S the text
+    after it; only `spm` works without a middle token. `ends` end a hole, as do the model's end tokens and the other tokens here.
     """
 
     prefix: Spelling
@@ -176,18 +176,18 @@ class Fim(Settings):
     def _psm_has_a_middle(self) -> Fim:
         if self.order == "psm" and self.middle is None:
             raise ValueError(
-                "task.fim.middle: null goes with order spm only; order psm ends the prompt with that token"
+                "task.fim.middle: null is allowed only with order spm; order psm ends the prompt with this token"
             )
         return self
 
 
 class Infill(Settings):
-    """Fill the holes that the mask leaves in each row.
+    """Fill the holes that the mask makes in each row.
 
-    A causal model fills them from left to right, each until an end token comes or `max_new_tokens` are there; `fim` says how
-    it is asked, `auto` by the tokens that its tokenizer has.
+    A causal model fills them from left to right, each until an end token or `max_new_tokens`; `fim` gives the special tokens
+    of its prompts, `auto` finds them in its tokenizer.
 
-    With `skip_special_tokens` the texts leave out the special tokens that were generated; `tokens` keep them.
+    With `skip_special_tokens`, the texts leave out generated special tokens; `tokens` keeps them.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt")
@@ -202,7 +202,7 @@ class Infill(Settings):
 
 def _visible(text: str) -> str:
     if "\ufffd" in text:
-        raise ValueError("task.stop: U+FFFD shows bytes that are no character; it can't be a stop string")
+        raise ValueError("task.stop: U+FFFD stands for invalid bytes; it is not allowed in a stop string")
     return text
 
 
@@ -210,11 +210,11 @@ Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
 
 
 class Complete(Settings):
-    """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings comes.
+    """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings.
 
-    With `ignore_eos` end tokens are tokens like others. With `skip_special_tokens` the text leaves out special tokens, and stop
-    strings are looked for in what is left; `tokens` keep them. With `chat` the prompt is a conversation, or one message of a
-    user, in the form of the tokenizer's chat template.
+    With `ignore_eos`, end tokens have no special meaning. With `skip_special_tokens`, the text leaves out special tokens, and
+    stop strings are searched in the remaining text; `tokens` keeps them. With `chat`, the prompt is a conversation, or one
+    user message, rendered with the tokenizer's chat template.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
@@ -229,7 +229,7 @@ class Complete(Settings):
 
 
 class Score(Settings):
-    """Log-probabilities of each row's text, or of its completion behind its prompt; `chat` as in Complete."""
+    """Log-probabilities of each row's text, or of its completion after its prompt; `chat` as in Complete."""
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
     goal: ClassVar[str] = "to score"

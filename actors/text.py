@@ -1,7 +1,7 @@
-"""Text to token ids and back, exactly: nothing is added, cleaned up or parsed as a special token, unless asked for.
+"""Converts text to token ids and back, exactly: by default nothing is added, cleaned up or parsed as a special token.
 
-Wraps the tokenizer of a Hugging Face checkpoint, and its chat template. A tokenizer.json is read by the `tokenizers` library
-alone; transformers, which takes seconds to import, is imported for the older files only.
+Wraps the tokenizer and the chat template of a Hugging Face checkpoint. The `tokenizers` library alone reads a tokenizer.json;
+transformers, which takes seconds to import, is imported only for older formats.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-# Tokenizers of remote code that are, file for file, one of transformers'.
+# Tokenizers of remote code that are identical to one of transformers.
 _KNOWN_AS = {"DreamTokenizer": "Qwen2Tokenizer"}
 _PROBE = ("a b", "c\n d", "  e")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
-    """A tokenizer whose `decode(encode(text))` is as near to `text` as the vocabulary allows.
+    """A tokenizer whose `decode(encode(text))` is as close to `text` as the vocabulary allows.
 
-    `bos_id` and `eos_id` are its begin and end tokens, None where there is none. `chat` renders a conversation up to where the
-    model's answer begins, special tokens spelled out; None where the tokenizer has no chat template.
+    `bos_id` and `eos_id` are its begin and end tokens, None if it has none. `chat` renders a conversation up to the start of the
+    model's answer, with special tokens spelled out; None if the tokenizer has no chat template.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Tokenizer:
         eos_id: int | None = None,
         chat: Callable[[Messages], str] | None = None,
     ) -> None:
-        # A checkpoint's file may ask for truncation, padding, and special tokens found in the text: none of it here.
+        # Disable settings of the checkpoint's file: truncation, padding, and parsing of special tokens in the text.
         core.no_truncation()
         core.no_padding()
         core.encode_special_tokens = True
@@ -54,49 +54,49 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Ids are below this."""
+        """All ids are below this number."""
         return self._core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; what spells a special token in it is text like any other."""
+        """Ids of `text`; the spelling of a special token in it is treated as plain text."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each. Unlike the library's encode, which does not, it lets other threads run meanwhile."""
+        """`encode` of each text. Unlike the library's `encode`, this releases the interpreter's lock."""
         return [found.ids for found in self._core.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_behind(self, text: str) -> list[int]:
-        """Ids of `text` that stands behind other text: without the space that some vocabularies put before a text."""
+        """Ids of `text` that follows other text: without the space that some vocabularies put before a text."""
         if self.joins:
             return self.encode(text)
-        # No vocabulary joins this character with what follows; the reference codes of CodeLlama and Codestral use it, too.
+        # No vocabulary merges this character with following text; the reference code of CodeLlama and Codestral uses it, too.
         before, ids = self.encode("\u263a"), self.encode(f"\u263a{text}")
         return ids[len(before) :] if ids[: len(before)] == before else self.encode(text)
 
     def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids of `text`, and the [start, end) characters that each stands for."""
+        """Ids of `text`, and the [start, end) characters of each."""
         (found,) = self._core.encode_batch([text], add_special_tokens=False)
         return found.ids, found.offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens included; bytes that form no character become U+FFFD. Never raises."""
+        """Text of `ids`, including special tokens; bytes that form no character become U+FFFD. Never raises."""
         return self._core.decode(list(ids), skip_special_tokens=False)
 
     def continuation(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """Text of `ids` that stand behind other text: a space in front, which some vocabularies drop there, stays.
+        """Text of `ids` that follow other text: keeps a leading space, which some vocabularies drop at the start of a text.
 
-        With `skip_special` special tokens have no text, as in transformers' `decode(ids, skip_special_tokens=True)`.
+        With `skip_special`, special tokens have no text, as in transformers' `decode(ids, skip_special_tokens=True)`.
         """
         before, shown = self._before
         return self.decode([*before, *(self.without_special(ids) if skip_special else ids)])[len(shown) :]
 
     def without_special(self, ids: Sequence[int]) -> list[int]:
-        """The `ids` that are no special tokens."""
+        """The `ids` that are not special tokens."""
         return [token for token in ids if token not in self.special]
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """The special tokens, such as those that begin and end a text, and how they are spelled."""
+        """The special tokens, such as those that begin and end a text, with their spellings."""
         added = self._core.get_added_tokens_decoder()
         return {token: str(found.content) for token, found in added.items() if found.special}
 
@@ -105,7 +105,7 @@ class Tokenizer:
         return self._parsing.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def is_byte(self, token: int) -> bool:
-        """Whether the token stands for a byte that is no character of its own (the byte fallback of SentencePiece)."""
+        """Whether the token is a single byte (the byte fallback of SentencePiece)."""
         return _BYTE.fullmatch(self._core.id_to_token(token) or "") is not None
 
     def vocabulary(self) -> dict[str, int]:
@@ -114,7 +114,7 @@ class Tokenizer:
 
     @cached_property
     def lead(self) -> tuple[int, ...]:
-        """The special tokens that transformers' `tokenizer(text)` puts in front of a text; what it puts behind is left out."""
+        """The special tokens that transformers' `tokenizer(text)` puts before a text, without those that it puts after it."""
         found = self._core.encode("a", add_special_tokens=True)
         return tuple(found.ids[: sum(takewhile(bool, found.special_tokens_mask))])
 
@@ -125,12 +125,12 @@ class Tokenizer:
 
     @cached_property
     def _parsing(self) -> tokenizers.Tokenizer:
-        # Parsing is a switch of the tokenizer as a whole, and `encode` must not see it move.
+        # A copy: parsing is a setting of the whole tokenizer, and changing it would affect `encode`.
         return type(self._core).from_str(self._core.to_str())
 
     @cached_property
     def joins(self) -> bool:
-        """Whether the pieces of a text, encoded one by one, decode to the text: so with byte-level vocabularies."""
+        """Whether pieces of a text, encoded separately, decode to the text; true for byte-level vocabularies."""
         return self.decode([token for piece in _PROBE for token in self.encode(piece)]) == "".join(_PROBE)
 
 
@@ -142,8 +142,8 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bool = False) -> Tokenizer | None:
     """Return the tokenizer of a model folder (`auto`), of another folder (a path), or None (`none`).
 
-    A tokenizer without a begin token has the one that the model's own configuration names. Raises UserError where there is
-    no tokenizer, or it can't be loaded.
+    A tokenizer without a begin token gets the one of the model's configuration. Raises UserError if there is no tokenizer,
+    or if it can't be loaded.
     """
     from decoders.backbones.checkpoint import bos_id
 
@@ -155,7 +155,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
         if reason is not None:
             raise UserError(f"{reason}; allowed: a folder with the original model's tokenizer, or none", field=_FIELD)
         raise UserError(
-            f"{setting!r}: {place} holds no tokenizer ({', '.join(_FILES)}); allowed: auto, a folder, or none for rows "
+            f"{setting!r}: {place} has no tokenizer ({', '.join(_FILES)}); allowed: auto, a folder, or none for rows "
             "that give tokens",
             field=_FIELD,
         )
@@ -164,14 +164,14 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
 
 
 Parts = tuple["tokenizers.Tokenizer", int | None, int | None, Callable[[Messages], str] | None]
-"""A tokenizer, its begin and end tokens, and its chat."""
+"""A tokenizer, its begin and end tokens, and its chat template."""
 
 
 def _read(place: Path, trust_remote_code: bool) -> Parts:
-    """Read what tokenizer.json says, where there is one; everything else is transformers' business, which takes seconds.
+    """Read tokenizer.json if there is one; leave other formats to transformers, whose import takes seconds.
 
-    AutoTokenizer would go by the model's type, and for some types put that family's own rules for cutting text in the place
-    of the file's: a model with another vocabulary than its family's would be given other tokens than it was trained with.
+    AutoTokenizer chooses by the model's type, and for some types replaces the file's pre-tokenizer with that family's own. A
+    model with another vocabulary than its family's would then get other tokens than in its training.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from actors.chat import ChatTemplate
@@ -195,7 +195,7 @@ def _read_by_transformers(place: Path, trust_remote_code: bool) -> Parts:
 def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
     try:
         inner.get_chat_template()
-    except ValueError:  # it has none, or several and no default among them
+    except ValueError:  # it has no template, or several without a default
         return None
     return lambda messages: inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
@@ -221,11 +221,11 @@ def _load(place: Path, trust_remote_code: bool) -> Any:
     except Exception as error:  # the libraries raise anything for a damaged file, bare Exception included
         raise _damaged(place, error) from error
     if not inner.is_fast:
-        raise UserError(f"the tokenizer in {place} has no fast form, which draftmill needs", field=_FIELD)
+        raise UserError(f"the tokenizer in {place} has no fast version, which draftmill needs", field=_FIELD)
     return inner
 
 
 def _class_named(place: Path) -> str:
-    """The tokenizer class that tokenizer_config.json names, empty where it names none."""
+    """The tokenizer class that tokenizer_config.json names; empty if it names none."""
     file = place / "tokenizer_config.json"
     return str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class", "")) if file.is_file() else ""

@@ -1,8 +1,8 @@
-"""The files of a checkpoint's tokenizer, read as transformers reads them, with neither it nor torch imported.
+"""Reads the files of a checkpoint's tokenizer like transformers does, without importing transformers or torch.
 
-`tokenizer.json` is the tokenizer. The other files name the special tokens, may add tokens to it, and hold the chat template.
-Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend` in transformers, with which
-tests/actors/test_tokenizer_files.py compares.
+`tokenizer.json` is the tokenizer. The other files name the special tokens, may add tokens, and hold the chat template.
+Source: `PreTrainedTokenizerBase._from_pretrained` and `TokenizersBackend` in transformers;
+tests/actors/test_tokenizer_files.py compares the results.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ Token = str | AddedToken
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
-# Settings of tokenizer_config.json that change the tokenizer itself, by rules that are transformers' own.
+# Settings of tokenizer_config.json with which transformers changes the tokenizer by its own rules.
 _NOT_OURS = ("fix_mistral_regex", "fast_tokenizer_files")
 
 
 class NotPlain(Exception):
-    """The files can be read by transformers alone, or by nobody."""
+    """This module can't read the files; only transformers can, if at all."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer; its special tokens by name ({bos_token: <s>}), all of which it knows; its chat template, if it has one."""
+    """A tokenizer; its special tokens by name ({bos_token: <s>}), all in its vocabulary; its chat template, if it has one."""
 
     core: Core
     names: dict[str, str]
     template: str | None
 
     def id_of(self, name: str) -> int | None:
-        """The id of a special token, None where the tokenizer has none of that name."""
+        """The id of a special token; None if the tokenizer has none of that name."""
         token = self.names.get(name)
         return None if token is None else self.core.token_to_id(token)
 
@@ -60,7 +60,7 @@ def read_files(place: Path) -> TokenizerFiles:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, empty where there is no such file; ValueError where it holds anything else."""
+    """A JSON object from a file, empty if the file is missing; ValueError if it holds anything else."""
     if not path.is_file():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _added(place: Path, config: dict[str, Any], core: Core) -> list[AddedToken]:
-    """Tokens that tokenizer_config.json, or the older files beside it, add, by id; older files also name tokens in `config`."""
+    """The tokens that tokenizer_config.json or older files add, by id; names in older files are written to `config`."""
     listed = config.get("added_tokens_decoder")
     if listed is not None:
         return [AddedToken(**listed[key]) for key in sorted(listed, key=int)]
@@ -101,7 +101,7 @@ def _named(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken
         if token is not None:
             found[name] = added.get(str(token), token) if name in _NAMED else token
         elif name in _NAMED and config.get(name) is not None:
-            raise NotPlain(f"{name} is no token")
+            raise NotPlain(f"{name} is not a token")
     if core.padding is not None and "pad_token" not in config:
         found["pad_token"] = core.padding["pad_token"]
     extra = config.get(_EXTRA)
@@ -109,7 +109,7 @@ def _named(config: Mapping[str, Any], core: Core, added: Mapping[str, AddedToken
 
 
 def _token(value: Any) -> Token | None:
-    """A token as the files write it; None where the value is none."""
+    """A token from its representation in the files; None if the value is not a token."""
     if isinstance(value, dict) and value.get("__type") == "AddedToken":
         return AddedToken(**{key: flag for key, flag in value.items() if key != "__type"})
     return value if isinstance(value, str | AddedToken) else None
@@ -120,7 +120,7 @@ def _extra(config: Mapping[str, Any]) -> list[Token]:
     listed = config[_EXTRA] if _EXTRA in config else config.get(_OLD_EXTRA)
     found = [] if isinstance(listed, dict) else [_token(value) for value in listed or ()]
     if None in found:
-        raise NotPlain(f"{_EXTRA} holds what is no token")
+        raise NotPlain(f"{_EXTRA} has an item that is not a token")
     return [token for token in found if token is not None]
 
 
@@ -130,13 +130,13 @@ def _listed(config: Mapping[str, Any]) -> list[Any]:
 
 
 def _add(core: Core, added: Iterable[AddedToken], named: Sequence[Token], extra: Iterable[Token]) -> None:
-    """Add the tokens that tokenizer.json lacks or has otherwise; a special token of the vocabulary is marked as such."""
+    """Add the tokens that tokenizer.json lacks or has with other flags; marks special tokens of the vocabulary as special."""
     held = core.get_added_tokens_decoder().values()
     same, texts = {repr(token) for token in held}, {token.content for token in held}
     new: list[Token] = [token for token in added if repr(token) not in same]
     texts |= {str(token) for token in new}
     for token in (*named, *extra):
-        if str(token) not in texts and token not in new:  # twice with other flags, the later ones count
+        if str(token) not in texts and token not in new:  # of duplicates with different flags, the later one counts
             new.append(token)
     names, tokens = set(map(str, named)), [_special(token) for token in new]
     for token in tokens:
@@ -150,7 +150,7 @@ def _special(token: Token) -> AddedToken:
 
 
 def _template(place: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template; of several the one called default. Files of their own stand before what tokenizer_config.json holds."""
+    """The chat template; of several, the one named default. Separate files override tokenizer_config.json."""
     files = {file.stem: file for file in sorted(place.glob("additional_chat_templates/*.jinja"))}
     if (place / "chat_template.jinja").is_file():
         files = {"default": place / "chat_template.jinja"} | files
@@ -160,5 +160,5 @@ def _template(place: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(held, dict):
         held = held.get("default")
     if held is not None and not isinstance(held, str):
-        raise NotPlain("chat_template is no text")
+        raise NotPlain("chat_template is not a text")
     return held

@@ -1,7 +1,7 @@
-"""DecodeWorker: the Ray actor around a UnitRunner, which is what tests and benchmarks use without Ray.
+"""DecodeWorker: a Ray actor around a UnitRunner. Tests and benchmarks use the UnitRunner without Ray.
 
 A turn takes new units, decodes until there is news or for a fifth of a second, and reports. The driver keeps two turns queued,
-so the worker never waits for it. A worker that dies is not restarted by Ray; nothing it has not committed survives it.
+so the worker never waits for the driver. Ray does not restart a dead worker; its uncommitted work is lost.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from storage.failpoints import failpoint
 __all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
 
 TURN_S = 0.2
-"""How long a turn goes on without news: the period of heartbeats and of progress."""
+"""Seconds that a turn lasts without news: the period of heartbeats and of progress reports."""
 
 
 class Turns:
-    """Lets a runner be driven by calls: what Ray sees of a worker."""
+    """The remote interface of a worker: drives a runner by calls."""
 
     def __init__(self, runner: UnitRunner, node: str) -> None:
         self._runner = runner
         self._node = node
 
     def where(self) -> tuple[str, int, dict[str, Any]]:
-        """Node, process id, and what was found and chosen at the start, for the record; answers when the model is loaded."""
+        """Node, process id, and facts found and chosen at the start, for the log; answers when the model is loaded."""
         return self._node, os.getpid(), self._runner.facts
 
     def turn(self, add: Sequence[WorkUnit], forget: Sequence[int]) -> TurnReport:
-        """Take units in, forget leases, decode until something ended or TURN_S have passed."""
+        """Forget leases, add units, then decode until there is news or TURN_S have passed."""
         for lease in forget:
             self._runner.drop(lease)
         for unit in add:
@@ -67,24 +67,24 @@ class DecodeWorker(Turns):
 
 
 class EarlyWorker(Turns):
-    """A worker that is started while the driver still plans: it imports what decoding needs, and learns of its job later."""
+    """A worker that starts while the driver is still planning: it imports what decoding needs, and gets its job later."""
 
     def __init__(self, family: str, decoder: str) -> None:
         import_for_decoding(family, decoder)
 
     def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load the job's model; returns what `where` does."""
+        """Load the job's model; returns the same as `where`."""
         self._node = socket.gethostname()
         self._runner = build_runner(job, name=name, node=self._node, threads=threads, gpus=gpus)
         return self.where()
 
 
 COLLECT_AFTER = 100_000
-"""Objects made between two rounds of Python's garbage collector: its 700 cost a tenth of the time that imports take."""
+"""Objects allocated between two garbage collections: with Python's default, 700, these take a tenth of the import time."""
 
 
 def import_for_decoding(family: str, decoder: str) -> None:
-    """Import what takes long: torch, the decoder (`module:class`), and the classes that models of a family run on."""
+    """Import the slow modules: torch, the decoder (`module:class`), and the classes for a model family."""
     gc.set_threshold(COLLECT_AFTER)
     import decoders.registry  # noqa: F401
     from decoders.backbones.families.table import FAMILIES
@@ -107,7 +107,7 @@ def build_runner(job: Job, *, name: str, node: str, threads: int, gpus: float = 
 
 
 def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decoder, RowClerk]:
-    """Load the model and everything else that a worker needs; raises UserError or ValueError where that can't be."""
+    """Load the model and everything else that a worker needs; raises UserError or ValueError if that fails."""
     import torch
 
     from decoders.backbones.checkpoint import inspect_model
@@ -147,9 +147,9 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
 
 
 def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
-    """Slots of a worker where the spec leaves them open.
+    """Slots of a worker for `max_rows: auto`.
 
-    A CPU gains little beyond 64 rows, and slots that the two units in hand can't keep full are wasted; a GPU is glad of
-    every row in hand.
+    A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted; a GPU benefits from
+    every row.
     """
     return min(256, 2 * unit_rows) if on_gpu else max(16, min(64, unit_rows))

@@ -106,14 +106,14 @@ def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     assert "type PROMPT_TUNING, which adds to prompts" in refused(tmp_path, "prompt")
     shutil.copytree(BUILTIN / "mdm-tiny", tmp_path / "masked")
     shutil.rmtree(tmp_path / "tied-merged")
-    assert "and this one is of family 'llada'" in refused(tmp_path, "tied", "masked").replace('"', "'")
+    assert "this model is of family 'llada'" in refused(tmp_path, "tied", "masked").replace('"', "'")
 
 
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ([], "has no adapter_config.json"),
-        (["adapter_config.json", "adapter_model.bin"], r"has no adapter_model.safetensors; .*\(.bin\) are not read"),
+        (["adapter_config.json", "adapter_model.bin"], r"has no adapter_model.safetensors; .*\(.bin\) are not supported"),
     ],
 )
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str], message: str) -> None:
@@ -125,7 +125,7 @@ def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str]
 
 def test_an_adapter_that_is_not_there_is_refused() -> None:
     for path in ("/no/such/folder", "builtin:ar-tiny", "nobody/no-such-adapter"):
-        with pytest.raises(UserError, match=r"^model\.adapter: .*(is no folder|neither a folder here)"):
+        with pytest.raises(UserError, match=r"^model\.adapter: .*(is not a folder|neither a local folder)"):
             fetch_model("builtin:ar-tiny", adapter=path)
 
 

@@ -39,9 +39,9 @@ def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
             "builtin:nothing",
             "'builtin:nothing' does not exist; allowed: builtin:ar-micro, builtin:ar-tiny, ",
         ),
-        ("/no/such/folder", "is no folder; allowed: builtin:NAME"),
-        ("ftp://host/model", "is no folder"),
-        ("nobody/no-such-model", "neither a folder here nor a hub model"),
+        ("/no/such/folder", "is not a folder; allowed: builtin:NAME"),
+        ("ftp://host/model", "is not a folder"),
+        ("nobody/no-such-model", "neither a local folder nor an accessible hub model"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(path: str, message: str) -> None:
@@ -72,7 +72,7 @@ def test_a_model_on_s3_is_fetched_once_by_version(
     assert fetch_model("s3://bucket/models/a") == folder
     store.put("models/a/config.json", b"{}")
     assert fetch_model("s3://bucket/models/a") != folder
-    with pytest.raises(UserError, match="holds no model files"):
+    with pytest.raises(UserError, match="has no model files"):
         fetch_model("s3://bucket/nothing")
 
 
@@ -102,7 +102,7 @@ def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path: Path) -> None:
     text = "def f():\n\treturn '<mask> é 🙂'  \r\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert load_tokenizer(ASARM, "none") is None
-    with pytest.raises(UserError, match=r"model\.tokenizer: .* holds no tokenizer"):
+    with pytest.raises(UserError, match=r"model\.tokenizer: .* has no tokenizer"):
         load_tokenizer(ASARM, str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"model\.tokenizer: the tokenizer in .* can't be loaded"):

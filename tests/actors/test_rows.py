@@ -48,7 +48,7 @@ def test_a_rows_own_seed_replaces_the_jobs() -> None:
 def test_text_falls_back_to_a_prompt() -> None:
     assert text_of({"prompt": "p"}, Columns()) == "p"
     assert text_of({"prompt": "p", "text": "t"}, Columns()) == "t"
-    with pytest.raises(RowError, match=r"missing_column.*'text' is not there; the row has 'a'"):
+    with pytest.raises(RowError, match=r"missing_column.*'text' is missing; the row has 'a'"):
         text_of({"a": 1}, Columns())
 
 

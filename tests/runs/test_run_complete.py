@@ -184,8 +184,8 @@ def no_weights(folder: Path) -> None:
     ("make", "message"),
     [
         (no_folder, "is no folder"),
-        (other_vocabulary, "has another vocabulary than the model, for example the token"),
-        (no_causal_model, "is of family 'xlnet', which is no causal model"),
+        (other_vocabulary, "and of the model differ, for example in the token"),
+        (no_causal_model, "is of family 'xlnet', which is not a causal model"),
         (no_weights, "lacks model.safetensors"),
     ],
 )

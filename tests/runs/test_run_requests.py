@@ -176,7 +176,7 @@ def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_wr
 
     task = {"kind": "complete", "stop": ["<sep>"]}
     spec = spec_of(folder, [{"id": "a", "prompt": "x"}], "unseen", task=task)
-    with pytest.raises(UserError, match=r"task\.stop: '<sep>' spells the special token"):
+    with pytest.raises(UserError, match=r"task\.stop: '<sep>' contains the special token"):
         prepare(spec, open_store(spec.output.path))
     shown = check_spec(spec.model_dump(mode="json") | {"task": task | {"skip_special_tokens": False}})
     assert prepare(shown, open_store(shown.output.path)).plan is None

@@ -158,10 +158,10 @@ def save_other_tokens(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (save_causal, "is of family 'qwen2', which is no masked-diffusion model; allowed: dream, llada, mdlm, sedd"),
+        (save_causal, "is of family 'qwen2', which is not a masked-diffusion model; allowed: dream, llada, mdlm, sedd"),
         (save_other_size, "has 2047 ids, the model 2048"),
-        (save_other_tokens, "has another vocabulary than the model, for example the token"),
-        (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is no masked-diffusion model"),
+        (save_other_tokens, "and of the model differ, for example in the token"),
+        (lambda folder: folder.symlink_to(TOKENIZER), "is of family 'xlnet', which is not a masked-diffusion model"),
     ],
 )
 def test_a_drafter_that_can_not_draft_is_refused_at_the_start(

@@ -64,7 +64,7 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (INFILL, "decoder.kind=block_diffusion", "does not run the task 'infill'; allowed: any_subset, parallel"),
         (INFILL, "task.mask.marker=''", "task.mask.marker: '' is not allowed"),
         (INFILL, "task.fim=psm", "task.fim: 'psm' is not allowed"),
-        (INFILL, "task.fim={prefix: a, suffix: b}", "task.fim.middle: null goes with order spm only"),
+        (INFILL, "task.fim={prefix: a, suffix: b}", "task.fim.middle: null is allowed only with order spm"),
         (INFILL, "task.fim={prefix: a, suffix: b, middle: c, order: mps}", "task.fim.order: 'mps' is not allowed"),
         (INFILL, "task.fim={prefix: a, suffix: b, midle: c}", "task.fim.midle: unknown key; did you mean task.fim.middle?"),
         (INFILL, "task.max_new_tokens=0", "task.max_new_tokens: 0 is not allowed; allowed: >= 1"),
