@@ -183,7 +183,7 @@ def no_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (no_folder, "is no folder"),
+        (no_folder, "is not a folder"),
         (other_vocabulary, "and of the model differ, for example in the token"),
         (no_causal_model, "is of family 'xlnet', which is not a causal model"),
         (no_weights, "lacks model.safetensors"),
