@@ -103,7 +103,9 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a chat template can't store {name!r} in a namespace; allowed: names that do not start with _")
+        raise SecurityError(
+            f"a chat template can't store {name!r} in a namespace; allowed: names that do not start with _"
+        )
 
 
 def _raise(message: str) -> NoReturn:

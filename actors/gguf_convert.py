@@ -277,9 +277,7 @@ def main(arguments: list[str]) -> int:
         raise
     except Exception as error:  # noqa: BLE001  # a damaged file makes its reader raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
-        advice = (
-            "use the safetensors checkpoint that it was made from, or convert it with other versions of its reader"
-        )
+        advice = "use the safetensors checkpoint that it was made from, or convert it with other versions of its reader"
         refuse(f"{file.name} can't be converted: {reason.rstrip('.')}; {advice}:\n{by_hand(file)}")
         return 2
     return 0

@@ -68,7 +68,9 @@ def _model(path: str, revision: str | None, s3: S3Options | None, field: str) ->
     if is_here:
         return folder.resolve()
     if "://" in path or not _HUB_ID.fullmatch(path) or folder.exists():
-        raise UserError(f"{path!r} is not a folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field)
+        raise UserError(
+            f"{path!r} is not a folder; allowed: builtin:NAME, a folder, s3://..., or a hub id", field=field
+        )
     return _from_hub(path, revision, field)
 
 
@@ -79,7 +81,9 @@ def _adapted(folder: Path, model: str, adapter: str, s3: S3Options | None) -> Pa
         place = _from_s3(adapter, s3, adapters.FIELD)
     elif not place.is_dir():
         if not _HUB_ID.fullmatch(adapter) or place.exists():
-            raise UserError(f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD)
+            raise UserError(
+                f"{adapter!r} is not a folder; allowed: a folder, s3://..., or a hub id", field=adapters.FIELD
+            )
         place = _from_hub(adapter, None, adapters.FIELD)
     adapters.check_files(place, adapter, model)
     files = [place / name for name in adapters.PATTERNS]

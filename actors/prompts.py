@@ -72,7 +72,9 @@ class PromptMaker:
             prompt = self._cut(values, prompt, prompt_room(most, room), chat=chat)
             room = min(room, most - len(prompt))
         if room < 1:
-            raise RowError("too_long", STAGE, f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}")
+            raise RowError(
+                "too_long", STAGE, f"a prompt of {len(prompt)} tokens leaves no room; the model's limit is {most}"
+            )
         holes = ((len(prompt), len(prompt) + room),)
         tokens = np.append(prompt, np.full(room, HOLE, dtype=np.int32))
         return Canvas(tokens, holes, truncated=whole - len(prompt))

@@ -164,5 +164,7 @@ def checked_text(text: str, column: str) -> str:
         if not text.isascii():
             text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise RowError("bad_encoding", "read", f"the column {column!r} can't be encoded in UTF-8: {error.reason}") from None
+        raise RowError(
+            "bad_encoding", "read", f"the column {column!r} can't be encoded in UTF-8: {error.reason}"
+        ) from None
     return text

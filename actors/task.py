@@ -62,9 +62,7 @@ class Columns(Settings):
         }
         named = [name for name, column in sources.items() if column is not None]
         if len(named) > 1:
-            raise ValueError(
-                f"input.columns: {' and '.join(named)} each give a row's content; name only one of them"
-            )
+            raise ValueError(f"input.columns: {' and '.join(named)} each give a row's content; name only one of them")
         return self
 
     def named(self) -> dict[str, str]:

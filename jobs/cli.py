@@ -91,7 +91,9 @@ def _add_run(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _driver_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--ray-address", metavar="ADDR", help="a running Ray cluster; default: start Ray on this machine")
+    command.add_argument(
+        "--ray-address", metavar="ADDR", help="a running Ray cluster; default: start Ray on this machine"
+    )
     command.add_argument("--local", action="store_true", help="one worker in this process, without Ray: for small jobs")
     command.add_argument("--quiet", action="store_true", help="no progress")
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
@@ -179,7 +181,10 @@ def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.add_argument("--errors", metavar="FILE", help="separate file for samples that are not ok")
     command.add_argument("--columns", default="", metavar="A,B,...", help="columns of the result table (default: all)")
     command.add_argument(
-        "--order", default="plan", choices=["plan", "input"], help="order of the rows: as planned, or as in the inputs (plan)"
+        "--order",
+        default="plan",
+        choices=["plan", "input"],
+        help="order of the rows: as planned, or as in the inputs (plan)",
     )
     command.add_argument("--overwrite", action="store_true", help="replace existing files")
     command.set_defaults(command=_export)

@@ -121,7 +121,8 @@ def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
     if kind == "openai":
         if columns:
             raise UserError(
-                "not available with --format openai, whose fields are fixed; choose jsonl, csv or parquet", field=COLUMNS
+                "not available with --format openai, whose fields are fixed; choose jsonl, csv or parquet",
+                field=COLUMNS,
             )
         # Older runs lack the columns that were added later.
         known = [name for name in OPENAI_COLUMNS if name in result_schema(plan).names]

@@ -35,9 +35,7 @@ def pass_line(one: Pass) -> str:
     if one.manifest is not None:
         return f"  pass {one.number}   finished: {one.plan.rows:,} samples again, {left_failed([one]):,} of them failed"
     done = len(done_units(one.store, conditional=False) or done_units(one.store))
-    return (
-        f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
-    )
+    return f"  pass {one.number}   {done:,} of {one.plan.units:,} units done; `draftmill rerun --failed` resumes it"
 
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:

@@ -141,7 +141,9 @@ def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator
 
 def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
     if fresh is None or not fresh["id"].equals(table["id"].take(places)):
-        raise StoreError("the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more")
+        raise StoreError(
+            "the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more"
+        )
     order = np.arange(table.num_rows)
     order[places] = table.num_rows + np.arange(len(places))
     return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
@@ -149,4 +151,6 @@ def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa
 
 def _check_ids(one: Pass, planned: pa.ChunkedArray, found: pa.ChunkedArray) -> None:
     if planned.to_pylist() != found.to_pylist():
-        raise StoreError(f"{one.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more")
+        raise StoreError(
+            f"{one.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more"
+        )

@@ -278,7 +278,8 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
         return UserError(
-            "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true", field="task.chat"
+            "rows have no prompt or text, but they have messages, which only a chat reads; allowed: true",
+            field="task.chat",
         )
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.named() or {expected: expected}

@@ -39,7 +39,9 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
         value = str(super().construct_yaml_str(node))
         if any("\ud800" <= character <= "\udfff" for character in value):
-            raise yaml.constructor.ConstructorError(None, None, "text has half of a UTF-16 surrogate pair", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "text has half of a UTF-16 surrogate pair", node.start_mark
+            )
         return value
 
 

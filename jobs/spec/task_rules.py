@@ -156,7 +156,9 @@ def prompt_problem(task: Complete | Score, columns: Columns, *, has_tokenizer: b
     if "tokens" in named and task.chat:
         return "task.chat: a chat is made of text, but the rows give tokens"
     if not has_tokenizer and columns.stop is not None:
-        return "input.columns.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
+        return (
+            "input.columns.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
+        )
     if not has_tokenizer and isinstance(task, Complete) and task.stop:
         return "task.stop: stop strings are searched in text, which needs a tokenizer; model.tokenizer is 'none'"
     return _one_of(_exclusive(task, named))

@@ -113,7 +113,10 @@ def test_what_can_not_be_merged_is_refused_by_name(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ([], "has no adapter_config.json"),
-        (["adapter_config.json", "adapter_model.bin"], r"has no adapter_model.safetensors; .*\(.bin\) are not supported"),
+        (
+            ["adapter_config.json", "adapter_model.bin"],
+            r"has no adapter_model.safetensors; .*\(.bin\) are not supported",
+        ),
     ],
 )
 def test_a_folder_that_is_no_adapter_is_refused(tmp_path: Path, files: list[str], message: str) -> None:

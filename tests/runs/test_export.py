@@ -238,7 +238,11 @@ REFUSED: dict[str, tuple[Callable[[Path], None], list[str], str]] = {
     "one file for both": (nothing, ["csv", "--out", "{out}", "--errors", "{out}"], "name a separate file"),
     "parquet to a pipe": (nothing, ["parquet", "--out", "-"], "--out: Parquet can't be written to standard output"),
     "openai to a pipe": (nothing, ["openai", "--out", "-"], "--errors: with --format openai, failed samples"),
-    "openai with columns": (nothing, ["openai", "--out", "{out}", "--columns", "id"], "not available with --format openai"),
+    "openai with columns": (
+        nothing,
+        ["openai", "--out", "{out}", "--columns", "id"],
+        "not available with --format openai",
+    ),
 }
 
 

@@ -150,7 +150,10 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a column more": (rows_changed(lambda t: t.append_column("more", t["id"])), "schema"),
     "a text, its hash left": (rows_changed(lambda t: column(t, "text", "x"), covered=False), "SHA-256"),
     "the fingerprint of a file": (metadata("fingerprint", "f00"), "its fingerprint is"),
-    "a manifest's fingerprint": (edited("_manifest.json", lambda m: m.update(fingerprint="f00")), "belongs to another job"),
+    "a manifest's fingerprint": (
+        edited("_manifest.json", lambda m: m.update(fingerprint="f00")),
+        "belongs to another job",
+    ),
     "a unit not listed": (edited("_manifest.json", lambda m: m["units"].pop()), "the manifest does not list it"),
     "a unit listed twice": (edited("_manifest.json", lambda m: m["units"].append(m["units"][0])), "twice"),
     "a unit that was not planned": (

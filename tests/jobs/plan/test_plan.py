@@ -265,7 +265,7 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
         ("", {}, "input.path", "no rows in 1 files"),
         ('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "x"}', {}, "input.columns.id",
          "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
-        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
+        ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "a value in a column 'text'; the first row has 'body'"),
         ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first row has 'text'"),
         ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
     ],
