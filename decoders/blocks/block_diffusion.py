@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoders.blocks.decoder import BlockSlots, News
+from decoders.blocks.decoder import BlockSlots, Revealed
 from decoders.blocks.draws import entropy, plain_log_p
 from decoders.blocks.rows import Stretch, finished, lined_up
 from decoders.blocks.schedules import Choice, choose, firsts, share
@@ -62,10 +62,10 @@ class Draft:
         """The slots where `keep_B` (bool)."""
         return Draft(*(getattr(self, name)[keep_B] for name in self.__slots__))
 
-    def news(self, choice: Choice) -> News:
+    def news(self, choice: Choice) -> Revealed:
         """The chosen places as news."""
         tokens_BT, log_p_BT = (grid_BT.gather(1, choice.order_BT) for grid_BT in (self.tokens_BT, self.log_p_BT))
-        return News(choice.order_BT, tokens_BT, log_p_BT, choice.counts_B)
+        return Revealed(choice.order_BT, tokens_BT, log_p_BT, choice.counts_B)
 
 
 class BlockDecoder(BlockSlots):
@@ -182,7 +182,7 @@ class BlockDecoder(BlockSlots):
         log_p_B, zeros_B1 = plain_log_p(logits_BV, tokens_B), torch.zeros_like(tokens_B).unsqueeze(1)
         self.stats.verified += len(tokens_B)
         self._segment_S[group.index_B] = -1
-        self._reveal(group, News(zeros_B1, tokens_B.unsqueeze(1), log_p_B.unsqueeze(1), torch.ones_like(tokens_B)))
+        self._reveal(group, Revealed(zeros_B1, tokens_B.unsqueeze(1), log_p_B.unsqueeze(1), torch.ones_like(tokens_B)))
         self._go_on(group)
 
     def _after_draft(self, group: Group, parts: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ from decoders.engine.state import Group, Resident
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Revealed:
     """The first `counts_B` of the tokens of each slot are revealed, in this order, at these places of its block.
 
     `proposed_BT` are the drafts that a verification judged, `num_proposed_B` of each slot; None where there was none.
@@ -38,9 +38,9 @@ class News:
     proposed_BT: Tensor | None = None
     num_proposed_B: Tensor | None = None
 
-    def cut(self, counts_B: Tensor) -> News:
+    def cut(self, counts_B: Tensor) -> Revealed:
         """Only the first `counts_B` of each slot."""
-        return News(self.places_BT, self.tokens_BT, self.log_p_BT, counts_B, self.proposed_BT, self.num_proposed_B)
+        return Revealed(self.places_BT, self.tokens_BT, self.log_p_BT, counts_B, self.proposed_BT, self.num_proposed_B)
 
 
 class BlockSlots(SlotDecoder):
@@ -89,7 +89,7 @@ class BlockSlots(SlotDecoder):
 
     # ---- revealing -----------------------------------------------------------------------------------------------
 
-    def _reveal(self, group: Group, news: News) -> None:
+    def _reveal(self, group: Group, news: Revealed) -> None:
         """Write the news, as far as the completion goes; count and trace them as one iteration."""
         state, slots_B = self.state, group.index_B
         positions_BT = self.blocks.start_S[slots_B].unsqueeze(1) + news.places_BT
@@ -110,7 +110,7 @@ class BlockSlots(SlotDecoder):
         """Where the canvas that was asked for ends; beyond it tokens are cut off."""
         return self.state.length_S[slots_B]
 
-    def _until_end(self, group: Group, positions_BT: Tensor, news: News) -> Tensor:
+    def _until_end(self, group: Group, positions_BT: Tensor, news: Revealed) -> Tensor:
         if self.editing or not self._may_stop(group):
             return news.counts_B
         counts = news.counts_B.tolist()
@@ -137,7 +137,7 @@ class BlockSlots(SlotDecoder):
         self.state.length_S[slot] = first + keep
         return count
 
-    def _note(self, group: Group, positions_BT: Tensor, news: News) -> None:
+    def _note(self, group: Group, positions_BT: Tensor, news: Revealed) -> None:
         """Trace what was written."""
         if not self.tracing:
             return

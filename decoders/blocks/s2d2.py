@@ -31,7 +31,7 @@ from decoders.blocks.rows import Stretch
 from decoders.blocks.schedules import Choice, firsts, num_surer
 from decoders.blocks.settings import S2d2Settings
 from decoders.blocks.state import VERIFY, Blocks
-from decoders.blocks.verdicts import Judge, Suspects
+from decoders.blocks.verdicts import DraftsToJudge, Judge
 from decoders.engine.acceptance import leading
 from decoders.engine.setup import Setup
 from decoders.engine.state import Group
@@ -167,7 +167,7 @@ class S2d2Decoder(BlockDecoder):
     def _after_verify(self, group: Group, parts: list[Tensor]) -> None:
         slots_B, blocks = group.index_B, self.blocks.at(group.index_B)
         span_BT, draft = self._span_ST[slots_B], self._kept(slots_B)
-        drafts = Suspects(
+        drafts = DraftsToJudge(
             blocks.slots_BT[span_BT],
             blocks.positions_BT[span_BT],
             draft.tokens_BT[span_BT],
@@ -192,7 +192,7 @@ class S2d2Decoder(BlockDecoder):
         self._reveal_judged(group, told, judged_BT)
 
     def _with_recovered(
-        self, drafts: Suspects, tokens_R: Tensor, log_p_R: Tensor, accepted_B: Tensor, span_BT: Tensor
+        self, drafts: DraftsToJudge, tokens_R: Tensor, log_p_R: Tensor, accepted_B: Tensor, span_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities of the spans, with what replaces the first refused draft of each."""
         refused_BT = span_BT & (span_BT.cumsum(1) - 1 == accepted_B.unsqueeze(1))

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoders.blocks.decoder import BlockSlots, News
+from decoders.blocks.decoder import BlockSlots, Revealed
 from decoders.blocks.draws import plain_log_p
 from decoders.blocks.rows import Stretch, lined_up
 from decoders.blocks.settings import S2d2Settings
 from decoders.blocks.state import VERIFY
-from decoders.blocks.verdicts import Judge, Suspects
+from decoders.blocks.verdicts import DraftsToJudge, Judge
 from decoders.draws import noise
 from decoders.engine.acceptance import leading
 from decoders.engine.setup import Setup
@@ -102,7 +102,7 @@ class FusedS2d2(BlockSlots):
         self.state.accepted_S[window.slots_B] += accepted_B
         drafts_BT = self._tokens_ST[window.slots_B]
         places_BT = window.places_T.expand_as(tokens_BT)
-        self._reveal(group, News(places_BT, tokens_BT, log_p_BT, counts_B, drafts_BT, window.num_B))
+        self._reveal(group, Revealed(places_BT, tokens_BT, log_p_BT, counts_B, drafts_BT, window.num_B))
         self._propose(window, accepted_B, tokens_BT, says_BTD, ahead_BTD)
         self.state.cached_S[window.slots_B] = window.decided_B + counts_B - 1
         self.blocks.done_S[window.slots_B] = self._ended(window.slots_B, counts_B > 0)
@@ -172,7 +172,7 @@ class FusedS2d2(BlockSlots):
         """The tokens of the places as far as they count, their log-probabilities, [B, T] each; how many drafts stand, [B]."""
         asked_BT, is_draft_BT = window.is_asked, window.is_draft
         slots_BT = window.slots_B.unsqueeze(1).expand_as(asked_BT)
-        drafts = Suspects(
+        drafts = DraftsToJudge(
             slots_BT[asked_BT],
             window.positions[asked_BT],
             self._tokens_ST[slots_BT, window.places_T][asked_BT],
@@ -195,7 +195,7 @@ class FusedS2d2(BlockSlots):
         )
 
     def _drawn_last(
-        self, drafts: Suspects, tokens_R: Tensor, log_p_R: Tensor, last_R: Tensor, is_draft_R: Tensor
+        self, drafts: DraftsToJudge, tokens_R: Tensor, log_p_R: Tensor, last_R: Tensor, is_draft_R: Tensor
     ) -> tuple[Tensor, Tensor]:
         """By ratio: with the tokens behind the accepted drafts, recovered where one was refused, else the bonus."""
         for chosen_R, draw in ((last_R & is_draft_R, self._recover), (last_R & ~is_draft_R, self._bonus)):
@@ -207,11 +207,11 @@ class FusedS2d2(BlockSlots):
                 )
         return tokens_R, log_p_R
 
-    def _recover(self, refused: Suspects) -> tuple[Tensor, Tensor]:
+    def _recover(self, refused: DraftsToJudge) -> tuple[Tensor, Tensor]:
         places_R = refused.positions_R - self.state.decided_S[refused.slots_R]
         return self.judge.recover(refused, self._hidden_STD[refused.slots_R, places_R])
 
-    def _bonus(self, beyond: Suspects) -> tuple[Tensor, Tensor]:
+    def _bonus(self, beyond: DraftsToJudge) -> tuple[Tensor, Tensor]:
         logits_RV = self._logits(beyond.hidden_RD)
         tokens_R = self.draws.draw(self.draws.law(logits_RV), beyond.slots_R, beyond.positions_R, noise.BONUS)
         return tokens_R, plain_log_p(logits_RV, tokens_R)

@@ -24,7 +24,7 @@ ToLogits = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Suspects:
+class DraftsToJudge:
     """Drafts under judgement: where they stand, how sure the draft was of each, the verification's row that speaks for it."""
 
     slots_R: Tensor
@@ -33,9 +33,9 @@ class Suspects:
     sure_R: Tensor
     hidden_RD: Tensor
 
-    def part(self, keep: slice | Tensor) -> Suspects:
+    def part(self, keep: slice | Tensor) -> DraftsToJudge:
         """Some of them."""
-        return Suspects(*(getattr(self, name)[keep] for name in self.__slots__))
+        return DraftsToJudge(*(getattr(self, name)[keep] for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Judge:
     by_ratio: bool
     temper: float
 
-    def judge(self, drafts: Suspects) -> Verdict:
+    def judge(self, drafts: DraftsToJudge) -> Verdict:
         """Judge every draft as if all to its left had passed."""
         rule = self._by_ratio if self.by_ratio else self._by_token
         parts = [rule(drafts.part(part)) for part in self.chunks(len(drafts.tokens_R))]
@@ -69,13 +69,13 @@ class Judge:
         )
         return Verdict(passed, tokens, log_p)
 
-    def _by_token(self, drafts: Suspects) -> Verdict:
+    def _by_token(self, drafts: DraftsToJudge) -> Verdict:
         logits_RV = self.logits(drafts.hidden_RD)
         law_RV = self.draws.law(logits_RV)
         tokens_R = self.draws.draw(law_RV, drafts.slots_R, drafts.positions_R, noise.BONUS)
         return Verdict(tokens_R == drafts.tokens_R, tokens_R, plain_log_p(logits_RV, tokens_R))
 
-    def _by_ratio(self, drafts: Suspects) -> Verdict:
+    def _by_ratio(self, drafts: DraftsToJudge) -> Verdict:
         logits_RV = self.logits(drafts.hidden_RD)
         p_RV = self._law(logits_RV)
         log_p_R = p_RV.gather(-1, drafts.tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
@@ -83,7 +83,7 @@ class Judge:
         passed_R = self.draws.accepting(drafts.slots_R, drafts.positions_R) < ratio_R
         return Verdict(passed_R, drafts.tokens_R, plain_log_p(logits_RV, drafts.tokens_R))
 
-    def recover(self, refused: Suspects, q_hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+    def recover(self, refused: DraftsToJudge, q_hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Draw what replaces refused drafts, drafted in the rows `q_hidden_RD`; returns tokens and log-probabilities."""
         logits_RV = self.logits(refused.hidden_RD)
         mass_RV = residual(self._law(logits_RV), self.draws.law(self.logits(q_hidden_RD)))

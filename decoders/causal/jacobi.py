@@ -26,7 +26,7 @@ from torch import Tensor
 
 from decoders.base import Request
 from decoders.causal.decoder import CausalDecoder
-from decoders.causal.jacobi_size import MOST_AUTO, BlockBudget
+from decoders.causal.jacobi_size import MOST_AUTO, JacobiSizes
 from decoders.causal.settings import JacobiSettings
 from decoders.draws import noise
 from decoders.engine.acceptance import leading
@@ -35,7 +35,7 @@ from decoders.engine.state import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class TargetTokens:
     """What the target says in the rows of one forward; only the rows that were asked have an answer.
 
     `tokens_BT` is the token after each row, `log_p_BT` its log-probability under the model itself.
@@ -58,7 +58,7 @@ class JacobiDecoder(CausalDecoder):
         uniforms = noise.uniform_rows(keys, holes, noise.JACOBI, torch.zeros_like(holes))
         state.tokens_SW[slot, prompt:length] = state.tokens_SW[slot, (uniforms * prompt).long()]
 
-    def _ask(self, group: Group, hidden_BTD: Tensor, ranks_BT: Tensor, asked_BT: Tensor) -> Said:
+    def _ask(self, group: Group, hidden_BTD: Tensor, ranks_BT: Tensor, asked_BT: Tensor) -> TargetTokens:
         """Draw the target's token at `ranks_BT` from each row where `asked_BT`."""
         slots_BT = group.index_B.unsqueeze(1).expand_as(ranks_BT)
         tokens_BT = torch.zeros_like(ranks_BT)
@@ -66,9 +66,9 @@ class JacobiDecoder(CausalDecoder):
         tokens_R, log_p_R = self._say(hidden_BTD[asked_BT], slots_BT[asked_BT], ranks_BT[asked_BT])
         tokens_BT[asked_BT], log_p_BT[asked_BT] = tokens_R, log_p_R
         self.stats.verified += len(tokens_R)
-        return Said(tokens_BT, log_p_BT)
+        return TargetTokens(tokens_BT, log_p_BT)
 
-    def _log_p_at(self, said: Said, rows_BQ: Tensor, keep_BQ: Tensor) -> Tensor:
+    def _log_p_at(self, said: TargetTokens, rows_BQ: Tensor, keep_BQ: Tensor) -> Tensor:
         """The log-probability of what these rows (numbers along T) say, where `keep_BQ`; 0 elsewhere, [B, Q]."""
         return said.log_p_BT.gather(1, rows_BQ).masked_fill(~keep_BQ, 0.0)
 
@@ -112,7 +112,7 @@ class Jacobi(JacobiDecoder):
 
     def __init__(self, setup: Setup, settings: JacobiSettings) -> None:
         self.running = settings.window == "running"
-        self.sizes = BlockBudget() if settings.block_size == "auto" else None
+        self.sizes = JacobiSizes() if settings.block_size == "auto" else None
         self.block_size = 0 if settings.block_size == "auto" else settings.block_size
         most = MOST_AUTO if settings.block_size == "auto" else settings.block_size
         super().__init__(setup, window=most + 1, max_commit=most + 1)
@@ -124,7 +124,7 @@ class Jacobi(JacobiDecoder):
         else:
             self._refine_at_best(group, self.sizes)
 
-    def _refine_at_best(self, group: Group, sizes: BlockBudget) -> None:
+    def _refine_at_best(self, group: Group, sizes: JacobiSizes) -> None:
         num_slots, num_kv = len(group.slots), int(self.state.decided_S[group.index_B].sum())
         self.block_size = sizes.choose(num_slots, num_kv)
         num_rows, num_tokens, began_s = self.counting.useful_rows, self.stats.committed, time.perf_counter()

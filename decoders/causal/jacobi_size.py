@@ -48,7 +48,7 @@ class _Known:
         self.rows += weight * (rows - self.rows)
 
 
-class BlockBudget:
+class JacobiSizes:
     """Chooses the block size of every step; each `choose` is followed by one `observe`."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from decoders.backbones.base import TokenRows
 from decoders.base import Request
-from decoders.causal.jacobi import JacobiDecoder, Said
+from decoders.causal.jacobi import JacobiDecoder, TargetTokens
 from decoders.causal.ngram_pool import NgramPool
 from decoders.causal.settings import MultiblockJacobiSettings
 from decoders.engine.acceptance import leading
@@ -151,7 +151,7 @@ class MultiblockJacobi(JacobiDecoder):
         """The number of each slot's real-active block."""
         return (self.state.decided_S[slots_B] - self.state.prompt_S[slots_B]) // self.block_size
 
-    def _run(self, group: Group, window: _Window) -> Said:
+    def _run(self, group: Group, window: _Window) -> TargetTokens:
         """One forward over the chain and the candidates, whose columns follow the chain's without a gap."""
         state, slots_B = self.state, group.index_B
         start_B1, decided_B1 = window.start_B.unsqueeze(1), window.decided_B.unsqueeze(1)
@@ -187,7 +187,7 @@ class MultiblockJacobi(JacobiDecoder):
         """Mark the columns D .. D + last, [B, Q]."""
         return torch.arange(line.rows_BQ.shape[1], device=last_B.device) <= last_B.unsqueeze(1)
 
-    def _chain(self, window: _Window, said: Said) -> _Line:
+    def _chain(self, window: _Window, said: TargetTokens) -> _Line:
         """What the rows in their own columns say of the columns from D on."""
         fed_B1 = (window.end_B - window.decided_B).unsqueeze(1)
         offsets_Q = torch.arange(window.drafts_BQ.shape[1], device=fed_B1.device)
@@ -195,7 +195,7 @@ class MultiblockJacobi(JacobiDecoder):
         tokens_BQ = said.tokens_BT.gather(1, rows_BQ)
         return _Line(tokens_BQ, rows_BQ, leading((tokens_BQ == window.drafts_BQ) & (offsets_Q < fed_B1)))
 
-    def _best(self, window: _Window, said: Said, chain: _Line) -> _Line:
+    def _best(self, window: _Window, said: TargetTokens, chain: _Line) -> _Line:
         """The line of the proposal with most accepted tokens: the chain's own drafts, or the first of the best candidates.
 
         Behind the real-active block the chain goes on.

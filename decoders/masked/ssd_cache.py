@@ -30,7 +30,7 @@ from decoders.masked.windows import CachedWindows
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class NodeCache:
     """Where nodes stand, and what is needed to go on from one of them.
 
     `seen_NW` is the column at which node n sees a position. `block_N` is the block of its next masks; `made_N` says how many
@@ -46,7 +46,7 @@ class Standing:
 
 def stand(
     windows: CachedWindows, canvas: CanvasState, slots_B: Tensor, roots: Nodes, tree: Tree, *, base: int, fused: bool
-) -> Standing:
+) -> NodeCache:
     """Lay the nodes of a round around the cache; columns from `base` on are free. `fused` says that nodes may refresh."""
     slots_N, before_N, is_root_N = slots_B[tree.row_N], tree.before(), tree.place_N == 0
     blocks_NW = canvas.blocks(slots_N, tree.tokens_NW.shape[1])
@@ -60,10 +60,12 @@ def stand(
         made_N = tree.gather(tree.spread(torch.where(anew_N, decided_N, made_N)).cummax(1).values)
     fed_NW = torch.where(is_root_N.unsqueeze(1), roots.fed_NW[tree.row_N], run_NW & roots.visible_NC[tree.row_N])
     nodes, seen_NW = beside(roots, tree.tokens_NW, tree.row_N, before_N, fed_NW, base)
-    return Standing(nodes, seen_NW, block_N, made_N, blocks_NW)
+    return NodeCache(nodes, seen_NW, block_N, made_N, blocks_NW)
 
 
-def go_on(windows: CachedWindows, slots_B: Tensor, standing: Standing, last_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def go_on(
+    windows: CachedWindows, slots_B: Tensor, standing: NodeCache, last_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Go on from the nodes `last_B`: take note of their blocks and caches.
 
     Returns what has to be copied for it, (slots, columns, columns to copy them to), [R] each: all that such a node sees elsewhere

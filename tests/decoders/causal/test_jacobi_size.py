@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from decoders.causal.jacobi_size import MOST_AUTO, SIZES, BlockBudget
+from decoders.causal.jacobi_size import MOST_AUTO, SIZES, JacobiSizes
 
 
 def simulate(budget, steps, *, gain, seconds, num_slots=8, seed=0):
@@ -39,14 +39,14 @@ def saturating(most, half):
 )
 def test_it_settles_on_the_fastest_size(gain, seconds):
     best = max(gain(size) / seconds(8 * (1 + size)) for size in SIZES)
-    chosen = simulate(BlockBudget(), 1000, gain=gain, seconds=seconds)[60:]
+    chosen = simulate(JacobiSizes(), 1000, gain=gain, seconds=seconds)[60:]
     rate = sum(gain(size) for size in chosen) / sum(seconds(8 * (1 + size)) for size in chosen)
     # None at all counts a little more than its rate, and trials take their share.
     assert rate >= 0.94 * best
 
 
 def test_where_no_draft_comes_true_next_to_nothing_is_drafted():
-    chosen = simulate(BlockBudget(), 2000, gain=lambda size: 1.0 + 0.02 * (size > 0), seconds=lambda rows: rows)
+    chosen = simulate(JacobiSizes(), 2000, gain=lambda size: 1.0 + 0.02 * (size > 0), seconds=lambda rows: rows)
     assert share_of(chosen, 0) > 0.97
     # It is tried again now and then, or a change would never be seen.
     assert any(chosen[500:])
@@ -56,7 +56,7 @@ def test_it_follows_the_number_of_slots_and_a_change_of_the_text():
     def seconds(rows):
         return 1.0 if rows <= 40 else rows / 40
 
-    budget = BlockBudget()
+    budget = JacobiSizes()
     few = simulate(budget, 400, gain=saturating(8, 8), seconds=seconds, num_slots=1)
     many = simulate(budget, 200, gain=saturating(8, 8), seconds=seconds, num_slots=40)
     assert Counter(few[100:]).most_common(1)[0][0] >= 16
@@ -67,4 +67,4 @@ def test_it_follows_the_number_of_slots_and_a_change_of_the_text():
 
 def test_sizes_are_within_bounds():
     assert max(SIZES) == MOST_AUTO
-    assert set(simulate(BlockBudget(), 300, gain=saturating(40, 8), seconds=lambda rows: 1.0)) <= set(SIZES)
+    assert set(simulate(JacobiSizes(), 300, gain=saturating(40, 8), seconds=lambda rows: 1.0)) <= set(SIZES)
