@@ -1,1 +1,1 @@
-"""How tokens are made. Knows nothing of Ray, files or jobs."""
+"""The decoding algorithms and the models that they run. Knows nothing of Ray, files or jobs."""

@@ -20,18 +20,18 @@ class StopText(Protocol):
     """Looks for stop strings in generated tokens (actors/stop_text.py, which knows the vocabulary)."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
-        """How many of the generated `tokens` to keep so that their text just contains a stop string; None where it has none.
+        """How many of the generated `tokens` to keep so that their text ends with a stop string; None if there is no stop string.
 
-        The token that completes the string is kept. The first `num_checked` tokens were looked at before, without a find.
+        The token that completes the string is kept. The first `num_checked` tokens were searched before; they hold none.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """What one request has in place of the decoder's own settings; None leaves those as they are.
+    """Settings of one request that replace the decoder's; None keeps the decoder's value.
 
-    `top_p` of 1 cuts nothing off. With `token_logprobs` the outcome holds the log-probability of each generated token, in the
+    `top_p` = 1 keeps all tokens. With `token_logprobs` the outcome holds the log-probability of each generated token, in the
     decoders that know it (causal and any-subset models).
     """
 
@@ -42,7 +42,7 @@ class RowSettings:
 
 
 JOB_SETTINGS: Final = RowSettings()
-"""Those of a request that has none of its own."""
+"""The row settings of a request that has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Request:
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens from `score_from` on (at least 1) are scored.
 
-    `settings` are the request's own; not all decoders draw by them (actors.row_settings names those that do).
+    `settings` are the request's own; only some decoders use them (actors.row_settings names these).
     """
 
     index: int
@@ -78,13 +78,13 @@ class TraceStep:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one request: tokens, why it ended, and what was counted for this sample alone.
+    """The result of one request: its tokens, why it ended, and the counts for this sample alone.
 
     `tokens` holds the generated (or scored) ids in canvas order, `token_logprobs` the log-probability of each one, float32 of the
-    same length, None where nothing was scored and nobody asked. `accept_hist[j]` counts the iterations that committed j tokens.
+    same length, None unless the request scores or asks for them. `accept_hist[j]` counts the iterations that committed j tokens.
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
-    sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by what a forward was for, in the decoders of blocks.
+    sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by the purpose of a forward (block decoders only).
     """
 
     index: int
@@ -116,7 +116,7 @@ class Outcome:
 class EngineStats:
     """Totals of one decoder since it was built; the worker reports their differences.
 
-    lane_eff = active_slot_steps / slot_steps, where a step for newly admitted samples alone counts just their slots;
+    lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots;
     token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified.
     """
 
@@ -131,7 +131,7 @@ class EngineStats:
 
 
 class Decoder(Protocol):
-    """A batch of slots that one algorithm moves forward, one forward evaluation a step.
+    """A batch of slots that one algorithm decodes, with one forward evaluation per step.
 
     The caller keeps the slots full: `while room(length): admit(...)`, then `step()`, which returns the finished
     samples and frees their slots. An exception out of `step` leaves the decoder unusable until `clear`.
@@ -149,7 +149,7 @@ class Decoder(Protocol):
         ...
 
     def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
-        """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) dates the start of waiting."""
+        """Give each request a slot; `room` must allow it. `queued_at_s` (time.perf_counter) is when the wait began."""
         ...
 
     def step(self) -> list[Outcome]:
@@ -157,7 +157,7 @@ class Decoder(Protocol):
         ...
 
     def clear(self) -> list[int]:
-        """Free every slot without an outcome; returns the indices of the requests that were dropped."""
+        """Free every slot without an outcome; return the indices of the dropped requests."""
         ...
 
 
@@ -169,15 +169,15 @@ for the masked tokens of a block after finished blocks."""
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a checkpoint without loading its weights.
+    """Facts about a checkpoint that need no weights.
 
-    `max_length` is the longest canvas it takes, None where there is no limit. `kind` decides which decoders run on it.
+    `max_length` is the longest canvas that the model takes, None without a limit. `kind` decides which decoders can run it.
     `suppressed` are the ids that are never generated (the mask, ids without a token).
 
     A row at position i predicts the token at position i + `shift`: 1 in causal models and those made from them (Dream), 0 where
-    a mask is asked for its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
+    a mask predicts its own token. With a shift no row predicts position 0; Dream's own code reads it from row 0.
 
-    `block_size` is how many positions the blocks had that a block-diffusion model was trained with, None in all others.
+    `block_size` is the block length in positions that a block-diffusion model was trained with; None for other models.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""What every settings model shares, and how tokens are drawn: `sampling:` in a spec. Pure pydantic, without torch."""
+"""Base classes of all decoder settings, and the sampling settings (`sampling:` in a spec). Pydantic only, no torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Sampling(Settings):
 
 
 class DecoderChoice(Settings):
-    """Base of a decoder's settings, one class for each `decoder.kind`: all that the rest of the project knows of the decoder.
+    """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
-    `runs_on` is the kind of models it decodes and `tasks` what it can do. With `draws_by_row` a sample may have a temperature and
-    a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it. Under
+    `runs_on` is the kind of models that it decodes and `tasks` are its tasks. With `draws_by_row` a sample may have a temperature
+    and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it. Under
     sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
     """
 
@@ -47,7 +47,7 @@ class DecoderChoice(Settings):
 
     @property
     def draft_head(self) -> str:
-        """Which draft head serves: `auto`, `none`, or a folder."""
+        """Which draft head to use: `auto`, `none`, or a folder."""
         return "none"
 
     @classmethod
@@ -56,12 +56,12 @@ class DecoderChoice(Settings):
         return str(get_args(cls.model_fields["kind"].annotation)[0])
 
     def check_model(self, info: ModelInfo) -> None:
-        """Raise ValueError where the settings ask what the model can't do, as far as its config.json tells."""
+        """Raise ValueError if the settings ask for something that the model, by its config.json, cannot do."""
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError where the decoder has no rejection rule, or where its results would depend on time under it.
+        """Raise ValueError if the decoder has no rejection rule, or if its results would depend on timing under that rule.
 
-        A draft length chosen by time leaves the text alone under coupled acceptance, but under the rejection rule it decides
+        A draft length chosen by timing does not change the text under coupled acceptance. Under the rejection rule it decides
         which random numbers a token is drawn with.
         """
         if sampling.acceptance != "rejection":

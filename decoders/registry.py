@@ -1,4 +1,4 @@
-"""From settings to a running decoder.
+"""Builds a running decoder from its settings.
 
 A decoder's settings say which class runs them (DecoderChoice.runs); its module is imported when the decoder is built.
 """
@@ -34,9 +34,9 @@ def decoder_class(settings: DecoderChoice) -> Callable[[Setup, DecoderChoice], S
 
 
 def stored_heads(settings: DecoderChoice, folder: Path) -> DraftHeads | None:
-    """Load the draft head that the settings name; 'auto' is the one in the `folder` of the model that drafts, if there is one.
+    """Load the draft head that the settings name; 'auto' is the one in the `folder` of the drafting model, if any.
 
-    Raises ValueError where there is none in the place named, or none that serves the decoder.
+    Raises ValueError if the named place has no head, or none for this decoder.
     """
     place = head_place(settings, folder)
     return None if place is None else load_heads(*place)
@@ -52,6 +52,6 @@ def find_heads(settings: DecoderChoice, folder: Path, backbone: Model) -> DraftH
         raise ValueError(f"decoder.head: made for models of width {width}, but this model has {backbone.width}")
     heads = heads.to(device=backbone.device, dtype=backbone.dtype)
     if backbone.min_rows == 1 and can_pack(backbone.dtype, backbone.device):
-        # The model's rows need no company to keep their bits, since its products are packed: nor may those of its head.
+        # The model's products are packed, so its rows need no padding to keep their bits: the head's must not need any, either.
         pack_products(heads)
     return heads

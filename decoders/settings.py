@@ -1,6 +1,6 @@
-"""The settings of all decoders: what a user may write under `decoder:`, and what that says about models and tasks.
+"""The settings of all decoders (`decoder:` in a spec), and which models and tasks each one supports.
 
-Pure pydantic, without torch, so that a spec is checked in milliseconds. Each family's settings stand in its room, in settings.py;
+Pydantic only, without torch, so that a spec is checked in milliseconds. Each room has its settings in its own settings.py;
 a new decoder's class is added to the union here.
 """
 
@@ -57,12 +57,12 @@ def decoders_of(model: ModelKind) -> tuple[str, ...]:
 
 
 def decoders_for(task: str) -> tuple[str, ...]:
-    """The decoders that do a task."""
+    """The decoders that support a task."""
     return tuple(kind for kind, one in DECODERS.items() if task in one.tasks)
 
 
 def check_model(settings: DecoderChoice, info: ModelInfo) -> None:
-    """Raise ValueError where a decoder does not run on a model with these settings, naming what would.
+    """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives.
 
     The driver asks before anything is loaded; the decoder asks again when it is built.
     """

@@ -1,1 +1,1 @@
-"""What all decoders share: slots, the tensors of a batch, acceptance, the ends of texts, draft lengths by cost."""
+"""Code shared by all decoders: slots, batch tensors, acceptance, ends of texts, draft lengths chosen by cost."""

@@ -1,7 +1,8 @@
-"""What speculative decoders share: the noise of a sliding window of ranks, and the settling of a draft.
+"""Shared by speculative decoders: noise for a sliding window of ranks, and the acceptance rules for drafts.
 
 Two acceptance rules, one interface. Coupled: draft and target read the same noise, and the target's own token is committed
-always. Rejection: min(1, p/q) and the residual, with uniforms of their own streams. Knows nothing of models or phases.
+in all cases. Rejection: accept with probability min(1, p/q), else draw from the residual; each draw has a random stream of
+its own. Knows nothing of models or phases.
 
 Legend: S slots, B slots of this step, D drafts, R flat rows, V vocabulary.
 """
@@ -20,7 +21,7 @@ from decoders.engine.state import SlotState
 from decoders.engine.warps import Warps
 
 _AHEAD: Final = 1 << 16
-"""Noise that is computed at once, in numbers: making a few is all overhead."""
+"""How many noise values to compute at once: for a few values the overhead dominates."""
 
 
 class NoiseWindow:
@@ -36,7 +37,7 @@ class NoiseWindow:
         self._state, self._size, self._vocab_size = state, size + self._ahead, vocab_size
         size = self._size
         self._ring = state.wide(size, vocab_size, dtype=torch.float32, is_noise=True)
-        # Which rank each cell of the ring holds, plus one; a new sample starts with none.
+        # The rank that each cell of the ring holds, plus one; 0 where a cell is empty.
         self._held_SR = state.column(size)
 
     def rows(self, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
@@ -67,7 +68,7 @@ class NoiseWindow:
         return noise.gumbel_rows(self._state.key_S2[slots_R], positions_R, self._vocab_size)
 
     def _with_next(self, slots_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
-        """The places asked for, each once, and where these are few the places after them."""
+        """The requested places without duplicates; where these are few, also the places after them."""
         width = self._state.order_SW.shape[1]
         more = min(self._ahead, _AHEAD // (len(slots_R) * self._vocab_size) - 1)
         if more > 0:
@@ -75,7 +76,7 @@ class NoiseWindow:
             slots_R = slots_R.repeat_interleave(1 + more)
             next_R = torch.arange(1 + more, device=ranks_R.device)
             ranks_R = torch.minimum(ranks_R.unsqueeze(1) + next_R, last_R1).flatten()
-        # Several rows may ask for one rank: compute it once.
+        # Several rows may need the same rank: compute it once.
         cells = torch.unique(slots_R * width + ranks_R)
         return cells // width, cells % width
 
@@ -86,7 +87,7 @@ class NoiseWindow:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The drafts of one iteration, and the rows of the target that judge them.
+    """The drafts of one iteration, and the target rows that verify them.
 
     `drafts_BA` stand at `ranks_BA`; only the first `num_drafts_B` of a slot are drafts. `valid_BA` marks the ranks for which
     there is a row: the drafts and, where it is wanted, the rank after them, whose row gives the bonus. `when_B` is the number
@@ -124,7 +125,7 @@ class Acceptance:
     def __init__(self, state: SlotState, warps: Warps, *, coupled: bool, window: int, vocab_size: int) -> None:
         self._state, self._warps, self.coupled = state, warps, coupled
         self._sizes = (window, vocab_size)
-        # At temperature 0 there is none, until a request asks for another one.
+        # At temperature 0 there is no noise, until a request sets another temperature.
         self._window = None if warps.greedy else NoiseWindow(state, *self._sizes)
 
     def target(self, law_RV: Tensor, slots_R: Tensor, ranks_R: Tensor) -> Tensor:
@@ -142,7 +143,7 @@ class Acceptance:
         return inverse_cdf_draw(law_RV.exp(), self._uniform(slots_R, ranks_R, noise.DRAFT, when_R))
 
     def compare(self, tokens_BA: Tensor, window: Window) -> tuple[Tensor, Tensor]:
-        """Settle a coupled draft by the target's own tokens: (drafts accepted, the token after them), each [B].
+        """Verify coupled drafts against the target's own tokens: (number accepted, the token after them), each [B].
 
         Where all drafts are accepted and the window has no row for a bonus, the second result means nothing.
         """
@@ -150,9 +151,9 @@ class Acceptance:
         return accepted_B, pick(tokens_BA, accepted_B)
 
     def weigh(self, log_p_BA: Tensor, q_BKV: Tensor | None, window: Window) -> Tensor:
-        """Settle a draft by the rejection rule: the number of drafts accepted, [B].
+        """Verify drafts by the rejection rule: the number of drafts accepted, [B].
 
-        `log_p_BA` says what the target's laws give the drafts, float64. `q_BKV` are the laws of the drafts; None says that each
+        `log_p_BA` are the target's log-probabilities of the drafts, float64. `q_BKV` are the draft distributions; None if each
         had no alternative (a point mass).
         """
         is_draft_BA, drafts_BA = window.is_draft(), window.drafts_BA

@@ -1,16 +1,17 @@
-"""How many tokens to draft: as many as the tokens they may win are worth, given what a forward costs. `k: auto`.
+"""Chooses how many tokens to draft, by their expected gain and the measured cost of a forward (`k: auto`).
 
 Each slot may take e = 0 .. most drafts in its next iteration. An iteration wins 1 + S_1 + .. + S_e tokens, where S_j is the
-probability that the first j drafts all come true, and takes `forwards[e]` forwards of the target with `rows[e]` rows in all.
-All slots share each forward, so the choice is made for all of them at once. At a price of so many tokens a row, every slot takes
-the e that wins most beyond its rows' price; of the allocations that a ladder of prices gives, the one with most tokens per
-second by the cost table is taken. A drafting model costs one forward more for each draft position that any slot wants.
+probability that the first j drafts are all accepted, and takes `forwards[e]` forwards of the target with `rows[e]` rows in all.
+All slots share each forward, so the choice is made for all of them at once. A price per row, in tokens, gives one allocation:
+every slot takes the e with the largest gain minus the price of its rows. Of the allocations for a range of prices, the budget
+takes the one with the most tokens per second by the cost table. A drafting model costs one more forward for each draft position
+that any slot wants.
 
 With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so that is refused
-(settings.check_acceptance). The costs are those of the run (cost.py), the probabilities those of its acceptances: nothing is
-known beforehand, so some of the first steps try a little, no choice is more than twice as large as what was met before, and
-drafting that does not pay is tried again now and then, by few slots and more and more rarely. Whatever the estimates say, nothing
-is tried while more has been lost on trying than a small share of the time (ledger.py).
+(common_settings.py, `check_acceptance`). Costs (cost.py) and probabilities are measured during the run. Since nothing is known
+beforehand, some of the first steps try a few drafts, and no choice is more than twice as large as the largest measured one.
+Drafting that does not pay is tried again now and then, by few slots and ever more rarely. Trials stop while they have cost more
+than a small share of the time, whatever the estimates say (ledger.py).
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
 Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths, L prices, C allocations.
@@ -37,22 +38,22 @@ Counts = NDArray[np.int64]
 
 MOST_AUTO: Final = 16
 """The most drafts that `auto` gives to a slot."""
-# The first steps: drafts for a slot, and one in how many slots gets them; without any in between, for comparison.
+# The first steps: (drafts per slot, one in how many slots gets them), with steps without drafts between, for comparison.
 _TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
-# While drafting: every so many steps one without, so that its cost stays known.
+# While drafting: the interval of steps without drafts, which keep the cost of such a step known.
 _PAUSE_EVERY: Final = 128
-# While not drafting: after so many steps some slots try, and after twice as many each time that it does not pay.
+# While not drafting: steps until some slots try again; doubled each time that drafting does not pay.
 _PROBE_AFTER, _PROBE_AT_MOST = 16, 1024
 _PROBE_DRAFTS: Final = 2
-# How many slots try, and how many tries make an answer.
+# How many slots try, and how many tries give a reliable answer.
 _EVIDENCE: Final = 8
-# What drafting must win over not drafting, to be worth trusting estimates.
+# The factor by which drafting must beat not drafting before the estimates are trusted.
 _MARGIN: Final = 1.1
-# What is tried in full when it is time to try again.
+# After a pause, drafts whose estimated rate is at least this multiple of the plain rate are tried in full.
 _NEARLY: Final = 0.9
-# Every so many steps, and before drafting is given up: a size that was never met, if it might win so much.
+# At this interval, and before drafting stops, try an unmeasured size if it might gain this much.
 _TRY_EVERY: Final = 8
-# Prices of a row, in tokens: from nearly nothing to what no draft is worth.
+# Prices of a row, in tokens: from almost zero to more than any draft is worth.
 _PRICES: Final = np.array([*np.geomspace(0.02, 1.0, 15), 2.0])
 # Where allocations are cut: each depth costs a forward of the drafter.
 _DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
@@ -61,8 +62,8 @@ _DEPTHS: Final = np.array([0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
 class DraftBudget:
     """Chooses how many drafts each slot gets; see the module's docstring.
 
-    `rows` and `forwards` say what an iteration with e = 0 .. K drafts takes of the target; by default 1 + e rows in one forward.
-    `drafter` times the forwards of a drafting model; None where drafts come for nothing. Its `draft_forwards` for
+    `rows` and `forwards` give the target's rows and forwards in an iteration with e = 0 .. K drafts; by default 1 + e and one.
+    `drafter` times the forwards of a drafting model; None if drafts cost no forward. Its `draft_forwards` for
     e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
     `drawing` times what the drafts take besides forwards, where they are drawn one after the other outside of the timed part of
     a step (`drafted` is for those within): by their number in the longest draft, and by all of them in place of keys.
@@ -98,38 +99,38 @@ class DraftBudget:
         self._fresh, self._joined, self._drafting = False, False, False
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
-        """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` came true."""
+        """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` were accepted."""
         self._num_tries += int((tried_B > 0).sum())
-        # The first token of a prompt's own forward is not its drafts' doing: that forward is never timed.
+        # The first token of a prompt's forward is no gain of drafts; that forward is never timed.
         self._ledger.win(int(gained_B.sum()) + (0 if self._fresh else len(slots_B)))
         self.survival.learn(slots_B, tried_B, gained_B)
 
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
-        """A step with one forward of the target took so long; what was `drafted` in it is taken off."""
+        """Record the seconds of a step with one target forward; the time spent in `drafted` is subtracted."""
         self._ledger.spend(seconds)
         self.target.observe(tokens, round(kv_tokens * self._lines), max(seconds - self._drafted_s, 0.0))
         self._drafted_s = 0.0
 
     def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
-        """Within a step that will be `timed`, to draw so many drafts one after the other for so many slots took so long."""
+        """Record the seconds of drawing drafts one after the other, within a step that will be `timed`."""
         self._drawing.observe(num_drafts, num_drafts * num_slots, seconds)
         self._drafted_s += seconds
 
     def spent(self, seconds: float) -> None:
-        """Drafting took so long, outside of what is `timed`."""
+        """Record the seconds of drafting outside of what is `timed`."""
         self._ledger.spend(seconds)
 
     def open(self, *, fresh: bool) -> bool:
-        """Whether `plan` might give any drafts at all, so that nobody looks for drafts in vain."""
+        """Whether `plan` might allow any drafts; if not, callers need not search for drafts."""
         return not self._resting or (not fresh and self._num_planned >= self._next_probe and self._may_try())
 
     def pass_by(self) -> None:
-        """A step went by in which nobody looked for drafts."""
+        """Record a step in which no drafts were searched for."""
         self._begin_step(fresh=False, joined=False)
         self._num_planned += self._resting
 
     def _begin_step(self, *, fresh: bool, joined: bool) -> None:
-        """Settle the step before, which is over."""
+        """Close the accounts of the previous step."""
         if self._joined:
             self._ledger.drop()
         else:
@@ -143,8 +144,8 @@ class DraftBudget:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
 
         `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
-        judged by the rate of the other steps, since the prompts have to be read anyway. `joined` says that some slots' prompts
-        are in it, so that what it takes says nothing about its drafts.
+        judged by the rate of the other steps, since the prompts must run anyway. `joined` says that some slots' prompts
+        are in the step, so that its time says nothing about its drafts.
         """
         self._begin_step(fresh=fresh, joined=joined)
         most = most_B.clamp(max=self.most).cpu().numpy()
@@ -164,7 +165,7 @@ class DraftBudget:
 
     def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
         if not most.any():
-            # Nothing to decide, and nothing to learn for those who wait.
+            # No drafts are possible: nothing to decide or to learn.
             self._num_planned += self._resting
             return np.zeros_like(most)
         number = self._num_planned
@@ -189,7 +190,7 @@ class DraftBudget:
         return counts if counts.any() else self._give_up(most)
 
     def _give_up(self, most: Counts) -> Counts:
-        """Draft no more for a while, unless too little was tried to know."""
+        """Stop drafting for a while, unless too little was tried to judge it."""
         if self._num_tries < _EVIDENCE:
             return self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
         return self._rest(most)
@@ -199,14 +200,14 @@ class DraftBudget:
         return np.zeros_like(most)
 
     def _probe(self, most: Counts, offers: Offers) -> Counts:
-        """After a rest: what nearly pays, in full; else let some slots draft a little."""
+        """After a pause: try in full what almost pays; else let some slots draft a little."""
         self._wait = min(2 * self._wait, _PROBE_AT_MOST)
         self._resting, self._num_tries = False, 0
         counts, _ = offers.fastest(_NEARLY)
         return counts if counts.any() else self._some(most, _PROBE_DRAFTS, len(most) // _EVIDENCE)
 
     def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
-        """So many drafts for one in so many of the slots that can have any, others each time."""
+        """Give drafts to one in several of the slots that can take any, to other slots each time."""
         self._num_probes += 1
         turn = (np.cumsum(most > 0) + self._num_probes) % max(min(one_in, int((most > 0).sum())), 1)
         return np.where(turn == 0, np.minimum(most, drafts), 0)
@@ -214,7 +215,7 @@ class DraftBudget:
     # ---- the allocation ------------------------------------------------------------------------------------------
 
     def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Offers | None:
-        """The allocations to choose from; None while a cost is not known at all."""
+        """The allocations to choose from; None while a cost is unknown."""
         cost = self.target.cost()
         drafting = None if self.drafter is None else self.drafter.cost()
         if cost is None or (self.drafter is not None and drafting is None):
@@ -253,11 +254,11 @@ class DraftBudget:
         return np.where(depth_C > 0, seconds_C / self._forwards_E[counts_CB].max(1), 0.0)
 
     def _slot_rows(self, num_slots: int) -> Numbers:
-        """The rows that e = 0 .. K drafts take of each slot, [B, E]."""
+        """The rows of each slot with e = 0 .. K drafts, [B, E]."""
         return np.broadcast_to(self._rows_E, (num_slots, len(self._rows_E)))
 
     def _ladder(self, gain_BE: Numbers, rows_BE: Numbers) -> Counts:
-        """The allocations to compare, [C, B]: what each price buys, cut at each depth; the last is no drafts at all."""
+        """The allocations to compare, [C, B]: one per price, each cut at every depth; the last has no drafts."""
         value_LBE = (gain_BE - _PRICES[:, None, None] * rows_BE) / self._forwards_E
         depths_D = _DEPTHS[self.most >= _DEPTHS]
         choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])

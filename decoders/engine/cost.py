@@ -1,8 +1,8 @@
-"""What a forward costs: a + b x tokens + c x kv_tokens seconds, bent to what the run's own forwards of each size took.
+"""Estimates the seconds of a forward: a + b x tokens + c x kv_tokens, corrected by the measured times of each size.
 
-Nothing is timed beforehand and nothing depends on a clock but the choice of how many tokens to draft (budget.py). Forwards are
-kept in cells by their number of tokens, so that a size that was met once is not forgotten among many of another. A line alone
-would not do: on a GPU tokens are free up to some number and cost from there on.
+All times come from the run's own forwards, and only the choice of how many tokens to draft (budget.py) depends on them. Forwards
+are kept in cells by their number of tokens, so that frequent sizes do not push out rare ones. A straight line alone does not
+fit: on a GPU tokens are free up to some number and cost time beyond it.
 
 Legend: P cells, N numbers of tokens.
 """
@@ -22,9 +22,9 @@ Numbers = NDArray[np.float64]
 
 _CELLS_PER_OCTAVE: Final = 4
 _MEMORY: Final = 16
-# How many forwards the line's word is worth against those of a cell.
+# The weight of the line's estimate against a cell's, in forwards.
 _LINE_WEIGHT: Final = 1.0
-# From so many cells on, the keys that are read can be told from the tokens that are computed.
+# From this many cells on, the cost of reading keys can be separated from that of computing tokens.
 _CELLS_FOR_KEYS, _KEYS_VARY = 5, 0.2
 _FIT_EVERY: Final = 16
 
@@ -54,16 +54,16 @@ class Cost:
     per_kv_token: float
     tokens_P: Numbers
     seconds_P: Numbers
-    """Of the cells, without what their keys took; never falling."""
+    """Seconds of the cells without the time for their keys; non-decreasing."""
 
     def seconds(self, tokens_N: Numbers, kv_tokens: Numbers | float) -> Numbers:
-        """Seconds of forwards with so many rows that read so many columns."""
+        """Estimate the seconds of forwards from their rows and the columns that they read."""
         beyond_N = np.maximum(tokens_N - self.tokens_P[-1], 0.0)
         within_N: Numbers = np.interp(tokens_N, self.tokens_P, self.seconds_P)
         return within_N + self.per_token * beyond_N + self.per_kv_token * kv_tokens
 
     def at_least(self, tokens_N: Numbers, kv_tokens: Numbers | float) -> Numbers:
-        """The same, but sizes that were never met are as cheap as they can be: no dearer than the next smaller one that was."""
+        """The same, but optimistic: an unmeasured size costs no more than the next smaller measured one."""
         octaves_NP = np.abs(np.log2(tokens_N)[:, None] - np.log2(self.tokens_P))
         unmet_N = octaves_NP.min(1) > 0.5 / _CELLS_PER_OCTAVE
         below_N = np.searchsorted(self.tokens_P, tokens_N, side="right").clip(min=1) - 1
@@ -72,12 +72,12 @@ class Cost:
 
     @property
     def most_tokens(self) -> float:
-        """The largest size that was met."""
+        """The largest measured size."""
         return float(self.tokens_P[-1])
 
 
 class CostTable:
-    """Forwards as they were timed, and what follows for others."""
+    """Measured forwards, and the estimates that follow from them."""
 
     def __init__(self) -> None:
         self._cells: dict[int, _Cell] = {}
@@ -95,23 +95,23 @@ class CostTable:
         self._cells.setdefault(size, _Cell()).add(tokens, kv_tokens, seconds)
 
     def cost(self) -> Cost | None:
-        """What is known by now; None before the second forward."""
+        """The current estimates; None before the second forward."""
         if self._cells and (self._cost is None or self._num_new >= _FIT_EVERY):
             self._cost, self._num_new = _fit([self._cells[size] for size in sorted(self._cells)]), 0
         return self._cost
 
 
 def _fit(cells: list[_Cell]) -> Cost:
-    """Least squares of relative errors, each cell weighted by what it has seen lately; then each cell's own word."""
+    """Fit least squares of relative errors, weighted by the recent forwards of each cell; then correct it by each cell."""
     typical = np.array([cell.typical() for cell in cells])
     num_P, seconds_P = typical[:, 0], np.maximum(typical[:, 3], 1e-9)
     features = np.column_stack([np.ones(len(cells)), typical[:, 1:3]])
     weights_P = np.sqrt(num_P) / seconds_P
     if len(cells) == 1:
-        # One size says nothing of others: half of it may be what every forward takes.
+        # One size tells nothing about others: assume that half of its time is a fixed cost.
         found = np.array([seconds_P[0] / 2, seconds_P[0] / 2 / features[0, 1], 0.0])
     else:
-        # Keys of about one number can't be told from what every forward takes.
+        # If all forwards read about the same number of keys, their cost cannot be separated from the fixed cost.
         varied = float(np.ptp(features[:, 2])) > _KEYS_VARY * float(features[:, 2].mean())
         columns = [0, 1, 2] if len(cells) >= _CELLS_FOR_KEYS and varied else [0, 1]
         found = _non_negative(features * weights_P[:, None], seconds_P * weights_P, columns)

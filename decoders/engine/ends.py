@@ -27,7 +27,7 @@ class Stops:
 
 
 class NeverStops:
-    """Finds nothing: the stop text of a request that has no stop strings where the job has some."""
+    """Never finds a stop string; for a request without stop strings in a job that has some."""
 
     def find(self, tokens: Sequence[int], num_checked: int) -> int | None:
         """See StopText."""

@@ -1,7 +1,7 @@
-"""The target noise of every position of every slot, computed once however often a position is asked.
+"""Caches the target noise of every position of every slot.
 
-A masked position is read in every forward until it is revealed, by every canvas that has it masked. What fits into memory is
-kept; beyond that each forward computes the noise of each position once. Knows nothing of models.
+Every forward reads the noise of a masked position until the position is revealed. Noise that fits into memory is kept; the rest
+is computed once per forward. Knows nothing of models.
 
 Legend: S slots, W positions, V vocabulary, R flat rows.
 """
@@ -32,11 +32,11 @@ class PositionNoise:
         return self._state.noise_bytes // 4 if self._asked is None else self._asked
 
     def forget(self, slot: int) -> None:
-        """A new sample starts in `slot`."""
+        """Forget the noise of `slot`: a new sample starts there."""
         self._known_SW[slot] = False
 
     def move(self, source: int, target: int) -> None:
-        """A sample goes from one slot to another; its noise is computed again where it is needed."""
+        """A sample moves from one slot to another; its noise is recomputed when needed."""
         self._known_SW[target] = False
 
     def rows(self, slots_R: Tensor, positions_R: Tensor) -> Tensor:

@@ -1,18 +1,18 @@
-"""What drafting has won or lost so far, measured against steps without drafts: the bound on what finding out may cost.
+"""Accounts of what drafting has gained or lost in seconds, which bound the cost of trials.
 
-Estimates of costs and acceptances (budget.py) say what to try; only this says whether it paid, all of it: a drafter that reads
-the texts that it missed, the search for drafts, a busy machine. Knows seconds and tokens, no models and no clock.
+Estimates of costs and acceptances (budget.py) say what to try. The ledger measures whether it paid, all costs included: a drafter
+that catches up with texts, the search for drafts, a busy machine. Knows seconds and tokens, no models and no clock.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# What may be lost on trying: so many steps without drafts at first, and this share of all the time spent since.
+# The loss allowed for trials: the time of this many steps without drafts, plus this share of all time spent since.
 _AT_FIRST, _SHARE = 2.0, 0.015
-# What was won is remembered as at most this share of the time spent: when drafts cease to come true, that much may be lost.
+# Gains are remembered up to this share of the time spent: when drafts stop being accepted, that much may be lost.
 _MOST_WON: Final = 0.05
-# A machine that is held up makes any step long, one without drafts too: what is lost in one step counts as at most so many of it.
+# A busy machine makes any step long: the loss of one step counts as at most this many steps without drafts.
 _HELD_UP: Final = 2.0
 
 
@@ -25,15 +25,15 @@ class Ledger:
         self._was_drafting = False
 
     def spend(self, seconds: float) -> None:
-        """Something of this step took so long."""
+        """Add seconds to this step."""
         self._step_s += seconds
 
     def win(self, tokens: int) -> None:
-        """This step committed so many tokens."""
+        """Add committed tokens to this step."""
         self._step_tokens += tokens
 
     def close(self, *, drafting: bool, plain_step_s: float, num_slots: int) -> None:
-        """The step is over; without drafts so many slots would have taken `plain_step_s`, 0 if nobody knows.
+        """End the step; without drafts it would have taken `plain_step_s`, 0 if unknown.
 
         A step that followed one with drafts belongs to them: an iteration may take two forwards.
         """
@@ -46,10 +46,10 @@ class Ledger:
         self._step_s, self._step_tokens = 0.0, 0
 
     def drop(self) -> None:
-        """The step is over, and nobody knows what it would have taken without drafts."""
+        """End a step whose time without drafts is unknown."""
         self._was_drafting = False
         self._step_s, self._step_tokens = 0.0, 0
 
     def allows(self, plain_step_s: float) -> bool:
-        """Whether there is something left to try with, where a step without drafts takes `plain_step_s`."""
+        """Whether the accounts allow another trial, if a step without drafts takes `plain_step_s`."""
         return self._balance_s + _SHARE * self._total_s + _AT_FIRST * plain_step_s >= 0.0

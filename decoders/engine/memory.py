@@ -1,12 +1,12 @@
-"""What a batch takes of a device's memory: the account by which slots are given. Measures nothing; actors/memory.py does.
+"""Divides a device's memory among the parts of a batch, and so limits its slots. actors/memory.py measures.
 
-What is free when all models are loaded is shared out once:
+The memory that is free after all models are loaded is divided once:
 
-    cache and state     what is left; a slot takes its columns' bytes and what its decoder keeps for it
-    prompts             the activations of a forward over prompts: so many rows at once
-    logits              a part of a forward's logits, with the law, the noise and the float64 copies made of it
-    noise               kept noise, in bytes; what does not fit is computed again in each forward
-    a tenth             fragments, kernels' workspaces, and layers that are there twice while the cache grows
+    cache and state     the remainder; a slot takes its columns' bytes and its decoder's state
+    prompts             the activations of a forward over prompts, for a limited number of rows
+    logits              a part of a forward's logits, with its probabilities, noise and float64 copies
+    noise               cached noise, in bytes; noise that does not fit is recomputed in each forward
+    a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
 
 Legend: R rows, V vocabulary.
 """
@@ -22,14 +22,14 @@ import torch
 _MiB: Final = 1 << 20
 _CPU_LOGITS, _GPU_LOGITS = 32 * _MiB, 256 * _MiB
 _CPU_NOISE, _GPU_NOISE = 256 * _MiB, 1024 * _MiB
-# A part's logits, and what is made of them: raw, law, noise, and float64 or int64 twice.
+# The logits of a part and their copies: raw, probabilities, noise, and float64 or int64 twice.
 _COPIES: Final = 8
 _LEAST_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Bytes by purpose. `slots` and `prompt_rows` are None where nobody has measured: then only `batching` bounds them."""
+    """Bytes by purpose. `slots` and `prompt_rows` are None if memory was not measured: then only `batching` bounds them."""
 
     logits: int
     noise: int
@@ -38,7 +38,7 @@ class Account:
 
     @classmethod
     def unmeasured(cls, device: torch.device) -> Account:
-        """For a device whose free memory is not known."""
+        """For a device whose free memory is unknown."""
         on_cpu = device.type == "cpu"
         return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else _GPU_NOISE)
 
@@ -66,7 +66,7 @@ def column_multiple(backbone: object) -> int:
 
 
 def give(backbone: object, num_slots: int, num_columns: int, had: tuple[int, int]) -> None:
-    """Let a backbone's cache have just so many slots and columns, of which it `had` some; toys that only grow don't shrink."""
+    """Resize a backbone's cache from `had` to these slots and columns; toy backbones, which only grow, don't shrink."""
     grows = num_slots >= had[0] and num_columns >= had[1]
     change = None if grows else getattr(backbone, "resize", None)
     (change or backbone.allocate)(num_slots, num_columns)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Allocations of drafts to choose from: what each wins and takes, and which is best. Pure; see budget.py.
+"""Compares allocations of drafts to slots by expected gain and cost. Pure functions; see budget.py.
 
 Legend: B slots, C allocations.
 """
@@ -16,9 +16,9 @@ from decoders.engine.cost import Cost
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
-# How much larger than all before a step may be.
+# How much larger than all previous steps a step may be.
 _GROWTH: Final = 2.0
-# How much faster a size that was never met has to be at best, to be tried.
+# The speed-up that an unmeasured size must promise at best before it is tried.
 _HOPE: Final = 1.1
 # Where a ragged rectangle of rows may be cut, and what a copied slot costs in lines.
 _CUTS, _COPY = (1, 2, 3, 5, 9), 8
@@ -41,7 +41,7 @@ def lines_a_slot(rows_CB: Counts) -> Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Allocations, what each wins and takes in a forward; the last one drafts nothing."""
+    """Allocations with the gain and the cost of each; the last one drafts nothing."""
 
     counts_CB: Counts
     gain_C: Numbers
@@ -51,12 +51,12 @@ class Offers:
     kv_C: Numbers
 
     def _rates(self, seconds_C: Numbers) -> Numbers:
-        """Tokens per second, 0 for allocations that are too much larger than all that was met."""
+        """Tokens per second; 0 for allocations much larger than any measured one."""
         near_C = self.rows_C <= max(_GROWTH * self.cost.most_tokens, self.rows_C[-1])
         return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
 
     def fastest(self, margin: float) -> tuple[Counts, float]:
-        """The allocation with most tokens per second, and how many; none unless that is `margin` times the rate of none."""
+        """The allocation with the most tokens per second, and its rate; no drafts if that is below `margin` times the plain rate."""
         rate_C = self._rates(self.cost.seconds(self.rows_C, self.kv_C))
         drafting_C = np.where(self.counts_CB.any(1), rate_C, 0.0)
         best = int(drafting_C.argmax())
@@ -64,12 +64,12 @@ class Offers:
         return self.counts_CB[best], float(rate_C[best])
 
     def hopeful(self, rate: float, otherwise: Counts) -> Counts:
-        """An allocation of a size never met that might beat the rate by far, if there is one."""
+        """An allocation of unmeasured size that might be much faster than `rate`, if there is one."""
         hope_C = self._rates(self.cost.at_least(self.rows_C, self.kv_C))
         best = int(hope_C.argmax())
         return self.counts_CB[best] if hope_C[best] > _HOPE * rate else otherwise
 
     def worth(self, rate: float) -> Counts:
-        """The allocation that wins most beyond what its time is worth at this rate."""
+        """The allocation with the largest gain after subtracting its time, valued at this rate."""
         seconds_C = self.cost.per_token * self.rows_C + self.drafting_C
         return self.counts_CB[int((self.gain_C - rate * seconds_C).argmax())]

@@ -1,4 +1,4 @@
-"""What a decoder is built from, apart from its own settings: one argument for all of them."""
+"""The arguments from which every decoder is built, apart from its own settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decoders.engine.ends import Stops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The model, how tokens are drawn, the size of a batch, and what serves some decoders only.
+    """The model, the sampling settings, the batch size, and arguments that only some decoders use.
 
     A batch has at most `max_rows` samples and `max_tokens` cached columns. `heads` serve the any-subset decoders and `specdiff`,
     `stops` those that write from left to right, a `drafter` (a model of the same vocabulary) `speculative` and `specdiff`.

@@ -1,8 +1,8 @@
-"""The state of a batch: one slot a sample, ragged, refilled the moment a sample ends.
+"""SlotDecoder, the base of all decoders: admits samples to slots, runs steps, returns outcomes.
 
 A slot's columns are the ranks of its decoding order. Occupied slots are kept dense ([0, active)), so that a forward reads
-the cache in place: a freed slot is refilled by the next admission, or else the last slot moves into it. SlotDecoder is what
-every decoder shares (admission, harvest, counters); a subclass says what one step does. Knows nothing of Ray, files or jobs.
+the cache in place: a freed slot is refilled by the next admission, or else the last slot moves into it. SlotDecoder does
+admission, outcomes and counters; a subclass defines one step. Knows nothing of Ray, files or jobs.
 
 Legend: S all slots, B slots of this step, W columns, T tokens of a slot, H histogram bins, V vocabulary.
 """
@@ -29,7 +29,7 @@ from decoders.engine.state import Group, Resident, SlotState, outcome_of, untouc
 from decoders.engine.warps import Warps
 
 _COLUMN_STEP = 64
-# What a cache begins with, where so many slots may be: to add one after the other would only copy.
+# The initial slots of a cache, as far as allowed: adding them one by one would copy the cache each time.
 _FEWEST_SLOTS = 8
 
 
@@ -49,8 +49,8 @@ class SlotDecoder(ABC):
     """Keeps up to `max_rows` samples in slots, within `max_tokens` cached columns; see decoders.base.Decoder.
 
     The cache has no more slots than samples were inside at one time (and a few ahead), of no more columns than they need: slots
-    times columns are within `max_tokens` in what is allocated, and within the memory that `fit` was told of. A single sample is
-    admitted whatever `max_tokens` says; one that the memory can't hold raises MemoryError from `admit`.
+    times allocated columns stay within `max_tokens`, and within the memory given to `fit`. A single sample is
+    always admitted, whatever `max_tokens`; `admit` raises MemoryError for one that does not fit into memory.
 
     `max_commit` is the most tokens that one iteration can commit, `window` the number of ranks whose noise is alive at once.
     """
@@ -99,20 +99,20 @@ class SlotDecoder(ABC):
         return max(most - inside, 1 if inside == 0 else 0)
 
     def fit(self, free_bytes: int) -> None:
-        """Hold no more at once than fits into `free_bytes` of the device, which were free when all models were loaded."""
+        """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
         row_bytes = int(getattr(self.backbone, "row_bytes", 0))
         self.account = Account.of(self.backbone.device, free_bytes, row_bytes=row_bytes)
         self.state.noise_bytes = self.account.noise
 
     def most_rows(self, length: int) -> int:
-        """How many samples of this canvas length there can be at once; 0 where the memory can't hold one."""
+        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
         columns = self._columns_at(length)
         return max(self._most_rows(columns), int(self._fits(1, columns)))
 
     def slot_bytes(self, num_columns: int) -> int:
-        """What a sample takes whose slot of the cache has so many columns (each of its slots, if it has several)."""
+        """Bytes of a sample with this many columns in its slot of the cache (in each slot, if it has several)."""
         cells = self._slots_each * num_columns * int(getattr(self.backbone, "cell_bytes", 0))
-        # Wide tensors are there twice while slots are added; tokens and order are int64.
+        # Wide tensors exist twice while slots are added; tokens and order are int64.
         return cells + 2 * self.state.wide_bytes + 16 * num_columns
 
     @property
@@ -125,21 +125,21 @@ class SlotDecoder(ABC):
         return length
 
     def _columns_at(self, length: int) -> int:
-        """How many columns each slot of the cache has where the longest canvas has this length."""
+        """How many columns each slot of the cache has if the longest canvas has this length."""
         return rounded(-(-self._columns(length) // self._slots_each), self._multiple)
 
     def _longest_with(self, length: int) -> int:
         return max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])
 
     def _most_rows(self, num_columns: int) -> int:
-        """How many samples fit at so many columns a slot."""
+        """How many samples fit with this many columns per slot."""
         most = min(self.max_rows, self.max_tokens // (self._slots_each * num_columns))
         if self.account.slots is not None:
             most = min(most, max(self.account.slots, 0) // max(1, self.slot_bytes(num_columns)))
         return most
 
     def _most_columns(self, num_slots: int) -> int:
-        """How many columns each of so many slots of the cache may have."""
+        """How many columns each slot may have if the cache has this many slots."""
         most = self.max_tokens // num_slots
         if self.account.slots is not None:
             each, one = self.account.slots // num_slots, self.slot_bytes(1)
@@ -170,9 +170,9 @@ class SlotDecoder(ABC):
         return bool((request.canvas < 0).any())
 
     def _make_room(self, count: int, length: int) -> None:
-        """Let the cache have slots for `count` more samples, of columns for this length; more than asked for, as far as they fit.
+        """Make slots in the cache for `count` more samples of this length; more than requested, as far as they fit.
 
-        Columns that nobody needs any more are given up where slots are wanted in their place.
+        Columns that are no longer needed are freed when slots need their memory.
         """
         least, needed = self._columns_at(self._longest_with(length)), self._num_dense - len(self._holes) + count
         if not self._fits(needed, least):
@@ -196,14 +196,14 @@ class SlotDecoder(ABC):
         self._allocate(*shape)
 
     def _allocate(self, num_slots: int, num_columns: int) -> None:
-        """Let all that is kept for slots have room for so many, of so many columns."""
-        had, self._shape = self._shape, (0, 0)  # as long as it is not known to be otherwise
+        """Resize everything that is kept per slot to this many slots and columns."""
+        had, self._shape = self._shape, (0, 0)  # until the resize has succeeded
         self.state.use(min(num_slots // self._slots_each, self.max_rows))
         give(self.backbone, num_slots, num_columns, had)
         self._shape = (num_slots, num_columns)
 
     def _allocate_at_least(self, num_slots: int, num_columns: int) -> None:
-        """Let the cache have at least so many slots and columns, for what changes from step to step."""
+        """Make sure that the cache has at least this many slots and columns; for needs that change from step to step."""
         shape = max(num_slots, self._shape[0]), rounded(max(num_columns, self._shape[1]), self._multiple)
         if shape != self._shape:
             self._allocate(*shape)
@@ -227,7 +227,7 @@ class SlotDecoder(ABC):
 
     @torch.no_grad()
     def step(self) -> list[Outcome]:
-        """One forward for the samples that have not had one yet, else for all; returns the samples that ended."""
+        """Run one forward for the samples that had none yet, else for all; return the samples that ended."""
         done, self._instant = self._instant, []
         self._close_holes()
         if self._num_dense:
@@ -239,7 +239,7 @@ class SlotDecoder(ABC):
 
     @abstractmethod
     def _advance(self, group: Group) -> None:
-        """Run one forward for the group and commit what it decided."""
+        """Run one forward for the group and commit the tokens that it decides."""
 
     def _close_holes(self) -> None:
         for hole in sorted(self._holes, reverse=True):
@@ -264,7 +264,7 @@ class SlotDecoder(ABC):
         return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh)
 
     def _next_prompts(self) -> list[int]:
-        """Take new slots whose prompts go into one forward; those that it has no memory for wait for the next."""
+        """Take the new slots whose prompts fit into the memory of one forward; the others wait for the next."""
         slots, most, num_rows, count = sorted(self._fresh), self.account.prompt_rows, 0, 0
         for slot in slots:
             resident = self._residents[slot]
@@ -303,7 +303,7 @@ class SlotDecoder(ABC):
         dropped = [r.request.index for r in self._residents if r is not None] + [o.index for o in self._instant]
         self._residents = [None] * self.max_rows
         self._num_dense, self._holes, self._fresh, self._instant = 0, [], [], []
-        # What is left unknown by a failure half way counts as larger than nothing.
+        # After a failure half way the size is unknown: any size above zero makes `_allocate` free the memory.
         self._shape = (max(self._shape[0], 1), max(self._shape[1], 1))
         self._allocate(0, 0)
         self.warps.clear()
@@ -334,7 +334,7 @@ class SlotDecoder(ABC):
         return law.gather(-1, tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 
     def _parts(self, num_rows: int) -> Iterator[slice]:
-        """Cut rows into parts whose logits are held at once."""
+        """Cut rows into parts whose logits fit into memory."""
         return self.account.parts(num_rows, self.info.vocab_size * self.law_dtype.itemsize)
 
     def _say(self, hidden_RD: Tensor, slots_R: Tensor, ranks_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,7 +349,7 @@ class SlotDecoder(ABC):
         return torch.cat(tokens), torch.cat(log_p)
 
     def _judge(self, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> tuple[Tensor, Tensor, Tensor]:
-        """Settle a window by the hidden states of its valid rows.
+        """Verify a window of drafts with the hidden states of its valid rows.
 
         Returns how many drafts are accepted [B], the window's tokens with the one that comes after those in its place [B, A],
         and their log-probabilities, float64 [B, A].
@@ -359,7 +359,7 @@ class SlotDecoder(ABC):
         log_p_BA = torch.zeros(valid_BA.shape, dtype=torch.float64, device=valid_BA.device)
         if self.acceptance.coupled:
             tokens_BA = torch.zeros_like(window.drafts_BA)
-            # Of the tokens that count, each is the target's own.
+            # Each token that counts is the target's own.
             tokens_BA[valid_BA], log_p_BA[valid_BA] = self._say(
                 hidden_RD, window.slots()[valid_BA], window.ranks_BA[valid_BA]
             )
@@ -382,7 +382,7 @@ class SlotDecoder(ABC):
         return accepted_B, window.ending(accepted_B, last_B), log_p_BA
 
     def _weigh(self, hidden_RD: Tensor, tokens_R: Tensor, slots_R: Tensor) -> Weighed:
-        """Say how probable each token is in its row."""
+        """Return how probable each token is in its row."""
         found, held = [], None
         for part in self._parts(len(hidden_RD)):
             logits_RV = self._logits(hidden_RD[part])
@@ -394,14 +394,14 @@ class SlotDecoder(ABC):
         return Weighed(torch.cat(sampled), torch.cat(plain), held)
 
     def _again(self, hidden_RD: Tensor, weighed: Weighed, index_N: Tensor, slots_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits and laws of some rows once more: as they are held, or else computed anew, which gives the same bits."""
+        """Logits and distributions of some rows again: the held ones, else recomputed, which gives the same bits."""
         if weighed.held is not None:
             return weighed.held[0][index_N], weighed.held[1][index_N]
         logits_NV = self._logits(hidden_RD[index_N])
         return logits_NV, self._law(logits_NV, slots_R[index_N])
 
     def _allot(self, group: Group, most_B: Tensor) -> Tensor:
-        """How many drafts each slot takes: all that it could, or as many as the budget gives it."""
+        """How many drafts each slot takes: the maximum, or as many as the budget allows."""
         if self.budget is None:
             return most_B
         num_kv = int(self.state.decided_S[group.index_B].sum())
@@ -409,7 +409,7 @@ class SlotDecoder(ABC):
 
     @contextmanager
     def _timed(self, group: Group) -> Iterator[None]:
-        """Tell the budget what the enclosed forward of the target took, with all that belongs to it; prompts don't count."""
+        """Report the seconds of the enclosed target forward to the budget; forwards with prompts don't count."""
         if self.budget is None or group.fresh or group.joined:
             yield
             return
@@ -426,7 +426,7 @@ class SlotDecoder(ABC):
     def _close_iteration(
         self, group: Group, counts_B: Tensor, proposed_B: Tensor, accepted_B: Tensor, ended_B: Tensor
     ) -> None:
-        """Count one draft-verify round for the slots where `ended_B` (bool) says that one ended."""
+        """Count one draft-verify round for the slots where `ended_B` (bool)."""
         state = self.state
         slots_B = group.index_B[ended_B]
         state.iterations_S[slots_B] += 1
@@ -435,7 +435,7 @@ class SlotDecoder(ABC):
         state.histogram_SH[slots_B, counts_B[ended_B]] += 1
 
     def _trace(self, group: Group, proposed: Tensor, num_proposed_B: Tensor, before_B: Tensor, ended_B: Tensor) -> None:
-        """Record one round of each slot where `ended_B`; `before_B` is what was decided when it began."""
+        """Trace one round of each slot where `ended_B`; `before_B` tokens were decided when it began."""
         if not self.tracing:
             return
         for row, slot in enumerate(group.slots):
@@ -460,7 +460,7 @@ class SlotDecoder(ABC):
         return self.state.tokens_SW[slots_B].gather(1, (ranks_B.unsqueeze(1) + offsets).clamp(max=last))
 
     def _stop_text(self, slot: int, common: StopText | None) -> StopText | None:
-        """What looks for stop strings in the slot's text: its request's own, else what all have in common."""
+        """The stop text of the slot: its request's own, else the job's."""
         resident = self._residents[slot]
         own = None if resident is None else resident.request.settings.stop_text
         return common if own is None else own

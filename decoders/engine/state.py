@@ -1,4 +1,4 @@
-"""The struct of arrays behind a batch: one row a slot, and the slots that one step moves.
+"""The tensors of a batch, one row per slot, and the group of slots that one step decodes.
 
     rank      0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
     holds     the prompt    | generated           | drafts and junk
@@ -31,7 +31,7 @@ def decoding_order(
 ) -> tuple[NDArray[np.int64], int]:
     """Return (position at each rank, number of prompt tokens): prompt positions first, then the holes from left to right.
 
-    This is the binary-lattice rule: one order for each pattern of holes, so that a density is defined once. `hole_order`
+    This is the binary-lattice rule: one order for each pattern of holes, so that the density is unique. `hole_order`
     replaces the order of the holes; it must be a permutation of them. Source: Guo and Ermon, "Reviving any-subset autoregressive
     models" (ASSD), on orders.
     """
@@ -64,7 +64,7 @@ class Group:
 class Wide:
     """A tensor of a SlotState with a row for each slot in use, or for the first of them; what it holds moves with its sample.
 
-    `data` is another tensor once slots were added: nobody keeps it. `is_noise` says that the state's `noise_bytes` bound it.
+    `data` becomes another tensor when slots are added, so never keep a reference. `is_noise`: the state's `noise_bytes` bound it.
     """
 
     def __init__(self, data: Tensor, *, is_noise: bool) -> None:
@@ -88,7 +88,7 @@ class Wide:
 class SlotState:
     """Struct of arrays, one row a slot; every tensor registered here moves with its sample.
 
-    `noise_bytes` is what may be kept of noise in all.
+    `noise_bytes` bounds all kept noise.
     """
 
     def __init__(self, num_slots: int, device: torch.device, *, max_commit: int) -> None:
@@ -126,11 +126,11 @@ class SlotState:
 
     @property
     def wide_bytes(self) -> int:
-        """What the wide tensors take for each slot in use, noise aside."""
+        """Bytes of the wide tensors per slot in use, without noise."""
         return sum(wide.slot_bytes for wide in self._wide if not wide.is_noise)
 
     def use(self, num_slots: int) -> None:
-        """Let the wide tensors have rows for so many slots; where memory runs out, all is as it was."""
+        """Give the wide tensors rows for this many slots; if memory runs out, nothing changes."""
         new = [wide.with_rows(self._rows_of(wide, num_slots)) for wide in self._wide]
         for wide, data in zip(self._wide, new, strict=True):
             wide.data = data
@@ -140,7 +140,7 @@ class SlotState:
         return min(num_slots, self.noise_bytes // max(1, wide.slot_bytes)) if wide.is_noise else num_slots
 
     def widen(self, num_columns: int) -> None:
-        """Make room for canvases of `num_columns` tokens; where memory runs out, all is as it was."""
+        """Make room for canvases of `num_columns` tokens; if memory runs out, nothing changes."""
         have = self.tokens_SW.shape[1]
         if num_columns > have:
             extra = torch.zeros(self.num_slots, num_columns - have, dtype=torch.int64, device=self.device)
@@ -181,7 +181,7 @@ class SlotState:
         self.decided_S[slots_B] += counts_B
 
     def move(self, source: int, target: int) -> None:
-        """Carry a sample from one slot to another."""
+        """Move a sample from one slot to another."""
         for tensor in (self.tokens_SW, self.order_SW, self.log_p_SW, *self._columns):
             tensor[target] = tensor[source]
         for wide in self._wide:
@@ -234,7 +234,7 @@ def untouched(resident: Resident) -> Outcome:
 
 
 def outcome_of(state: SlotState, slot: int, resident: Resident, counters: SlotCounters) -> Outcome:
-    """What came of the sample in `slot`, as far as every decoder knows it."""
+    """The outcome of the sample in `slot`, with the fields that every decoder fills."""
     now = time.perf_counter()
     prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
     logprob = float(state.logprob_S[slot])

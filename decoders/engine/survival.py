@@ -1,4 +1,4 @@
-"""How likely drafts are to come true, as seen so far: per position over all slots, and how a slot differs from that.
+"""Estimates how likely drafts are accepted, per draft position and per slot.
 
 Legend: S slots, B slots of this step, K most drafts.
 """
@@ -22,7 +22,7 @@ _SLOT_MEMORY, _SLOT_PRIOR = 0.95, 16.0
 
 
 class Survival:
-    """How likely the drafts of a slot are to come true: per position over all slots, and how a slot differs from that."""
+    """Acceptance rates per draft position over all slots, and how far each slot deviates from them."""
 
     def __init__(self, state: SlotState, most: int) -> None:
         self._reached_K, self._passed_K = np.zeros(most), np.zeros(most)
@@ -30,7 +30,7 @@ class Survival:
         self._gained_S = state.column(dtype=torch.float64)
 
     def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
-        """Take in how many of the drafts tried came true; slots that tried none say nothing."""
+        """Record how many of the tried drafts were accepted; slots that tried none do not count."""
         some_B = tried_B > 0
         slots_B, tried_B, gained_B = slots_B[some_B], tried_B[some_B], gained_B[some_B]
         if not len(slots_B):
@@ -44,7 +44,7 @@ class Survival:
         self._passed_K = _POSITION_MEMORY * self._passed_K + (places_K <= gained_B1).sum(0)
 
     def probabilities(self, slots_B: Tensor) -> Numbers:
-        """The probability that the first j drafts come true, j = 1 .. K, [B, K]."""
+        """The probability that the first j drafts are accepted, j = 1 .. K, [B, K]."""
         rates_K, guess = np.empty_like(self._reached_K), _FIRST_GUESS
         for place in range(len(rates_K)):
             guess = (self._passed_K[place] + _POSITION_PRIOR * guess) / (self._reached_K[place] + _POSITION_PRIOR)

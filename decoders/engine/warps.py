@@ -1,7 +1,8 @@
-"""The sampling of every slot: the job's, or what a request has in its place (RowSettings). Knows no model and no acceptance.
+"""The sampling settings of every slot: the job's, or a request's own (RowSettings).
 
-While all slots draw by the job's settings, laws and draws are computed with plain numbers. As soon as one has its own, they are
-computed with a column for each slot, in one piece for all rows; a row comes out the same to the bit either way.
+While all slots use the job's settings, distributions and draws are computed with plain numbers. As soon as one slot has its own,
+they are computed with one value per slot, for all rows at once; a row has the same bits either way. Knows no model and no
+acceptance rule.
 
 Legend: S slots, R flat rows, V vocabulary.
 """
@@ -20,7 +21,7 @@ from decoders.engine.state import SlotState
 class Warps:
     """From logits to laws, and from laws to tokens, for all slots of a decoder.
 
-    A coupled draw needs the nucleus in few rows only: there it is found when a token is drawn, not with the law.
+    A coupled draw needs the nucleus in few rows only: it is found when a token is drawn, not with the distribution.
     """
 
     def __init__(self, state: SlotState, sampling: Sampling) -> None:
@@ -32,7 +33,7 @@ class Warps:
         self._own: set[int] = set()
 
     def start(self, slot: int, settings: RowSettings) -> None:
-        """A new sample begins in `slot`."""
+        """Take the settings of a new sample in `slot`."""
         job = self._job
         temperature = job.temperature if settings.temperature is None else settings.temperature
         top_p = (job.top_p or 1.0) if settings.top_p is None else settings.top_p
@@ -43,7 +44,7 @@ class Warps:
             self._own.add(slot)
 
     def move(self, source: int, target: int) -> None:
-        """A sample goes from one slot to another; the columns of the SlotState move by themselves."""
+        """A sample moves from one slot to another; the columns of the SlotState move by themselves."""
         self._own.discard(target)
         if source in self._own:
             self._own.symmetric_difference_update((source, target))
