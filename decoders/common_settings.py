@@ -29,8 +29,8 @@ class DecoderChoice(Settings):
     """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
     `runs_on` is the kind of models that it decodes and `tasks` are its tasks. With `draws_by_row` a sample may have a temperature
-    and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it. Under
-    sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
+    and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it.
+    Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
     """
 
     runs_on: ClassVar[ModelKind]

@@ -1,12 +1,13 @@
-"""`block_diffusion`: blocks of masks, finished one after the other, each in as many denoising steps as the schedule takes.
+"""`block_diffusion`: decodes blocks of masks one after the other, each in several denoising steps.
 
-A sample goes through phases of its own, and one forward serves all slots whatever their phase (block_rows.py):
+Each sample goes through its own phases, and one forward serves slots in all phases (rows.py):
 
     prefill -> draft -> draft -> .. -> commit -> draft -> ..
 
-A drafting forward runs the block and says a token for each of its masks; the schedule reveals some (block_schedules.py). The keys
-and values of a block that is finished still come from when it had masks: a commit runs it once more, if another block follows. In
-models that predict the next token, the last row of a commit (or of the prefill) says the first token of the block behind it.
+A drafting forward runs the block and predicts a token for each of its masks; the schedule reveals some of them (schedules.py).
+The keys and values of a finished block were computed while it still had masks, so a commit runs it once more if another block
+follows. In models that predict the next token, the last row of a commit (or of the prefill) predicts the first token of the
+next block.
 
 Sources: Cheng et al., "SDAR" (2025); Wu et al., "Fast-dLLM v2" (2025: sub-blocks); LLaDA2.1 (editing).
 
@@ -35,15 +36,15 @@ from decoders.engine.state import Group
 Cells = tuple[Tensor, Tensor]
 """Numbers of slots and of places."""
 After = Callable[[Group, list[Tensor]], None]
-"""What is done with the hidden states of each stretch after a forward."""
+"""The function that reads the hidden states of each stretch after a forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a forward says of the places of a block, [B, T] each; places that were not asked hold zeros.
+    """What a forward predicts for the places of a block, [B, T] each; zeros at places that were not asked for.
 
-    `sure_BT` is the probability of the token in the law that drew it, `entropy_BT` the entropy of that law in nats, where the
-    schedule asks for it; `alpha_BT` is what a router looks at.
+    `sure_BT` is the probability of the token in the distribution that it was drawn from. `entropy_BT` is the entropy of that
+    distribution in nats, if the schedule needs it. `alpha_BT` is the input of a router.
     """
 
     tokens_BT: Tensor
@@ -63,13 +64,13 @@ class Draft:
         return Draft(*(getattr(self, name)[keep_B] for name in self.__slots__))
 
     def news(self, choice: Choice) -> Revealed:
-        """The chosen places as news."""
+        """The chosen places as `Revealed`."""
         tokens_BT, log_p_BT = (grid_BT.gather(1, choice.order_BT) for grid_BT in (self.tokens_BT, self.log_p_BT))
         return Revealed(choice.order_BT, tokens_BT, log_p_BT, choice.counts_B)
 
 
 class BlockDecoder(BlockSlots):
-    """See the module's docstring; a subclass says what becomes of a drafted block, and has more phases if it wants."""
+    """See the module's docstring; a subclass decides what to do with a drafted block, and may add phases."""
 
     def __init__(self, setup: Setup, settings: BlockSettings) -> None:
         super().__init__(setup, settings)
@@ -95,12 +96,12 @@ class BlockDecoder(BlockSlots):
                 after(group.part(here_B), [part_BTD[here_B] for part_BTD in parts])
 
     def _stretches(self, group: Group, phases_B: Tensor) -> list[Stretch]:
-        """The rows of this step: of the prompts, or of every slot's block; a subclass may add more behind."""
+        """The rows of this step: of the prompts, or of every slot's block; a subclass may append more."""
         slots_B, uncommitted_S = group.index_B, self.blocks.uncommitted_S
         if group.fresh and not self.rules.fused:
             return [self._prefill_rows(slots_B)]
         blocks = self.blocks.at(slots_B)
-        # A prompt that is run with a draft stands behind it, as a block that is committed with one.
+        # A prompt that runs together with a draft comes after it, like a block that is committed with one.
         rows = self._block_rows(blocks, torch.where(phases_B == PREFILL, DRAFT, phases_B)).trimmed()
         if group.fresh:
             return [rows, self._prefill_rows(slots_B)]
@@ -154,11 +155,11 @@ class BlockDecoder(BlockSlots):
         return draft
 
     def _read_more(self, draft: Draft, cells: Cells, logits_RV: Tensor, law_RV: Tensor) -> None:
-        """Note what else is wanted of these places."""
+        """Store what else is needed of these places."""
         if self.rules.schedule == "entropy":
             draft.entropy_BT[cells] = entropy(law_RV)
 
-    # ---- what comes of a forward ---------------------------------------------------------------------------------
+    # ---- after a forward -----------------------------------------------------------------------------------------
 
     def _after_prefill(self, group: Group, parts: list[Tensor]) -> None:
         self._enter(group, parts[0], self.blocks.start_S[group.index_B] - 1)
@@ -168,7 +169,7 @@ class BlockDecoder(BlockSlots):
         self._enter(group, parts[0], torch.full_like(group.index_B, self.size - 1))
 
     def _enter(self, group: Group, hidden_BTD: Tensor, last_B: Tensor) -> None:
-        """Begin a block; row `last_B` is the one before it, which in a model that predicts the next token says its first."""
+        """Begin a block; row `last_B`, the one before it, predicts its first token in models that predict the next token."""
         self.blocks.phase_S[group.index_B] = DRAFT
         open_B = self.blocks.at(group.index_B).masks_BT[:, 0]
         if self.info.shift and bool(open_B.any()):
@@ -198,7 +199,7 @@ class BlockDecoder(BlockSlots):
             self._look_again(group.part(~masked_B), ~edited_B[~masked_B])
 
     def _look_again(self, group: Group, quiet_B: Tensor) -> None:
-        """Take note of one more look at blocks without masks; `quiet_B` says that nothing was edited."""
+        """Record another step of blocks without masks; `quiet_B` says that nothing was edited."""
         self.blocks.post_S[group.index_B] += 1
         self.state.iterations_S[group.index_B] += 1
         self.state.histogram_SH[group.index_B, 0] += 1
@@ -206,10 +207,10 @@ class BlockDecoder(BlockSlots):
 
     @abstractmethod
     def _decide(self, group: Group, masks_BT: Tensor, draft: Draft, hidden_BTD: Tensor) -> None:
-        """Do with a draft of blocks that have masks (those in question where `masks_BT`) what the decoder does."""
+        """Apply the decoder's rule to a draft of blocks that have masks; `masks_BT` marks the masks in question."""
 
     def _share(self, slots_B: Tensor) -> Tensor:
-        """How many masks this step is to reveal at least."""
+        """The least number of masks that this step reveals."""
         return share(self.blocks.step_S[slots_B], self.sub_block, self.rules.steps)
 
     def _choose(self, masks_BT: Tensor, share_B: Tensor, draft: Draft) -> Choice:
@@ -229,11 +230,11 @@ class BlockDecoder(BlockSlots):
         if not self.editing:
             return torch.zeros_like(blocks.inside_BT)
         new_BT = blocks.positions_BT >= self.state.prompt_S[blocks.slots_B].unsqueeze(1)
-        # No row of the block says its first token where the model predicts the next.
+        # In a model that predicts the next token, no row of the block predicts the block's first token.
         return blocks.inside_BT & ~blocks.masks_BT & new_BT & (blocks.offsets_T >= self.info.shift)
 
     def _edit(self, group: Group, blocks: Blocks, draft: Draft) -> Tensor:
-        """Replace revealed tokens where the draft is sure enough of another; returns in which slots one was, bool [B]."""
+        """Replace revealed tokens where the draft is confident enough of another; returns the slots with a change, bool [B]."""
         if self.rules.tau_edit is None:
             return torch.zeros_like(blocks.inside_BT[:, 0])
         where_BT = self._editable(blocks) & (draft.sure_BT > self.rules.tau_edit)
@@ -246,7 +247,7 @@ class BlockDecoder(BlockSlots):
 
 
 class BlockDiffusion(BlockDecoder):
-    """Every draft's surest tokens are revealed."""
+    """Reveals the most confident tokens of every draft."""
 
     rules: BlockDiffusionSettings
 
@@ -255,6 +256,6 @@ class BlockDiffusion(BlockDecoder):
         self._go_on(group)
 
     def _knows_logprob(self) -> bool:
-        """Where every token was revealed by itself, seeing all that was revealed before."""
+        """Whether every token was revealed alone, given all that was revealed before."""
         one_by_one = self.rules.schedule in {"static", "sequential"} and self._takes_all_steps()
         return not self.editing and (self.size == 1 or one_by_one)

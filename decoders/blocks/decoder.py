@@ -1,7 +1,7 @@
-"""What the decoders of blocks do around a forward: admission, revealing tokens, finding ends, counting, outcomes.
+"""Shared by the block decoders: admission, revealing tokens, finding the end of a text, counters, outcomes.
 
-A completion ends as soon as all that was asked for is revealed, or all before an end token or up to a stop string; what was
-revealed behind is dropped. With editing a block has to be finished first, since its tokens may still change.
+A completion ends as soon as all requested tokens are revealed, or all tokens before an end token or up to a stop string; tokens
+revealed after it are dropped. With editing the block must be finished first, since its tokens may still change.
 
 Knows nothing of models and schedules. Legend: B slots of this step, T places of a block.
 """
@@ -26,7 +26,7 @@ from decoders.engine.state import Group, Resident
 
 @dataclass(frozen=True, slots=True)
 class Revealed:
-    """The first `counts_B` of the tokens of each slot are revealed, in this order, at these places of its block.
+    """The first `counts_B` tokens of each slot are revealed, in this order, at these places of its block.
 
     `proposed_BT` are the drafts that a verification judged, `num_proposed_B` of each slot; None where there was none.
     """
@@ -65,13 +65,13 @@ class BlockSlots(SlotDecoder):
     # ---- admission -----------------------------------------------------------------------------------------------
 
     def _columns(self, length: int) -> int:
-        # Copies stand behind the last block, and a block that is cut short has columns like any other.
+        # Copies come after the last block, and a block that is cut short has as many columns as any other.
         return self.blocks.full(length) + 2 * self.size
 
     def _start(self, slot: int, request: Request) -> None:
         holes = request.canvas < 0
         if bool(holes[: int(len(holes) - holes.sum())].any()):
-            raise ValueError("block diffusion goes from left to right: the holes must come after the prompt")
+            raise ValueError("block diffusion decodes from left to right: the holes must come after the prompt")
         self.state.widen(self._columns(len(request.canvas)))
         super()._start(slot, request)
         self.blocks.start(slot, request)
@@ -90,7 +90,7 @@ class BlockSlots(SlotDecoder):
     # ---- revealing -----------------------------------------------------------------------------------------------
 
     def _reveal(self, group: Group, news: Revealed) -> None:
-        """Write the news, as far as the completion goes; count and trace them as one iteration."""
+        """Write the revealed tokens up to the end of the completion; count and trace them as one iteration."""
         state, slots_B = self.state, group.index_B
         positions_BT = self.blocks.start_S[slots_B].unsqueeze(1) + news.places_BT
         news = news.cut(self._until_end(group, positions_BT, news))
@@ -107,7 +107,7 @@ class BlockSlots(SlotDecoder):
         self._note(group, positions_BT, news)
 
     def _wanted_end(self, slots_B: Tensor) -> Tensor:
-        """Where the canvas that was asked for ends; beyond it tokens are cut off."""
+        """The end of the requested canvas; tokens beyond it are cut off."""
         return self.state.length_S[slots_B]
 
     def _until_end(self, group: Group, positions_BT: Tensor, news: Revealed) -> Tensor:
@@ -122,11 +122,11 @@ class BlockSlots(SlotDecoder):
         return news.counts_B.new_tensor(counts)
 
     def _may_stop(self, group: Group) -> bool:
-        """Whether anything ends a completion of the group before its canvas does."""
+        """Whether end tokens or stop strings can end a completion of the group early."""
         return bool(self.stops.ids) or any(self._stop_text(slot, self.stops.text) for slot in group.slots)
 
     def _find_end(self, slot: int, news: list[tuple[int, int]]) -> int:
-        """How many of these (position, token) are revealed until the completion ends; takes note if it does."""
+        """How many of these (position, token) are revealed until the completion ends; records the end if it does."""
         first, last = int(self.state.prompt_S[slot]), int(self.blocks.end_S[slot])
         canvas = self.state.tokens_SW[slot, first:last].tolist()
         stops = Stops(self.stops.ids, self._stop_text(slot, self.stops.text))
@@ -185,7 +185,7 @@ class BlockSlots(SlotDecoder):
         self.blocks.phase_S[slots_B], self.blocks.uncommitted_S[slots_B] = DRAFT, True
 
     def _ended(self, slots_B: Tensor, finished_B: Tensor) -> Tensor:
-        """Whether nothing is left to do for a sample, bool [B]."""
+        """Whether a sample is finished, bool [B]."""
         length_B = self.state.length_S[slots_B]
         if self.editing:
             return finished_B & (self.blocks.end_S[slots_B] >= length_B)

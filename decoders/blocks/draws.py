@@ -1,7 +1,7 @@
-"""How a token of a block is drawn: from which law, and by which numbers of its sample's own.
+"""Draws the tokens of a block: from which distribution, and with which of the sample's random numbers.
 
-Under coupled acceptance a position has one noise for all forwards, draft and verification alike, so that its token is a
-function of the law. Under the rejection rule every drafting forward draws anew. Knows nothing of blocks and schedules.
+Under coupled acceptance a position has the same noise in all forwards, drafts and verifications, so its token is a function of
+the distribution. Under the rejection rule every drafting forward draws new numbers. Knows nothing of blocks and schedules.
 
 Legend: S slots, R flat rows, V vocabulary.
 """
@@ -24,7 +24,7 @@ class Draws:
     def __init__(self, state: SlotState, drafts_S: Tensor, sampling: Sampling, vocab_size: int) -> None:
         self._state, self._drafts_S, self._sampling = state, drafts_S, sampling
         self.greedy, self.coupled = sampling.temperature == 0.0, sampling.acceptance == "coupled"
-        # What routers and the public code look at where the temperature is 0.
+        # What routers and the public code use at temperature 0.
         self._warm = sampling.model_copy(update={"temperature": 1.0})
         self.noise = PositionNoise(state, vocab_size)
 
@@ -35,13 +35,13 @@ class Draws:
         return log_law(logits_RV, self._sampling)
 
     def warm_law(self, logits_RV: Tensor, law_RV: Tensor) -> Tensor:
-        """The law, at temperature 0 that of temperature 1, cut to what top-k and top-p leave."""
+        """The distribution (at temperature 0 that of temperature 1) after top-k and top-p."""
         if not self.greedy or (self._sampling.top_k is None and self._sampling.top_p is None):
             return law_RV
         return log_law(logits_RV.to(torch.float64), self._warm)
 
     def draw(self, law_RV: Tensor, slots_R: Tensor, positions_R: Tensor, purpose: int) -> Tensor:
-        """Draw a token at each position, [R]; `purpose` is that of the number under the rejection rule."""
+        """Draw a token at each position, [R]; `purpose` names the random number under the rejection rule."""
         if self.greedy:
             return law_RV.argmax(-1)
         if self.coupled:
@@ -49,7 +49,7 @@ class Draws:
         return inverse_cdf_draw(law_RV.exp(), self.uniform(slots_R, positions_R, purpose))
 
     def uniform(self, slots_R: Tensor, positions_R: Tensor, purpose: int) -> Tensor:
-        """A number for each position, another one after every draft, float64 [R]."""
+        """A random number for each position, a new one after every draft, float64 [R]."""
         return noise.uniform_rows(self._state.key_S2[slots_R], positions_R, purpose, self._drafts_S[slots_R])
 
     def accepting(self, slots_R: Tensor, positions_R: Tensor) -> Tensor:

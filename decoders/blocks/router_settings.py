@@ -1,4 +1,4 @@
-"""Settings of S2D2's routing: whether a drafted span is verified, and what its acceptance is expected to be.
+"""Settings of S2D2's routing: when to verify a drafted span, and how to estimate its acceptance.
 
     decoder:
       kind: s2d2
@@ -26,7 +26,7 @@ _Bins = Annotated[int, Field(ge=1, le=64)]
 
 
 class MinSpan(Settings):
-    """Verify a span of at least `span` tokens; 1 is always."""
+    """Verify a span of at least `span` tokens; 1 means always."""
 
     kind: Literal["min_span"]
     span: int = Field(default=1, ge=1, le=2**20)
@@ -40,7 +40,7 @@ class Score(Settings):
 
 
 class Hysteresis(Settings):
-    """Begin to verify above the score `on`, go on until one is below `off`; a sample begins without."""
+    """Start to verify at a score above `on`, stop at a score below `off`; a sample starts without verification."""
 
     kind: Literal["hysteresis"]
     on: _Number = 0.0
@@ -54,9 +54,9 @@ class Hysteresis(Settings):
 
 
 class Bandit(Settings):
-    """Learn within each sample what pays (UCB), apart for spans, progress and entropies of so many bins each.
+    """Learn within each sample what pays (UCB), separately for bins of span, progress and entropy.
 
-    `beta` weighs the bonus of what was tried less often. `entropy_of` says whose mean entropy is looked at: the span's, or that
+    `beta` weighs the bonus of rarely tried actions. `entropy_of` chooses the mean entropy to use: the span's, or that
     of all masks of the block.
     """
 
@@ -75,7 +75,7 @@ Router = Annotated[MinSpan | Score | Hysteresis | Bandit, Field(discriminator="k
 
 
 class Entropy(Settings):
-    """exp(-beta H / log V), with the entropy H of the draft's law."""
+    """exp(-beta H / log V), with the entropy H of the draft distribution."""
 
     kind: Literal["entropy"]
     beta: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
@@ -103,7 +103,7 @@ class Confidence(Settings):
 
 
 class Renyi(Settings):
-    """The sum of the squared probabilities: that two draws agree."""
+    """The sum of the squared probabilities: the chance that two draws agree."""
 
     kind: Literal["renyi"]
 
@@ -122,7 +122,7 @@ Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | Har
 
 
 class Cost(Settings):
-    """What a verification has to gain: `c` tokens (static), or `c` for each that would be revealed without it (dynamic)."""
+    """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
 
     kind: Literal["static", "dynamic"] = "static"
     c: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""S2D2's routing: whether the first run of masks in a drafted block is worth a verification, decided for every sample alone.
+"""S2D2's routing: decides for each sample whether to verify the first run of masks in a drafted block.
 
     estimator   how likely each drafted token of the span is accepted: alpha_1 .. alpha_n
     K           sum_k prod_{i <= k} alpha_i, the tokens that a verification is expected to accept
@@ -6,9 +6,9 @@
     router      span >= n | score >= tau | hysteresis of the score | a bandit that learns what pays (UCB)
 
 Hysteresis begins above `on` and ends below `off`, both strictly, as in the public code (the paper has >= for the first); a
-margin has to be above its threshold. The bandit tries first what it has not tried yet, and verifies where both sides are equal.
-What a router remembers are columns of the slot state: they begin anew with each sample and are a function of that sample's own
-history. Knows nothing of models and of how blocks are drafted; nothing here waits for the device.
+margin must be above its threshold. The bandit first tries actions that it has not tried yet, and verifies on a tie. A router's
+memory lies in columns of the slot state: it is cleared for each new sample and depends only on that sample's history. Knows
+nothing of models and of how blocks are drafted; nothing here waits for the device.
 
 Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026), and its public code.
 
@@ -41,7 +41,7 @@ from decoders.blocks.router_settings import (
 )
 from decoders.engine.state import SlotState
 
-# ---- what a draft says -----------------------------------------------------------------------------------------------
+# ---- reading a draft -------------------------------------------------------------------------------------------------
 
 
 def first_span(masks_BT: Tensor) -> Tensor:
@@ -84,17 +84,17 @@ def _margin(law_RV: Tensor) -> Tensor:
 
 
 def expected_accepted(alpha_BT: Tensor, span_BT: Tensor) -> Tensor:
-    """K of each block, sum_k prod_{i <= k} alpha_i over its span, [B]; what stands outside of the span may be anything."""
+    """K of each block, sum_k prod_{i <= k} alpha_i over its span, [B]; values outside of the span are ignored."""
     product_BT = torch.where(span_BT, alpha_BT, 1.0).cumprod(1)
     return torch.where(span_BT, product_BT, 0.0).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What the routers look at, one row a slot that drafted.
+    """The inputs of a router, one row per slot that drafted.
 
     `span_B` is the length of the first run of masks, `expected_B` its K, `num_sure_B` how many masks of the block the confidence
-    rule would reveal, `progress_B` the share of the block that is decided already, `entropy_B` a mean of H / log V. `size` is the
+    rule would reveal, `progress_B` the decided share of the block, `entropy_B` a mean of H / log V. `size` is the
     number of places in a block, or in a sub-block where those are decoded one after the other.
     """
 
@@ -123,11 +123,11 @@ class Routing:
 
     @property
     def reads_law(self) -> bool:
-        """Whether the router looks at laws at all."""
+        """Whether the router needs probabilities at all."""
         return not isinstance(self.router, MinSpan)
 
     def note(self, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
-        """What the router wants to know of each drafted row, [R]: its entropy for a bandit, else its chance of acceptance."""
+        """The router's input for each drafted row, [R]: its entropy for a bandit, else its chance of acceptance."""
         if isinstance(self.router, Bandit):
             return normalised_entropy(law_RV)
         return survival(self.estimator, law_RV, tokens_R)
@@ -135,7 +135,7 @@ class Routing:
     def signals(
         self, masks_BT: Tensor, notes_BT: Tensor, *, num_sure_B: Tensor, progress_B: Tensor, size: int
     ) -> Signals:
-        """Put together what a draft says by its rows' `note`, [B, T], each at its place; other places may hold anything."""
+        """Build the inputs from the rows' `note`, [B, T], each at its place; other places are ignored."""
         span_BT = first_span(masks_BT)
         expected_B = entropy_B = notes_BT.new_zeros(len(notes_BT))
         if isinstance(self.router, Bandit):
@@ -146,13 +146,13 @@ class Routing:
         return Signals(span_BT.sum(1), expected_B, num_sure_B, progress_B, entropy_B, size)
 
     def score(self, signals: Signals) -> Tensor:
-        """K less the cost of a verification, float64 [B]; -inf where there is nothing to verify."""
+        """K minus the cost of a verification, float64 [B]; -inf if there is nothing to verify."""
         expected_B, c = signals.expected_B.to(torch.float64), self.cost.c
         score_B = expected_B - c * (signals.num_sure_B if self.cost.kind == "dynamic" else 1.0)
         return torch.where(signals.span_B > 0, score_B, -torch.inf)
 
     def decide(self, slots_B: Tensor, signals: Signals) -> Tensor:
-        """Whether each slot's span is verified, bool [B]; moves the memory of these slots on."""
+        """Whether to verify each slot's span, bool [B]; updates the memory of these slots."""
         match self.router:
             case MinSpan(span=span):
                 return signals.span_B >= span
@@ -167,13 +167,13 @@ class Routing:
                 return self._bandit.decide(slots_B, signals)
 
     def learn(self, slots_B: Tensor, decoded_B: Tensor, verified_B: Tensor) -> None:
-        """Tell what the step of the last `decide` of these slots decoded, whether by verification or without."""
+        """Report how many tokens these slots decoded after their last `decide`, with or without a verification."""
         if self._bandit is not None:
             self._bandit.learn(slots_B, decoded_B, verified_B)
 
 
 class UpperConfidence:
-    """The UCB bandit: for each sample, what revealing and verifying brought in each context, in tokens per forward."""
+    """The UCB bandit: for each sample and context, the tokens per forward of revealing and of verifying."""
 
     def __init__(self, state: SlotState, settings: Bandit) -> None:
         self._settings = settings
@@ -197,14 +197,14 @@ class UpperConfidence:
     def _contexts(self, signals: Signals) -> Tensor:
         """Number of the cell in which a draft lies, [B]."""
         settings, span_B = self._settings, signals.span_B.to(torch.float64)
-        # Spans go from 1 to the block's size; of blocks of size 1 there is but one kind.
+        # Spans go from 1 to the block's size; blocks of size 1 have only one.
         share_B = (span_B - 1.0) / max(signals.size - 1, 1)
         number_B = _bin(share_B, settings.span_bins) * settings.progress_bins
         number_B = (number_B + _bin(signals.progress_B, settings.progress_bins)) * settings.entropy_bins
         return number_B + _bin(signals.entropy_B, settings.entropy_bins)
 
     def learn(self, slots_B: Tensor, decoded_B: Tensor, verified_B: Tensor) -> None:
-        """Add tokens per forward (a verification is a second one) to what was chosen."""
+        """Credit the chosen action with its tokens per forward; a verification is a second forward."""
         place = (slots_B, self._context_S[slots_B], verified_B.to(torch.int64))
         asked_B = self._asked_S[slots_B].to(torch.float64)
         self._counts_SCA[place] += asked_B

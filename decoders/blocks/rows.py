@@ -1,16 +1,16 @@
-"""The rows of one forward over slots that stand in different phases of block diffusion.
+"""Builds the rows of one forward over slots in different phases of block diffusion.
 
-Every phase is a stretch of columns and a limit for each row, which sees the columns below it and its own:
+Every phase is a stretch of columns with a limit for each row. A row sees the columns below its limit, and its own:
 
     phase     columns                       a row sees
-    prefill   0 .. start                    its block and those before it; with a causal cache what is left of it
-    draft     start .. end                  up to the end of the block; a causal front what is left of it
-    verify    start .. span's end           what is left of it: the drafts stand in the span
-              copies behind the block       what is left of the position that it copies: it is the mask there
+    prefill   0 .. start                    its block and those before it; with a causal cache the columns to its left
+    draft     start .. end                  up to the end of the block; a causal front the columns to its left
+    verify    start .. span's end           the columns to its left: the drafts stand in the span
+              copies after the block        the columns to the left of the position that it copies, as a mask
     commit    start .. end                  as in a prefill
 
-A copy asks for the token of a position given what is left of it, which no mask inside of the draft could: there the draft's
-own token stands. Models that predict the next token need none, but for position 0.
+A copy predicts a position from the tokens to its left. A mask inside of the draft cannot, since the draft's own token stands
+there. Models that predict the next token need copies only for position 0.
 
 Pure; knows nothing of models. Legend: B slots, T rows of a slot, W columns.
 """
@@ -30,7 +30,7 @@ _FIELDS: Final = ("tokens_BT", "positions_BT", "columns_BT", "limits_BT", "valid
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some rows of every slot: each sees the columns below its limit and its own; where they are `together`, all of theirs."""
+    """Some rows of every slot: each sees the columns below its limit and its own; if `together`, the columns of all of them."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
@@ -40,7 +40,7 @@ class Stretch:
     together: bool = False
 
     def trimmed(self) -> Stretch:
-        """Without the places at the end that are padding in every slot; at least one is left."""
+        """Without the last places that are padding in every slot; keeps at least one."""
         length = max(
             int((self.valid_BT * torch.arange(1, self.valid_BT.shape[1] + 1, device=self.valid_BT.device)).max()), 1
         )
@@ -73,6 +73,6 @@ def lined_up(slots_B: Tensor, stretches: list[Stretch]) -> TokenRows:
 
 
 def finished(tokens_BT: Tensor, positions_BT: Tensor, valid_BT: Tensor, *, size: int, causal: bool) -> Stretch:
-    """Rows over blocks that are decided: a prefill or a commit."""
+    """Rows over decided blocks: a prefill or a commit."""
     ends_BT = positions_BT + 1 if causal else (positions_BT // size + 1) * size
     return Stretch(tokens_BT, positions_BT, positions_BT, ends_BT, valid_BT)

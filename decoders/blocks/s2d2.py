@@ -1,17 +1,17 @@
-"""`s2d2`: what a block drafts is verified by the same model at block size 1, where the router says so.
+"""`s2d2`: the model verifies its own block drafts at block size 1, when the router decides that it pays.
 
-A drafting forward says a token for every mask. The first run of masks is the span; if the router finds it worth a forward
-(routers.py), the drafts of the span are put in place and the model is asked, for each of them, for the token of that position
-given what is left of it alone. Drafts are accepted from left to right; in place of the first that is refused stands what the
-verification says (verdicts.py), and nothing behind it. There is no bonus token. Without a verification the schedule of
-`block_diffusion` reveals what it chooses; after one it does so only where fewer tokens came out than the step's share.
+A drafting forward predicts a token for every mask. The first run of masks is the span. If the router finds the span worth a
+forward (routers.py), its drafts are put in place, and the model predicts each of these positions from the tokens to its left
+alone. Drafts are accepted from left to right. The first rejected one is replaced by the verification's token (verdicts.py), and
+nothing after it is kept. There is no bonus token. Without a verification the schedule of `block_diffusion` chooses what to
+reveal; after one it does so only if fewer tokens came out than the step's share.
 
     block        a b _ _ _ c _ _                        span: places 2 to 4; c was revealed by the schedule
     draft        a b x y z c u v
-    verified     p(. | a b)  p(. | a b x)  p(. | a b x y)      without c, which stands to the right
+    verified     p(. | a b)  p(. | a b x)  p(. | a b x y)      without c, which is to the right
 
-Where every span is verified, each token is revealed without seeing anything to its right; with a causal cache the text then
-follows the law of block size 1 exactly, and under coupled acceptance it is its very text.
+If every span is verified, no revealed token depends on tokens to its right. With a causal cache the text then has exactly the
+distribution of block size 1, and under coupled acceptance it is the same text.
 
 Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a step does after a verification.
 
@@ -52,7 +52,7 @@ class S2d2Decoder(BlockDecoder):
         # The draft under verification, and where its span lies.
         self._tokens_ST, self._span_ST = state.column(size), state.column(size, dtype=torch.bool)
         self._sure_ST, self._log_p_ST, self._entropy_ST = (state.column(size, dtype=torch.float64) for _ in range(3))
-        # The law of a refused draft is computed once more, from its row.
+        # The distribution of a rejected draft is recomputed from its row.
         width = self.backbone.width if by_ratio else 0
         self._hidden_STD = state.column(size, width, dtype=self.backbone.dtype)
 
@@ -77,7 +77,7 @@ class S2d2Decoder(BlockDecoder):
         draft.alpha_BT[cells] = self.routing.note(warm_RV, draft.tokens_BT[cells]).to(torch.float64)
 
     def _look_again(self, group: Group, quiet_B: Tensor) -> None:
-        # A router hears of a draft without masks, too.
+        # A router also needs the drafts without masks.
         none_BT = torch.zeros(len(group.slots), self.size, dtype=torch.bool, device=self.state.device)
         self.routing.decide(group.index_B, self._signals(group.index_B, none_BT, Draft.empty(none_BT)))
         super()._look_again(group, quiet_B)
@@ -106,7 +106,7 @@ class S2d2Decoder(BlockDecoder):
         self._go_on(group)
 
     def _keep(self, group: Group, masks_BT: Tensor, draft: Draft, hidden_BTD: Tensor) -> None:
-        """Put a draft aside for its verification, which is the next forward of these slots."""
+        """Store a draft for its verification, the next forward of these slots."""
         slots_B = group.index_B
         self.blocks.phase_S[slots_B] = VERIFY
         self._span_ST[slots_B] = first_span(masks_BT)
@@ -142,12 +142,12 @@ class S2d2Decoder(BlockDecoder):
         )
 
     def _copied(self, blocks: Blocks) -> Tensor:
-        """The places of the spans that no row to their left speaks for, bool [B, T]."""
+        """The places of the spans that no row to their left predicts, bool [B, T]."""
         span_BT = self._span_ST[blocks.slots_B]
         return span_BT & (blocks.positions_BT < 1) if self.info.shift else span_BT
 
     def _copies(self, blocks: Blocks, phases_B: Tensor) -> Stretch:
-        """A mask for each place that is copied, in columns of their own behind the block, without gaps."""
+        """A mask for each copied place, in separate columns after the block, without gaps."""
         copied_BT = self._copied(blocks) & (phases_B == VERIFY).unsqueeze(1)
         positions_BT = blocks.start_B.unsqueeze(1) + firsts(copied_BT)
         columns_BT = blocks.end_B.unsqueeze(1) + blocks.offsets_T
@@ -155,7 +155,7 @@ class S2d2Decoder(BlockDecoder):
         return Stretch(torch.full_like(positions_BT, self.mask_id), positions_BT, columns_BT, positions_BT, valid_BT)
 
     def _verdict_rows(self, blocks: Blocks, parts: list[Tensor]) -> Tensor:
-        """The hidden state that speaks for each place of the spans, [R, D], slot after slot and from left to right."""
+        """The hidden state that predicts each place of the spans, [R, D], slot after slot and from left to right."""
         copied_BT = self._copied(blocks)
         batch_R, place_R = self._span_ST[blocks.slots_B].nonzero(as_tuple=True)
         copy_R = (copied_BT.cumsum(1) - 1)[batch_R, place_R].clamp(min=0, max=parts[1].shape[1] - 1)
@@ -176,7 +176,7 @@ class S2d2Decoder(BlockDecoder):
         )
         verdict = self.judge.judge(drafts)
         passed_BT = _spread(verdict.passed_R, span_BT)
-        # Outside of the span nothing stops the count, so that it begins at the span.
+        # Places outside of the span count as accepted, so that the count starts at the span.
         accepted_B = leading(passed_BT | (span_BT.cumsum(1) == 0)) - (span_BT.cumsum(1) == 0).sum(1)
         tokens_R, log_p_R = self._with_recovered(drafts, verdict.tokens_R, verdict.log_p_R, accepted_B, span_BT)
         self.stats.verified += len(tokens_R)
@@ -194,7 +194,7 @@ class S2d2Decoder(BlockDecoder):
     def _with_recovered(
         self, drafts: DraftsToJudge, tokens_R: Tensor, log_p_R: Tensor, accepted_B: Tensor, span_BT: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities of the spans, with what replaces the first refused draft of each."""
+        """Tokens and log-probabilities of the spans, with the token that replaces the first rejected draft of each."""
         refused_BT = span_BT & (span_BT.cumsum(1) - 1 == accepted_B.unsqueeze(1))
         refused_R = refused_BT[span_BT]
         if not self.judge.by_ratio or not bool(refused_R.any()):
@@ -204,12 +204,12 @@ class S2d2Decoder(BlockDecoder):
         return tokens_R.masked_scatter(refused_R, found[0]), log_p_R.masked_scatter(refused_R, found[1])
 
     def _reveal_judged(self, group: Group, told: Draft, judged_BT: Tensor) -> None:
-        """Reveal what came out of the verification; where that is less than the step's share, more by the schedule."""
+        """Reveal the verified tokens; if these are fewer than the step's share, the schedule reveals more."""
         slots_B, masks_BT = group.index_B, self.blocks.at(group.index_B).segment(self.sub_block)
         counts_B, span_BT = judged_BT.sum(1), self._span_ST[slots_B]
         missing_B = torch.minimum(self._share(slots_B), masks_BT.sum(1)) - counts_B
         more = self._choose(masks_BT & ~judged_BT, missing_B.clamp(min=0), told)
-        # First the judged places from left to right, then the schedule's.
+        # First the verified places from left to right, then the schedule's.
         places_BT = torch.arange(self.size, device=slots_B.device).expand_as(span_BT)
         rank_BT = torch.empty_like(more.order_BT).scatter_(1, more.order_BT, self.size + places_BT)
         order_BT = torch.where(judged_BT, places_BT, rank_BT).argsort(1)
@@ -221,7 +221,7 @@ class S2d2Decoder(BlockDecoder):
         self._go_on(group)
 
     def _knows_logprob(self) -> bool:
-        """Where every token comes out of a verification, which sees all that is left of it."""
+        """Whether every token comes from a verification, which sees only the tokens to its left."""
         return self.rules.verifies_always and not self.editing and self._takes_all_steps()
 
 

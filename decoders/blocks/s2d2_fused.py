@@ -1,21 +1,21 @@
-"""`s2d2` with `fused: true`: one forward a round verifies the drafts and drafts for the next round, and commits too.
+"""`s2d2` with `fused: true`: one forward per round verifies drafts, commits tokens, and drafts for the next round.
 
-Any known proposal is a valid draft. So a round's forward holds, for a slot with n decided tokens and k drafts behind them:
+Any known proposal is a valid draft. So a round's forward holds, for a slot with n decided tokens and k drafts after them:
 
-    main     n-1 .. n+k     the last decided token and the drafts, each seeing what is left of it
-    copies   n .. n+k       a mask at the place of each draft and behind the last: what the model at block size 1 says there
-    ahead    n+g .. n+g+k   masks that see the first g drafts and each other, as in a block that is drafted
+    main     n-1 .. n+k     the last decided token and the drafts, each seeing the tokens to its left
+    copies   n .. n+k       a mask at the place of each draft and after the last: the prediction at block size 1
+    ahead    n+g .. n+g+k   masks that see the first g drafts and each other, as in a drafting forward
 
-The copies judge the drafts and say one token more: the recovered one, or the bonus behind them all. The main rows leave the keys
-and values that a causal cache is to hold, those of the accepted drafts among them: no commit is needed. The next drafts are what
-the masks ahead said; they stand as if g drafts were accepted, as many as in the last round. Where fewer were, what they saw is
-wrong anyway, and so is what the copies behind the refused draft saw, which say the next drafts then. The first forward runs the
-prompt with no draft. Models that predict the next token need no copies: their main rows say it.
+The copies verify the drafts and predict one more token: the recovered one, or the bonus after all drafts. The main rows write the
+keys and values of the accepted drafts as a causal cache needs them, so no commit is needed. The masks ahead predict the next
+drafts. They assume that g drafts are accepted, as many as in the last round. If fewer are accepted, the masks ahead saw rejected
+tokens, and so did the copies after the rejected draft; the next drafts then come from these copies. The first forward runs the
+prompt without drafts. Models that predict the next token need no copies, since their main rows predict the same tokens.
 
-The text is that of block size 1 (and of `s2d2` over a causal cache, verifying always), token for token under coupled acceptance
-and at temperature 0, and its law by rejection: a draft is drawn before it is judged, by numbers that judge nothing.
+The text is that of block size 1 (and of `s2d2` over a causal cache that verifies always): token for token under coupled
+acceptance and at temperature 0, in distribution under rejection, since drafting and verification use different random numbers.
 
-This goes beyond S2D2 (2026), which drafts by a forward of its own.
+This goes beyond S2D2 (2026), which spends a separate forward on drafts.
 
 Legend: B slots of this step, T places from the first undecided position on, R flat rows, D width.
 """
@@ -41,9 +41,9 @@ from decoders.engine.state import Group
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A round: `num_B` drafts behind `decided_B` tokens, all but the last few of which are cached; canvases end at `length_B`.
+    """A round: `num_B` drafts after `decided_B` tokens, all but the last few of which are cached; canvases end at `length_B`.
 
-    The masks ahead stand as if `guess_B` drafts were accepted.
+    The masks ahead assume that `guess_B` drafts are accepted.
     """
 
     slots_B: Tensor
@@ -56,12 +56,12 @@ class Window:
 
     @property
     def is_draft(self) -> Tensor:
-        """Where a draft stands, bool [B, T]."""
+        """Marks the drafts, bool [B, T]."""
         return self.places_T < self.num_B.unsqueeze(1)
 
     @property
     def is_asked(self) -> Tensor:
-        """Where the verification says a token: at the drafts, and behind the last one, bool [B, T]."""
+        """Marks the places that the verification predicts: the drafts, and the place after the last one, bool [B, T]."""
         return (self.places_T <= self.num_B.unsqueeze(1)) & (self.positions < self.length_B.unsqueeze(1))
 
     @property
@@ -159,7 +159,7 @@ class FusedS2d2(BlockSlots):
         return Stretch(masks_BT, positions_BT, columns_BT, positions_BT, copied_BT)
 
     def _says(self, window: Window, main_BTD: Tensor, copies_BTD: Tensor) -> Tensor:
-        """The rows that say the token of each place, [B, T, D]; junk where none was asked."""
+        """The rows that predict the token of each place, [B, T, D]; junk at places that were not asked for."""
         if not self.info.shift:
             return copies_BTD
         rows_BT = window.positions - 1 - window.cached_B.unsqueeze(1)
@@ -169,7 +169,7 @@ class FusedS2d2(BlockSlots):
     # ---- judging -------------------------------------------------------------------------------------------------
 
     def _judged(self, window: Window, says_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tokens of the places as far as they count, their log-probabilities, [B, T] each; how many drafts stand, [B]."""
+        """The verified tokens and their log-probabilities, [B, T] each, and how many drafts are accepted, [B]."""
         asked_BT, is_draft_BT = window.is_asked, window.is_draft
         slots_BT = window.slots_B.unsqueeze(1).expand_as(asked_BT)
         drafts = DraftsToJudge(
@@ -197,7 +197,7 @@ class FusedS2d2(BlockSlots):
     def _drawn_last(
         self, drafts: DraftsToJudge, tokens_R: Tensor, log_p_R: Tensor, last_R: Tensor, is_draft_R: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """By ratio: with the tokens behind the accepted drafts, recovered where one was refused, else the bonus."""
+        """By ratio, with the token after the accepted drafts: recovered if a draft was rejected, else the bonus."""
         for chosen_R, draw in ((last_R & is_draft_R, self._recover), (last_R & ~is_draft_R, self._bonus)):
             if bool(chosen_R.any()):
                 found = draw(drafts.part(chosen_R))
@@ -221,7 +221,7 @@ class FusedS2d2(BlockSlots):
     def _propose(
         self, window: Window, accepted_B: Tensor, tokens_BT: Tensor, says_BTD: Tensor, ahead_BTD: Tensor
     ) -> None:
-        """Take the next round's drafts from what this round said of them."""
+        """Take the next round's drafts from this round's predictions."""
         slots_B, size = window.slots_B, self.size
         places_BT = accepted_B.unsqueeze(1) + 1 + torch.arange(size, device=slots_B.device)
         positions_BT = window.decided_B.unsqueeze(1) + places_BT
@@ -231,7 +231,7 @@ class FusedS2d2(BlockSlots):
         hidden_BTD = torch.where(
             said_BT.unsqueeze(2), _rows(says_BTD, places_BT), _rows(ahead_BTD, ahead_BT - self.info.shift)
         )
-        # What a coupled verification said has been drawn already.
+        # Tokens of a coupled verification are drawn already.
         next_BT = tokens_BT.gather(1, places_BT.clamp(max=size))
         open_BT = wanted_BT if self.judge.by_ratio else wanted_BT & ~said_BT
         slots_BT = slots_B.unsqueeze(1).expand_as(open_BT)
@@ -244,7 +244,7 @@ class FusedS2d2(BlockSlots):
             self._hidden_STD[slots_B, :size] = hidden_BTD
 
     def _draft(self, slots_R: Tensor, positions_R: Tensor, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw drafts, and say how likely each was."""
+        """Draw drafts; return their log-probabilities, too."""
         tokens, sure = [positions_R[:0]], [torch.zeros(0, dtype=torch.float64, device=positions_R.device)]
         for part in self._parts(len(hidden_RD)):
             law_RV = self.draws.law(self._logits(hidden_RD[part]))

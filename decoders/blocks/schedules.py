@@ -1,11 +1,11 @@
-"""Which masks of a drafted block a denoising step reveals. Pure functions over blocks.
+"""Chooses which masks of a drafted block a denoising step reveals. Pure functions over blocks.
 
-    static       the surest, as many as the step's share
-    dynamic      all that are surer than tau, where that is at least the share; else as `static`
+    static       the most confident, as many as the step's share
+    dynamic      all with confidence above tau, if that is at least the share; else as `static`
     sequential   the leftmost, as many as the share
     entropy      by ascending entropy, while the entropies before the last one sum up to at most tau; at least one
 
-At least one mask is revealed while there is any, and none twice. Equals go from left to right.
+At least one mask is revealed while there is any, and none twice. Ties are broken from left to right.
 
 Sources: SDAR and S2D2's public code (the first three); Ben-Hamu et al., "Accelerated sampling from masked diffusion models via
 entropy bounded unmasking" (2025), section 4: the public code's version sums over the wrong axis.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The places of each block in the order in which they are revealed, and how many of them are, [B, T] and [B]."""
+    """The places of each block in the order of revealing, [B, T], and how many of them to reveal, [B]."""
 
     order_BT: Tensor
     counts_B: Tensor
@@ -39,7 +39,7 @@ def share(step_B: Tensor, size: int, steps: int | None) -> Tensor:
 def choose(
     schedule: str, masks_BT: Tensor, share_B: Tensor, *, sure_BT: Tensor, entropy_BT: Tensor, tau: float
 ) -> Choice:
-    """Choose among the masks; `share_B` counts those that the step is to reveal, none where it is 0."""
+    """Choose among the masks; `share_B` counts those that the step should reveal; 0 reveals none."""
     left_B = masks_BT.sum(1)
     if schedule == "sequential":
         return Choice(firsts(masks_BT), torch.minimum(share_B, left_B))
@@ -57,7 +57,7 @@ def choose(
 
 
 def num_surer(sure_BT: Tensor, masks_BT: Tensor, tau: float) -> Tensor:
-    """How many masks of each block are surer than tau, strictly, [B]."""
+    """How many masks of each block have a confidence strictly above tau, [B]."""
     return (masks_BT & (sure_BT > tau)).sum(1)
 
 
@@ -67,6 +67,6 @@ def firsts(marked_BT: Tensor) -> Tensor:
 
 
 def _ranked(worth_BT: Tensor, masks_BT: Tensor) -> Tensor:
-    """The places in descending worth, masks before all others, equals from left to right."""
+    """The places in descending worth, masks before all others, ties from left to right."""
     worth_BT = worth_BT.nan_to_num(nan=0.0).masked_fill(~masks_BT, -torch.inf)
     return worth_BT.sort(dim=1, descending=True, stable=True).indices

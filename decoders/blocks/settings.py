@@ -1,4 +1,4 @@
-"""Settings of the decoders of block-diffusion models: how a block is denoised, and how S2D2 verifies what it drafts.
+"""Settings of the block-diffusion decoders: how a block is denoised, and how S2D2 verifies its drafts.
 
 Pure pydantic, without torch. Sources: SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025), LLaDA2.1 (editing), S2D2, and
 Ben-Hamu et al., "Accelerated sampling from masked diffusion models via entropy bounded unmasking" (2025).
@@ -20,14 +20,14 @@ _Count = Annotated[int, Field(ge=1, le=2**20)]
 class BlockSettings(DecoderChoice):
     """What the decoders of block-diffusion models share.
 
-    Blocks of `block_size` positions (null: what the model was trained with) are finished one after the other. Each has `steps`
-    denoising steps (null: one a position) that reveal equally many masks, the first ones one more where that does not come out
-    even. `schedule` says which: the surest (`static`); all that are surer than `tau` where those are at least as many
-    (`dynamic`); the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most
-    `tau` nats (`entropy`, which knows no steps). With `sub_block` each block is denoised in parts of so many positions, from left
-    to right. With `tau_edit` a revealed token is replaced where another is surer than that, in up to `post_steps` more steps
-    once no mask is left. With `causal_cache` what is finished sees only what is left of it, as in a causal model. With `fused` no
-    forward is spent on the prompt or on a finished block alone: they go with the draft of the block behind them.
+    Blocks of `block_size` positions (null: the size used in training) are finished one after the other. Each has `steps`
+    denoising steps (null: one per position) that reveal equally many masks; the first steps take the remainder. `schedule`
+    chooses the masks: the most confident (`static`); all with confidence above `tau` if those are at least as many (`dynamic`);
+    the leftmost (`sequential`); those of least entropy, while the entropies before the last one sum up to at most `tau` nats
+    (`entropy`, which ignores `steps`). With `sub_block` each block is denoised in parts of that many positions, from left to
+    right. With `tau_edit` a revealed token is replaced by another whose probability exceeds it, in up to `post_steps` more steps
+    after the last mask. With `causal_cache` finished tokens see only those to their left, as in a causal model. With `fused` the
+    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own.
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
@@ -45,15 +45,15 @@ class BlockSettings(DecoderChoice):
 
     @property
     def drafts_in_verifications(self) -> bool:
-        """Whether verifications also draft, so that no block is drafted apart."""
+        """Whether verifications also draft, so that no forward only drafts."""
         return False
 
     def size_for(self, info: ModelInfo) -> int:
-        """The size that is asked for, else that of the training; ValueError where there is neither, or sub-blocks don't fit."""
+        """The size in the settings, else the size used in training; ValueError if neither is known, or sub-blocks don't fit."""
         size = self.block_size or info.block_size
         if size is None:
             raise ValueError(
-                f"decoder.block_size: models of family {info.family!r} don't say theirs; allowed: a number"
+                f"decoder.block_size: models of family {info.family!r} don't specify it; allowed: a number"
             )
         if self.sub_block is not None and size % self.sub_block:
             raise ValueError(
@@ -81,7 +81,7 @@ class BlockSettings(DecoderChoice):
 
 
 class BlockDiffusionSettings(BlockSettings):
-    """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); one token a step, or lossy."""
+    """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); lossy with more than one token per step."""
 
     kind: Literal["block_diffusion"]
 
@@ -92,12 +92,12 @@ class BlockDiffusionSettings(BlockSettings):
 
 
 class S2d2Settings(BlockSettings):
-    """Self-speculation: what a block drafts is verified by the same model at block size 1, where the router says so.
+    """Self-speculation: the same model verifies a block's drafts at block size 1, when the router decides so.
 
     `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
-    decided front of the block causally (equation 4). `paper_compat` does what the public code does at temperature 0: it accepts
-    by the ratio of the untempered laws, and draws what it recovers. `fused` also drafts in the verifications, where every span is
-    verified over a causal cache, without sub-blocks, editing and paper_compat.
+    decided front of the block causally (equation 4). `paper_compat` follows the public code at temperature 0: it accepts by the
+    ratio of the untempered distributions, and draws the recovered token. `fused` also drafts in the verifications; it requires a
+    causal cache and a router that verifies every span, without sub-blocks, editing and paper_compat.
     """
 
     kind: Literal["s2d2"]
@@ -110,12 +110,12 @@ class S2d2Settings(BlockSettings):
 
     @property
     def verifies_always(self) -> bool:
-        """Whether every token comes out of a verification."""
+        """Whether every token comes from a verification."""
         return isinstance(self.router, MinSpan) and self.router.span == 1
 
     @property
     def drafts_in_verifications(self) -> bool:
-        """Whether a verification can draft too: where no schedule reveals anything, and what it leaves in the cache is right."""
+        """Whether a verification can also draft: no schedule reveals anything, and the cache that it leaves is correct."""
         parts = self.sub_block is not None or self.tau_edit is not None or self.paper_compat
         return self.fused and self.causal_cache and self.verifies_always and not parts
 
@@ -125,11 +125,11 @@ class S2d2Settings(BlockSettings):
         return "decoders.blocks." + ("s2d2_fused:FusedS2d2" if self.drafts_in_verifications else "s2d2:S2d2Decoder")
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """See DecoderChoice; ValueError, too, where `temper` is set but no ratio of laws is looked at."""
+        """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""
         super().check_sampling(sampling)
         by_ratio = self.paper_compat if sampling.temperature == 0.0 else sampling.acceptance == "rejection"
         if self.temper != 1.0 and not by_ratio:
             raise ValueError(
-                f"decoder.temper: {self.temper:g} is the power of a ratio, which sampling.acceptance 'rejection' looks at "
-                "above temperature 0, and paper_compat at it; allowed without: 1"
+                f"decoder.temper: {self.temper:g} is the power of the ratio p/q, which only sampling.acceptance 'rejection' "
+                "above temperature 0, or paper_compat at temperature 0, uses; allowed otherwise: 1"
             )

@@ -1,11 +1,11 @@
-"""Where every slot stands in block diffusion: its block, what its next forward does, and the last draft of the block.
+"""The block-diffusion state of every slot: its block, the phase of its next forward, and the block's last draft.
 
-A canvas is a prompt and then holes; rank = column = position, and HOLE stands where a mask is left. Blocks begin at multiples of
-their size, so a prompt's tail lies in the block that is filled first. The last block is as full as the model takes it, however
-little of it was asked for:
+A canvas is a prompt and then holes; rank = column = position, and HOLE marks a remaining mask. Blocks begin at multiples of
+their size, so a prompt's tail lies in the block that is filled first. The last block has full size where the model's length
+allows it, even if less of it was requested:
 
     position    0 1 2 3 | 4 5 6 7 | 8 9 10 11      block size 4, a prompt of 6, up to 3 new tokens
-    holds       prompt  | p p _ _ | _ . .  .       the places behind the canvas are masks too, and cut off in the end
+    holds       prompt  | p p _ _ | _ . .  .       the places after the canvas are masks too, and cut off at the end
 
 Knows nothing of models. Legend: S all slots, B slots of this step, T places of a block, W columns, K kinds of forwards.
 """
@@ -23,12 +23,12 @@ from decoders.engine.state import SlotState
 
 PREFILL, DRAFT, VERIFY, COMMIT = range(4)
 KINDS: Final = ("prefill", "draft", "verify", "commit")
-"""What a forward can do for a slot."""
+"""The phases of a slot's forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The blocks that some slots stand at, as they were when they were asked for.
+    """A snapshot of the current blocks of some slots.
 
     `tokens_BT` has HOLE at masks (`masks_BT`), and 0 outside of a block that is cut short; `offsets_T` are the places of a block.
     """
@@ -44,7 +44,7 @@ class Blocks:
     offsets_T: Tensor
 
     def first_mask(self) -> Tensor:
-        """The place of the first mask; the block's size where none is left, [B]."""
+        """The place of the first mask; the block's size if no mask remains, [B]."""
         size = self.positions_BT.shape[1]
         return torch.where(self.masks_BT, self.offsets_T, size).amin(1)
 
@@ -62,11 +62,11 @@ class BlockState:
         self.start_S, self.end_S, self.full_S = state.column(), state.column(), state.column()
         """The current block, and where the last one ends."""
         self.phase_S, self.step_S, self.post_S = state.column(), state.column(), state.column()
-        """What the next forward does; denoising steps of the segment so far; steps since no mask is left."""
+        """The phase of the next forward; denoising steps of the segment so far; steps since the last mask was revealed."""
         self.drafts_S, self.masks_S = state.column(), state.column()
         """Drafting forwards so far; the masks that the block began with."""
         self.done_S, self.uncommitted_S = state.column(dtype=torch.bool), state.column(dtype=torch.bool)
-        """Whether nothing is left to do; whether the next draft takes the block before it along."""
+        """Whether the sample is finished; whether the next draft also commits the block before it."""
         self.nfe_SK = state.column(len(KINDS))
         self.log_p_SW = torch.zeros(state.num_slots, 0, dtype=torch.float64, device=state.device)
 
@@ -76,7 +76,7 @@ class BlockState:
         return whole if self._max_length is None else max(min(whole, self._max_length), length)
 
     def start(self, slot: int, request: Request) -> None:
-        """Begin a request whose canvas stands in `SlotState` already."""
+        """Begin a request whose canvas is already in `SlotState`."""
         state, length = self._state, len(request.canvas)
         prompt, full = int(state.prompt_S[slot]), self.full(length)
         extra = state.tokens_SW.shape[1] - self.log_p_SW.shape[1]
@@ -90,7 +90,7 @@ class BlockState:
         self.enter(torch.tensor([slot], device=state.device), state.prompt_S[[slot]] // self.size * self.size)
 
     def enter(self, slots_B: Tensor, start_B: Tensor) -> None:
-        """Stand at the block that begins at `start_B`."""
+        """Move to the block that begins at `start_B`."""
         self.start_S[slots_B] = start_B
         self.end_S[slots_B] = torch.minimum(start_B + self.size, self.full_S[slots_B])
         self.step_S[slots_B] = self.post_S[slots_B] = 0

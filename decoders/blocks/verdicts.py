@@ -1,9 +1,9 @@
-"""How a verification judges drafted tokens: by the target's own tokens, or by the ratio of laws.
+"""How a verification accepts drafted tokens: by the target's own tokens, or by the ratio p/q.
 
-p is the law of the verification, q that of the draft. Coupled, and at temperature 0: a draft passes where it is the token that
-p says by the position's own noise, which is what is committed. By ratio: a draft passes with probability min(1, (p/q)^temper),
-and what replaces a refused one is drawn from the positive part of p - q, or from p where that has no mass. Whether a draft
-counts, all to its left having passed, is the caller's business. Knows nothing of phases and of models.
+p is the distribution of the verification, q that of the draft. Coupled, and at temperature 0: a draft passes if it equals the
+token drawn from p with the position's noise; that token is committed. By ratio: a draft passes with probability
+min(1, (p/q)^temper); the replacement of a rejected one is drawn from the positive part of p - q, or from p if that has no mass.
+The caller checks that all drafts to the left have passed. Knows nothing of phases and of models.
 
 Source: S2D2 (2026), Algorithm 3; Leviathan et al., 2023. Legend: R drafts, D width, V vocabulary.
 """
@@ -25,7 +25,7 @@ ToLogits = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DraftsToJudge:
-    """Drafts under judgement: where they stand, how sure the draft was of each, the verification's row that speaks for it."""
+    """Drafts to verify: their places, their probabilities under the draft, and the verification's row for each."""
 
     slots_R: Tensor
     positions_R: Tensor
@@ -40,9 +40,9 @@ class DraftsToJudge:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which drafts pass; what is committed if all to the left passed, and its log-probability under the model itself, [R] each.
+    """Which drafts pass; the token to commit if all to the left passed, and its log-probability under the model itself, [R] each.
 
-    Judged by ratio, the token of a draft that fails is still to be drawn.
+    By ratio, the token that replaces a failed draft is not drawn yet.
     """
 
     passed_R: Tensor
@@ -61,7 +61,7 @@ class Judge:
     temper: float
 
     def judge(self, drafts: DraftsToJudge) -> Verdict:
-        """Judge every draft as if all to its left had passed."""
+        """Judge every draft as if all drafts to its left had passed."""
         rule = self._by_ratio if self.by_ratio else self._by_token
         parts = [rule(drafts.part(part)) for part in self.chunks(len(drafts.tokens_R))]
         passed, tokens, log_p = (
@@ -84,7 +84,7 @@ class Judge:
         return Verdict(passed_R, drafts.tokens_R, plain_log_p(logits_RV, drafts.tokens_R))
 
     def recover(self, refused: DraftsToJudge, q_hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw what replaces refused drafts, drafted in the rows `q_hidden_RD`; returns tokens and log-probabilities."""
+        """Draw replacements for rejected drafts, drafted in the rows `q_hidden_RD`; returns tokens and log-probabilities."""
         logits_RV = self.logits(refused.hidden_RD)
         mass_RV = residual(self._law(logits_RV), self.draws.law(self.logits(q_hidden_RD)))
         tokens_R = self.draws.recover(mass_RV, refused.slots_R, refused.positions_R)

@@ -56,7 +56,7 @@ class Offers:
         return np.where(near_C, self.gain_C / (seconds_C + self.drafting_C), 0.0)
 
     def fastest(self, margin: float) -> tuple[Counts, float]:
-        """The allocation with the most tokens per second, and its rate; no drafts if that is below `margin` times the plain rate."""
+        """The allocation with the most tokens per second, and its rate; no drafts if below `margin` times the plain rate."""
         rate_C = self._rates(self.cost.seconds(self.rows_C, self.kv_C))
         drafting_C = np.where(self.counts_CB.any(1), rate_C, 0.0)
         best = int(drafting_C.argmax())
