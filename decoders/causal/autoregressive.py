@@ -1,4 +1,4 @@
-"""`autoregressive`: one token a forward, the baseline that every lossless decoder of causal models must equal."""
+"""`autoregressive`: one token per forward, the baseline that every lossless decoder of causal models must equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the decoders of causal models share: the forward over a slot's columns, and a commit that ends at a stop.
+"""CausalDecoder, the base of the causal decoders: the forward over a slot's columns, and commits that end at a stop.
 
 A canvas is a prompt of at least one token and then holes, so rank = column = position for every committed token:
 
@@ -6,7 +6,7 @@ A canvas is a prompt of at least one token and then holes, so rank = column = po
     holds     the prompt    | generated           | drafts and junk
     the row at column c predicts the token of column c + 1
 
-Knows nothing of tokenizers; stop strings come as a function (stops.py). Legend: B slots, T token rows, Q rows asked for,
+Knows nothing of tokenizers; stop strings come as an object (engine/ends.py). Legend: B slots, T token rows, Q rows asked for,
 D width, V vocabulary.
 """
 
@@ -26,7 +26,7 @@ from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.engine.state import Group, Resident, SlotState
 
-# One new sample among so many: enough of them fill a forward of their own.
+# At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
 
 
@@ -47,7 +47,7 @@ def rows_between(state: SlotState, slots_B: Tensor, start_B: Tensor, end_B: Tens
 
 
 class CausalDecoder(SlotDecoder):
-    """A decoder of completions; `stops` says what ends one before its last hole.
+    """A decoder of completions; `stops` defines what ends one before its last hole.
 
     With `joins_prompts`, the prompts of a few new samples run with the rows of the others: alone they would take a forward in
     which the others wait. On a GPU they run alone, since there attention computes a whole rectangle of rows.
@@ -81,13 +81,13 @@ class CausalDecoder(SlotDecoder):
     def _forward(self, group: Group, end_B: Tensor) -> Tensor:
         """Run the columns [cached, end) of each slot, under plain causal visibility; returns all hidden states [B, T, D].
 
-        Row t of a slot is its column cached + t. What is cached afterwards is the caller's to say: drafts may be refused.
+        Row t of a slot is its column cached + t. The caller updates what counts as cached, since drafts may be rejected.
         """
         start_B = self.state.cached_S[group.index_B]
         return self.counting.forward(rows_between(self.state, group.index_B, start_B, end_B), group.slots)
 
     def _rows_at(self, hidden_BTD: Tensor, start_B: Tensor, columns_BQ: Tensor) -> Tensor:
-        """The hidden states of the rows that stood at these columns, where row 0 stood at `start_B`; [B, Q, D]."""
+        """The hidden states of the rows at these columns, where row 0 is at `start_B`; [B, Q, D]."""
         index_BQ = (columns_BQ - start_B.unsqueeze(1)).clamp(0, hidden_BTD.shape[1] - 1)
         return hidden_BTD.gather(1, index_BQ.unsqueeze(2).expand(-1, -1, hidden_BTD.shape[2]))
 
@@ -110,7 +110,7 @@ class CausalDecoder(SlotDecoder):
     def _commit_until_stop(self, group: Group, tokens_BT: Tensor, counts_B: Tensor, log_p_BT: Tensor) -> Tensor:
         """Commit up to `counts_B` tokens of each slot, fewer where the canvas or the completion ends; returns how many.
 
-        Whoever counts drafts must count with what comes back: the first event ends the sample, and nothing after it was.
+        Callers must count drafts by the returned numbers: the first end token or stop string ends the sample there.
         """
         state, slots_B = self.state, group.index_B
         counts_B = torch.minimum(counts_B, state.length_S[slots_B] - state.decided_S[slots_B])

@@ -1,25 +1,25 @@
-"""A masked-diffusion model that drafts for a causal one: masks after the text so far, revealed in a few forwards.
+"""A masked-diffusion model as drafter for a causal one: reveals masks after the text in a few forwards.
 
     window       the | cat | [M]  [M]  [M]  [M]         four drafts in T = 2 forwards, left to right
-    forward 1              | sat   on  [M]  [M]         the first chunk of ceil(4 / 2), each token by itself
+    forward 1              | sat   on  [M]  [M]         the first chunk of ceil(4 / 2), tokens independent
     forward 2              | sat   on   a   mat         the second, which sees the first
 
-q is the warped softmax of the forward that revealed a token. Left to right, that is the law of the token given all before it
-and nothing else, so the rejection rule is exact. In the `native` order, which is random, a token may depend on later ones: q is
-then not its law given those before it, and under rejection the texts have another law than the target's. Coupled acceptance
-is exact in any order.
+q is the warped softmax of the forward that revealed a token. From left to right, q is the token's distribution given exactly the
+tokens before it, so the rejection rule is exact. In the `native` order, which is random, a token may depend on later ones: q is
+then not conditioned on the tokens before it alone, and under rejection the texts do not follow the target's distribution.
+Coupled acceptance is exact in any order.
 
-The drafts of one forward don't know of each other: their law is a product of marginals, and is accepted the less often the
-further it goes. A draft head (heads.py, trained for this pair of models) makes it a chain: left to right, each row is corrected
-for the token before it, known or just drafted, and for how many the row has not seen. q is then the law of the corrected row,
-so all of the above holds. The products are small, but they come one after the other.
+The drafts of one forward are independent: their distribution is a product of marginals, and later drafts are accepted less
+often. A draft head (backbones/heads.py, trained for this pair of models) makes it a chain: from left to right, each row is
+corrected for the token before it, known or just drafted, and for the number of tokens that the row has not seen. q is then the
+distribution of the corrected row, so all of the above holds. The products are small, but run one after the other.
 
-A model like this sees its whole window in both directions, so nothing is cached: each forward runs the window, which is as
-much of the text so far as there is room for and the masks (`short`), or as many tokens as the model was trained on, masks to
-the end (`full`). A token that the model does not know reads as a mask.
+The model sees its whole window in both directions, so nothing is cached and each forward runs the window. A `short` window holds
+as much of the text as fits, and the masks; a `full` one has as many tokens as the model was trained on, with masks to the end.
+A token that the model does not know reads as a mask.
 
-Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: its start from Gaussian noise has no
-meaning for absorbing diffusion, where it is all masks, and its indices slip; the law of a draft of several steps is left open.
+Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: it starts from Gaussian noise, where
+absorbing diffusion starts from masks; its indices are off; and it does not define q for a draft of several steps.
 
 Legend: B slots, R masks to be revealed, K drafts, T rows of a window, W columns, D width, V vocabulary.
 """
@@ -49,19 +49,19 @@ from decoders.engine.state import Group, SlotState
 
 @dataclass(frozen=True, slots=True)
 class Revealing:
-    """How masks become drafts: in at most `steps` forwards; `gamma` drafts when there is room, None where that is open."""
+    """How masks become drafts: in at most `steps` forwards; `gamma` drafts if there is room, None if chosen at run time."""
 
     steps: int
     gamma: int | None
     order: Literal["left_to_right", "native"] = "left_to_right"
 
     def chunk(self, counts_B: Tensor) -> Tensor:
-        """How many drafts each slot reveals in a forward, [B]: what the last ones of a canvas lack is a forward less."""
+        """How many drafts each slot reveals in a forward, [B]; the last drafts of a canvas are fewer and take fewer forwards."""
         whole_B = counts_B if self.gamma is None else torch.full_like(counts_B, self.gamma)
         return -(-whole_B // self.steps)
 
     def forwards(self, most: int) -> list[int]:
-        """How many forwards 0 .. `most` drafts take, where their number is open."""
+        """How many forwards 0 .. `most` drafts take, if their number is chosen at run time."""
         return [0, *(-(-count // -(-count // self.steps)) for count in range(1, most + 1))]
 
 
@@ -82,9 +82,9 @@ class _Masks:
 class DiffusionDrafter:
     """A CausalDrafter; `draw` is the decoder's, so that drafts read the target's noise.
 
-    `info` is the drafter's: its mask, its shift, what it never says and the longest window that it takes. With `full` every
-    window has that length. A vocabulary of another size than the target's is cut or filled up. `head` is for drafts from left
-    to right. `costs` times the forwards, and `drawing` what a head's drafts take besides.
+    `info` is the drafter's: its mask, its shift, its suppressed ids and its longest window. With `full` every
+    window has that length. A vocabulary of another size than the target's is cut or padded. `head` is for drafts from left
+    to right. `costs` times the forwards, and `drawing` the sequential draws with a head.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class DiffusionDrafter:
     # ---- drafting ------------------------------------------------------------------------------------------------
 
     def draft(self, group: Group, most_B: Tensor, allot: Allot) -> tuple[Tensor, Tensor | None]:
-        """Reveal as many masks as each slot gets, chunk by chunk; a slot with few takes no part in the last forwards."""
+        """Reveal each slot's masks chunk by chunk; a slot with few masks skips the last forwards."""
         if self._info.max_length is not None:
             # At least one token of the text stays in the window.
             most_B = most_B.clamp(max=self._info.max_length - 1)
@@ -178,7 +178,7 @@ class DiffusionDrafter:
         return law_RV if self._keep_laws else None
 
     def _note(self, group: Group, num_drafts: int, num_kv: int, forward_s: float, drawing_s: float) -> None:
-        """Time a forward; what is drawn at once is part of it, what a head draws one after the other is not."""
+        """Time a forward; drawing all drafts at once is part of it, drawing them one by one with a head is not."""
         if self._head is not None:
             self._drawing_s += drawing_s
             drawing_s = 0.0
@@ -257,7 +257,7 @@ class DiffusionDrafter:
         )
 
     def _fitted(self, logits_RV: Tensor) -> Tensor:
-        """Give the logits the width of the target's vocabulary, and what the drafter never says no chance."""
+        """Give the logits the width of the target's vocabulary, and suppress the drafter's suppressed ids."""
         missing = self._vocab_size - logits_RV.shape[1]
         fitted_RV = functional.pad(logits_RV, (0, missing), value=-torch.inf) if missing > 0 else logits_RV
         return fitted_RV[:, : self._vocab_size].index_fill(-1, self._never, -torch.inf)
@@ -275,7 +275,7 @@ class DiffusionDrafter:
         self._shape = shape
 
     def slot_bytes(self, num_columns: int) -> int:
-        """A window of the drafter's cache and its rows' activations, and the laws of its drafts."""
+        """Bytes of a window in the drafter's cache, its rows' activations, and the distributions of its drafts."""
         cell = int(getattr(self._backbone, "cell_bytes", 0)) + int(getattr(self._backbone, "row_bytes", 0))
         laws = self._state.histogram_SH.shape[1] * self._vocab_size * 4 if self._keep_laws else 0
         return self._window(num_columns) * cell + laws
@@ -291,10 +291,10 @@ class DiffusionDrafter:
         self.counting.counters.reset(slot)
 
     def move(self, source: int, target: int) -> None:
-        """Move the counts; what the drafter's cache holds is written anew in every forward."""
+        """Move the counts; the drafter's cache is rewritten in every forward."""
         self.counting.counters.move(source, target)
 
     def spent(self, slot: int) -> tuple[int, float]:
-        """Its forwards and seconds for the sample in `slot`."""
+        """The drafter's forwards and seconds for the sample in `slot`."""
         counters = self.counting.counters
         return counters.nfe[slot], counters.device_s[slot]

@@ -1,7 +1,7 @@
-"""Who drafts for a causal model: a smaller model with a cache of its own, or the text so far (prompt look-up).
+"""Drafters for a causal model: a smaller model with its own cache, or prompt look-up in the text so far.
 
-Drafters write their drafts into the slots' undecided columns and say how many there are and which laws they were drawn from.
-They know nothing of acceptance, only afterwards how far the columns were right.
+Drafters write their drafts into the slots' undecided columns and return their number and the distributions that they were drawn
+from. They know nothing of acceptance rules; afterwards they are given how far the columns were accepted.
 
     column               .. D-2  D-1 | D    D+1  D+2           D decided tokens, three drafts
     drafter's forwards   [catch up.. ]  [D]  [D+1]             the last draft is run only when it was accepted: then it is
@@ -46,24 +46,24 @@ class CausalDrafter(Protocol):
     def draft(self, group: Group, most_B: Tensor, allot: Allot) -> tuple[Tensor, Tensor | None]:
         """Draft at most `most_B` tokens after each slot's decided ones; returns (how many [B], their laws [B, K, V] or None).
 
-        None means that the drafts were certain, or that nobody will ask for their laws.
+        None means that the drafts were certain, or that their distributions are not needed.
         """
         ...
 
     def known(self, slots_B: Tensor, end_B: Tensor) -> None:
-        """The tokens below `end_B` are now decided as the drafter saw them; what stands beyond may change."""
+        """Record that the tokens below `end_B` are decided as the drafter saw them; later columns may change."""
         ...
 
     def make_room(self, num_slots: int, num_columns: int) -> None:
-        """There are so many slots, of canvases of up to so many tokens, from now on; none where both are 0."""
+        """Resize to this many slots and columns; both 0 frees all."""
         ...
 
     def slot_bytes(self, num_columns: int) -> int:
-        """What the drafter keeps for a slot of so many columns."""
+        """Bytes that the drafter keeps for a slot with this many columns."""
         ...
 
     def start(self, slot: int) -> None:
-        """A new sample begins in `slot`."""
+        """Start a new sample in `slot`."""
         ...
 
     def move(self, source: int, target: int) -> None:
@@ -78,8 +78,8 @@ class CausalDrafter(Protocol):
 class ModelDrafter:
     """A small causal model over the same slots; `draw` is the decoder's, so that drafts read the target's noise.
 
-    `max_length` is the longest text that the model takes; beyond it there are no drafts. A vocabulary that is only padded to
-    another size than the target's is cut or filled up; that ids mean the same tokens is the caller's business.
+    `max_length` is the longest text that the model takes; longer texts get no drafts. A vocabulary that is only padded to
+    another size than the target's is cut or padded; the caller checks that ids mean the same tokens.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelDrafter:
         return self.counting.forward_s
 
     def draft(self, group: Group, most_B: Tensor, allot: Allot) -> tuple[Tensor, Tensor | None]:
-        """One forward for each draft position that any slot wants; the first also runs what was decided meanwhile."""
+        """One forward for each draft position that any slot wants; the first also runs the tokens decided since the last call."""
         decided_B = self._state.decided_S[group.index_B]
         if self._max_length is not None:
             most_B = torch.minimum(most_B, (self._max_length + 1 - decided_B).clamp(min=0))
@@ -125,7 +125,7 @@ class ModelDrafter:
         state, slots_R, began_s = self._state, group.index_B, time.perf_counter()
         start_R = self._cached_S[slots_R]
         rows = rows_between(state, slots_R, start_R, ranks_R)
-        # An id that only the target has (padding of its vocabulary) reads as another one: a draft may be wrong.
+        # An id that only the target has (padding of its vocabulary) is replaced by another one: the draft may be wrong.
         rows = replace(rows, tokens_BT=rows.tokens_BT.clamp(max=self._backbone.vocab_size - 1))
         hidden_RTD = self.counting.forward(rows, group.slots)
         self._cached_S[slots_R] = ranks_R
@@ -145,17 +145,17 @@ class ModelDrafter:
         return logits_RV[:, : self._vocab_size]
 
     def known(self, slots_B: Tensor, end_B: Tensor) -> None:
-        """Forget the columns of refused drafts; the last draft's own was never run."""
+        """Forget the columns of rejected drafts; the column of the last draft was never run."""
         self._cached_S[slots_B] = torch.minimum(self._cached_S[slots_B], end_B)
 
     def make_room(self, num_slots: int, num_columns: int) -> None:
-        """Let the drafter's own cache have just so many slots and columns."""
+        """Resize the drafter's cache to this many slots and columns."""
         had, self._shape = self._shape, (0, 0)
         give(self._backbone, num_slots, num_columns, had)
         self._shape = (num_slots, num_columns)
 
     def slot_bytes(self, num_columns: int) -> int:
-        """Its columns of the drafter's cache, and the laws of its drafts."""
+        """Bytes of the slot's columns in the drafter's cache, and of the distributions of its drafts."""
         laws = self._state.histogram_SH.shape[1] * self._vocab_size * 4 if self._keep_laws else 0
         return num_columns * int(getattr(self._backbone, "cell_bytes", 0)) + laws
 
@@ -169,15 +169,16 @@ class ModelDrafter:
         self.counting.counters.move(source, target)
 
     def spent(self, slot: int) -> tuple[int, float]:
-        """Its forwards and seconds for the sample in `slot`."""
+        """The drafter's forwards and seconds for the sample in `slot`."""
         counters = self.counting.counters
         return counters.nfe[slot], counters.device_s[slot]
 
 
 class PromptLookup:
-    """What followed the last occurrence of the last n tokens, for the largest n within the bounds; certain of itself.
+    """Drafts the tokens that followed the last occurrence of the last n tokens, for the largest n within the bounds.
 
-    Where the match reaches into the drafts, it is read on into them: a text that repeats itself goes on doing so.
+    Each draft is certain (a point mass). If the copy reaches the end of the text it continues with the drafts: a repetition goes
+    on.
     """
 
     def __init__(self, state: SlotState, settings: NgramDrafter) -> None:
@@ -219,17 +220,17 @@ class PromptLookup:
         """Nothing to prepare."""
 
     def move(self, source: int, target: int) -> None:
-        """Nothing to carry: the look-ups are counted in the SlotState."""
+        """Nothing to move: the look-ups are counted in the SlotState."""
 
     def spent(self, slot: int) -> tuple[int, float]:
-        """Its look-ups; they are no forwards and have no share of any."""
+        """The number of look-ups; they are not forwards and take no share of their time."""
         return int(self._state.lookups_S[slot]), 0.0
 
 
 def last_match(text_BW: Tensor, length_B: Tensor, *, max_n: int, min_n: int) -> Tensor:
-    """Where the longest match of each text's end was followed by something, [B]; 0 where there is none.
+    """The column after the longest earlier match of each text's end, [B]; 0 without a match.
 
-    A match is an earlier occurrence of the last n tokens, n from `max_n` down to `min_n`; among equals the last one wins. The
+    A match is an earlier occurrence of the last n tokens, n from `max_n` down to `min_n`; of several the last one wins. The
     result is the column of the token after it. Only the first `length_B` columns are text.
     """
     width = text_BW.shape[1]

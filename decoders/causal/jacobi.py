@@ -1,15 +1,15 @@
-"""`jacobi`: every forward refines a whole block of drafts, and commits those that are the target's own tokens.
+"""`jacobi`: every forward refines a block of drafts and commits those that equal the target's own tokens.
 
 The drafts stand in the slot's undecided columns. A forward runs the last decided token and the drafts after it under plain
-causal visibility, so that every row says which token the target puts after the tokens before it. The drafts that equal what
-the row before them says are right, and so is the token after them; what the other rows say are the next drafts.
+causal visibility, so every row predicts the target's next token. Drafts that equal the prediction of the row before them, from
+the first one on, are accepted, and so is the prediction after them. The predictions of the other rows are the next drafts.
 
     column      .. D-1 | D   D+1  D+2  D+3          D tokens decided, four drafts
     tokens      .. the | cat sat  mat  .
     target says    cat | sat on   .    ""           for the column after: two drafts were right
     next        .. the   cat sat  on | .    ""      three tokens committed, the drafts after them replaced
 
-Every forward commits at least one token, so there are never more of them than `autoregressive` needs. A token is
+Every forward commits at least one token, so there are never more forwards than in `autoregressive`. A token is
 argmax(log p + g) with the noise g of its position: the fixed point is the sequential text at any temperature.
 
 Source: Hu et al., "Fast and accurate causal parallel decoding using Jacobi forcing" (pcLLM), section 2 and figure 4 (running
@@ -36,7 +36,7 @@ from decoders.engine.state import Group
 
 @dataclass(frozen=True, slots=True)
 class TargetTokens:
-    """What the target says in the rows of one forward; only the rows that were asked have an answer.
+    """The target's tokens in the rows of one forward; only the requested rows are filled.
 
     `tokens_BT` is the token after each row, `log_p_BT` its log-probability under the model itself.
     """
@@ -46,10 +46,10 @@ class TargetTokens:
 
 
 class JacobiDecoder(CausalDecoder):
-    """What the Jacobi decoders share: the first drafts, the reading of a forward, the end of an iteration."""
+    """Shared by the Jacobi decoders: the first drafts, reading a forward, ending an iteration."""
 
     def _start(self, slot: int, request: Request) -> None:
-        """Every hole begins with a token of the prompt, drawn by the noise field: no window ever lacks a draft."""
+        """Fill every hole with a random token of the prompt, so that every window has drafts."""
         super()._start(slot, request)
         state = self.state
         prompt, length = int(state.prompt_S[slot]), int(state.length_S[slot])
@@ -69,7 +69,7 @@ class JacobiDecoder(CausalDecoder):
         return TargetTokens(tokens_BT, log_p_BT)
 
     def _log_p_at(self, said: TargetTokens, rows_BQ: Tensor, keep_BQ: Tensor) -> Tensor:
-        """The log-probability of what these rows (numbers along T) say, where `keep_BQ`; 0 elsewhere, [B, Q]."""
+        """The log-probabilities of the target's tokens in these rows (indices along T), where `keep_BQ`; 0 elsewhere, [B, Q]."""
         return said.log_p_BT.gather(1, rows_BQ).masked_fill(~keep_BQ, 0.0)
 
     def _put(self, slots_B: Tensor, ranks_B: Tensor, tokens_BQ: Tensor, keep_BQ: Tensor) -> None:
@@ -83,8 +83,8 @@ class JacobiDecoder(CausalDecoder):
     ) -> None:
         """Commit the accepted tokens of the line and the one after them; count and trace the iteration.
 
-        `drafts_BQ` are the `fed_B` drafts that stood in the columns from D on. A stop takes back what comes after it, from
-        the drafts that count as proposed too; the trace shows all that were fed.
+        `drafts_BQ` are the `fed_B` drafts in the columns from D on. A stop drops what comes after it, from
+        the count of proposed drafts too; the trace shows all drafts that were fed.
         """
         decided_B = self.state.decided_S[group.index_B]
         counts_B = self._commit_until_stop(group, line_BQ, accepted_B + 1, log_p_BQ)
@@ -96,16 +96,16 @@ class JacobiDecoder(CausalDecoder):
 
 
 class Jacobi(JacobiDecoder):
-    """`window: fixed` finishes a block of n tokens before the next begins; `running` keeps n drafts before it always.
+    """`window: fixed` finishes a block of n tokens before the next begins; `running` always keeps n drafts ahead.
 
-    The token after a fully accepted block is the next block's first, and with a block whose last token was the one after the
-    accepted drafts, the next block's n drafts go into the very forward that finds its first token: no forward is spent on the
-    seed alone. Drafts never stand beyond the canvas, and the last position is never fed, since nothing comes after it.
-    `block_size: auto` changes n from step to step (block_budget.py), and with it where blocks end.
+    The token after a fully accepted block is the next block's first. If a block ends with the token after the accepted drafts,
+    the next block's n drafts run in the same forward that finds its first token, so no forward is spent on that token alone.
+    Drafts never extend beyond the canvas, and the last position is never fed, since nothing comes after it. `block_size: auto`
+    changes n from step to step (jacobi_size.py), and so where blocks end.
 
-    With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first stood at
+    With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first at
     positions[0], the others after it, up to the end of the block (or window, or the position before the canvas's last).
-    With `window: fixed` block i is [P + i n, P + (i + 1) n) for a prompt of P tokens, and its state in an iteration is what the
+    With `window: fixed` block i is [P + i n, P + (i + 1) n) for a prompt of P tokens. Its state in an iteration is what the
     steps before have committed of it, then `proposed`; the block's first step shows the initial state, and the outcome's
     tokens the fixed point. A canvas of whole blocks and one token more shows every state in full.
     """
@@ -118,7 +118,7 @@ class Jacobi(JacobiDecoder):
         super().__init__(setup, window=most + 1, max_commit=most + 1)
 
     def _advance(self, group: Group) -> None:
-        # A step with prompts says little about the steps after it.
+        # The time of a step with prompts says little about later steps.
         if self.sizes is None or group.fresh or group.joined:
             self._refine(group)
         else:

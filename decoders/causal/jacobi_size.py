@@ -1,12 +1,12 @@
-"""How large a Jacobi block should be: the size with most tokens per second, found while decoding. `block_size: auto`.
+"""Finds the Jacobi block size with the most tokens per second while decoding (`block_size: auto`).
 
-DraftBudget judges a draft by whether it comes true in this forward. A Jacobi draft is also an investment: what a row says is the
-draft of a later iteration, and comes true only if the block stays as large for a few iterations. So sizes are compared as
-wholes: each is kept for some steps, what an iteration wins and how many rows it takes are noted, and the cost table (cost.py)
-says what that takes with as many slots as there are now. One starts from no drafts and one size in the middle and goes on to the
-better neighbours; later a neighbour is tried again now and then, ever more rarely while the same size stays the best. The more
-slots, the smaller the first one: a trial is paid by all of them. What drafts have won or lost in truth is kept beside
-(ledger.py): while trying has cost more than its share of the time, nothing is drafted.
+DraftBudget (engine/budget.py) judges a draft by its acceptance in this forward. A Jacobi draft also helps later: a row's
+prediction is the draft of a later iteration, and is accepted only if the block stays as large for a few iterations. So whole
+sizes are compared: each is kept for some steps, its gain and its rows per iteration are recorded, and the cost table (cost.py)
+gives the seconds for the current number of slots. The search starts with no drafts and one middle size and moves to better
+neighbours; later it tries a neighbour again now and then, ever more rarely while the same size stays the best. With more slots
+the first size is smaller, since all of them pay for a trial. The ledger (ledger.py) records the real gains and losses: while
+trials have cost more than their share of the time, nothing is drafted.
 
 No choice can change a text: the tokens are those of the sequential decoder whatever is drafted.
 """
@@ -24,20 +24,20 @@ from decoders.engine.ledger import Ledger
 SIZES: Final = (0, 2, 4, 8, 16, 32)
 MOST_AUTO: Final = SIZES[-1]
 """The largest block that `auto` chooses."""
-# The first size, and how many drafts it may be in all.
+# The first size, and the bound on its drafts over all slots.
 _FIRST, _FIRST_DRAFTS = 8, 32
-# A trial counts so many iterations, of all slots together, in so many steps; the first ones only fill the block.
+# The iterations (over all slots) and steps of a trial; its first steps only fill the block and do not count.
 _ITERATIONS, _LEAST_STEPS, _MOST_STEPS, _WARM = 64, 4, 16, 2
 _AGAIN_AFTER, _AGAIN_AT_MOST = 64, 1024
-# What drafts must win over none, to be worth trusting estimates.
+# The factor by which drafting must beat not drafting before the estimates are trusted.
 _MARGIN: Final = 1.03
-# What a step, and what a whole trial, counts against all before.
+# The weight of a step, and of a whole trial, in the running means.
 _MEMORY, _TRIAL_WEIGHT = 1 / 32, 1 / 2
 
 
 @dataclass(slots=True)
 class _Known:
-    """What an iteration with blocks of one size wins and takes, per slot; running means."""
+    """Gain and rows of an iteration with blocks of one size, per slot; running means."""
 
     tokens: float
     rows: float
@@ -62,7 +62,7 @@ class JacobiSizes:
         self._ledger, self._plain_s = Ledger(), 0.0
 
     def choose(self, num_slots: int, kv_tokens: int) -> int:
-        """The size for this step, with so many slots that read so many columns."""
+        """Choose the size for this step, given its slots and the columns that they read."""
         self._num_steps += 1
         if not self._ledger.allows(self._plain_s):
             self._trying, self._trial_left = False, 0
@@ -82,7 +82,7 @@ class JacobiSizes:
         return self._size
 
     def observe(self, num_slots: int, rows: int, kv_tokens: int, *, tokens: int, seconds: float) -> None:
-        """The step had so many rows, won so many tokens and took so long."""
+        """Record the step's rows, its committed tokens and its seconds."""
         self.cost.observe(rows, kv_tokens, seconds)
         self._settle(num_slots, kv_tokens, tokens, seconds)
         self._steps_at += 1
@@ -120,7 +120,7 @@ class JacobiSizes:
         return sizes[int(rates.argmax())]
 
     def _to_try(self, best: int, num_slots: int) -> int | None:
-        """A neighbour that was never tried, or the one that was not tried for longest where it is time to; else None."""
+        """A neighbour that was never tried, or the least recently tried one if a retry is due; else None."""
         if len(self._known) == 1:
             return max(size for size in SIZES if size <= max(min(_FIRST, _FIRST_DRAFTS // num_slots), SIZES[1]))
         place = SIZES.index(best)

@@ -1,22 +1,22 @@
-"""`multiblock_jacobi`: Jacobi decoding with several blocks at once, and candidates from what earlier iterations threw away.
+"""`multiblock_jacobi`: Jacobi decoding of several blocks at once, with candidates from rejected drafts.
 
 The undecided columns are cut into blocks of n. The first one not finished is *real-active*: only its tokens are committed. Up
-to K - 1 *pseudo-active* blocks behind it are refined on top of its drafts; what no longer changes there is accepted
+to K - 1 *pseudo-active* blocks after it are refined on top of its drafts; tokens that no longer change are accepted
 provisionally, held fixed, and verified again when the block is promoted. The newest block having ceil(r n) accepted tokens,
 the next one opens. Candidates for the rest of the real-active block, from the sample's n-gram pool, are verified in the same
-forward: same positions, columns of their own behind the chain, the decided prefix shared through visibility.
+forward: at the same positions, in separate columns after the chain, with the decided prefix shared through visibility.
 
     columns     .. D-1 | D .. e-1      e .. e+n-1 ..  end-1 | end .. end+m-1  end+m ..
     hold        decided| real-active   pseudo-active        | candidate 1     candidate 2
     positions   the column itself                           | D .. e-1        D .. e-1
     sees        all columns up to itself                    | columns < D, and its own candidate up to itself
 
-The chain of blocks is one run of drafts, so acceptance goes on into the promoted block within the very forward that finished
-the one before it. Where a candidate wins, its tokens are committed; their keys and values stand in its columns, so the next
-forward runs those tokens once more in their own columns: rows, not forwards.
+The chain of blocks is one run of drafts, so acceptance continues into the promoted block within the same forward that finished
+the block before it. If a candidate wins, its tokens are committed. Their keys and values are in its columns, so the next forward
+runs those tokens again in their own columns; this costs rows, not forwards.
 
-Where the paper leaves room: a pseudo-active block's first token is compared with what the last row before the block says;
-a new block starts from context tokens behind that row's token instead of a shifted copy of the real-active drafts.
+Details that the paper leaves open: a pseudo-active block's first token is compared with the prediction of the last row before
+the block; a new block starts with that row's token and then context tokens, not with a shifted copy of the real-active drafts.
 
 Source: pcLLM, Algorithm 1 and section 3.2. Legend: B slots, T rows of a slot, Q columns from D on, W columns, C candidates,
 M drafts of the real-active block, N = n, K blocks, D hidden width.
@@ -48,18 +48,18 @@ class _Window:
     decided_B: Tensor
     end_B: Tensor
     num_own_B: Tensor
-    """Rows that stand in their own columns."""
+    """Number of rows in their own columns."""
     num_drafts_B: Tensor
     """Drafts of the real-active block."""
     drafts_BQ: Tensor
-    """What stands in the columns from `decided_B` on."""
+    """The tokens in the columns from `decided_B` on."""
     candidates_BCM: Tensor
     num_candidates_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The tokens from D on according to one proposal, the rows that say so, and how many drafts they accept."""
+    """The tokens from D on under one proposal, the rows that predict them, and how many drafts are accepted."""
 
     tokens_BQ: Tensor
     rows_BQ: Tensor
@@ -92,7 +92,7 @@ class MultiblockJacobi(JacobiDecoder):
         self._opened_S[slot] = 1
 
     def _columns(self, length: int) -> int:
-        # Candidates stand behind the chain.
+        # Candidates come after the chain.
         return length + self.most_candidates * self.block_size
 
     def _advance(self, group: Group) -> None:
@@ -109,7 +109,7 @@ class MultiblockJacobi(JacobiDecoder):
         self._finish(
             group, best.tokens_BQ, accepted_B=best.accepted_B, log_p_BQ=log_p_BQ, drafts_BQ=drafts_BQ, fed_B=fed_B
         )
-        # Beyond what the chain itself got right, its columns hold the states of other tokens.
+        # Beyond the chain's accepted drafts its columns hold the states of other tokens.
         state.cached_S[slots_B] = window.decided_B + chain.accepted_B
         self._recycle(slots_B, window, active_B)
         self._hold(slots_B, window, chain)
@@ -181,14 +181,14 @@ class MultiblockJacobi(JacobiDecoder):
         asked_BT = valid_BT & (positions_BT >= decided_B1 - 1)
         return self._ask(group, hidden_BTD, positions_BT + 1, asked_BT)
 
-    # ---- what it says --------------------------------------------------------------------------------------------
+    # ---- its predictions -----------------------------------------------------------------------------------------
 
     def _up_to(self, last_B: Tensor, line: _Line) -> Tensor:
         """Mark the columns D .. D + last, [B, Q]."""
         return torch.arange(line.rows_BQ.shape[1], device=last_B.device) <= last_B.unsqueeze(1)
 
     def _chain(self, window: _Window, said: TargetTokens) -> _Line:
-        """What the rows in their own columns say of the columns from D on."""
+        """The predictions of the rows in their own columns for the columns from D on."""
         fed_B1 = (window.end_B - window.decided_B).unsqueeze(1)
         offsets_Q = torch.arange(window.drafts_BQ.shape[1], device=fed_B1.device)
         rows_BQ = (window.decided_B - 1 - window.start_B).unsqueeze(1) + torch.minimum(offsets_Q, fed_B1)
@@ -196,9 +196,9 @@ class MultiblockJacobi(JacobiDecoder):
         return _Line(tokens_BQ, rows_BQ, leading((tokens_BQ == window.drafts_BQ) & (offsets_Q < fed_B1)))
 
     def _best(self, window: _Window, said: TargetTokens, chain: _Line) -> _Line:
-        """The line of the proposal with most accepted tokens: the chain's own drafts, or the first of the best candidates.
+        """The line of the proposal with the most accepted tokens: the chain's own drafts, or the first of the best candidates.
 
-        Behind the real-active block the chain goes on.
+        After the real-active block the line follows the chain.
         """
         num, length = window.candidates_BCM.shape[1:]
         if not num:
@@ -206,7 +206,7 @@ class MultiblockJacobi(JacobiDecoder):
         drafts_B11 = window.num_drafts_B.view(-1, 1, 1)
         numbers_C1 = torch.arange(num, device=drafts_B11.device).unsqueeze(1)
         steps_M = torch.arange(length, device=drafts_B11.device)
-        # The row of a candidate's draft speaks of the next one; of the first one speaks the last decided token's row.
+        # The row of a candidate's draft predicts the next one; the last decided token's row predicts the first.
         behind_BCM = window.num_own_B.view(-1, 1, 1) + numbers_C1 * drafts_B11 + steps_M - 1
         rows_BCM = torch.where(steps_M == 0, chain.rows_BQ[:, :1].unsqueeze(1), behind_BCM)
         rows_BCM = rows_BCM.clamp(max=said.tokens_BT.shape[1] - 1)
@@ -214,7 +214,7 @@ class MultiblockJacobi(JacobiDecoder):
         right_BCM = (tokens_BCM == window.candidates_BCM) & (steps_M < drafts_B11)
         accepted_BC = leading(right_BCM.flatten(0, 1)).view(-1, num)
         accepted_BC = torch.where(window.num_candidates_B.unsqueeze(1) > numbers_C1.T, accepted_BC, -1)
-        # argmax gives the first of equals, so the chain wins them.
+        # argmax gives the first maximum, so the chain wins ties.
         accepted_B, best_B = torch.cat([chain.accepted_B.unsqueeze(1), accepted_BC], 1).max(1)
         offsets_Q = torch.arange(chain.rows_BQ.shape[1], device=drafts_B11.device)
         other_BQ = (best_B > 0).unsqueeze(1) & (offsets_Q > 0) & (offsets_Q <= window.num_drafts_B.unsqueeze(1))
@@ -225,9 +225,9 @@ class MultiblockJacobi(JacobiDecoder):
     # ---- the blocks ----------------------------------------------------------------------------------------------
 
     def _recycle(self, slots_B: Tensor, window: _Window, active_B: Tensor) -> None:
-        """Push the text of the block that was real-active: what is committed of it, and what was rejected behind that.
+        """Push the text of the block that was real-active: its committed tokens and the rejected ones after them.
 
-        The rejected tail is the next iterate, so iterates and tails are one run each time, of which the latest stay.
+        The rejected tail is the next iterate, so each time both are one run; the pool keeps the latest runs.
         """
         if self.most_candidates:
             first_B = self.state.prompt_S[slots_B] + active_B * self.block_size
@@ -245,7 +245,7 @@ class MultiblockJacobi(JacobiDecoder):
         return pseudo_BQ & (places_BQ % self.block_size < self._held_SK[slots_B].gather(1, blocks_BQ % self.blocks))
 
     def _hold(self, slots_B: Tensor, window: _Window, chain: _Line) -> None:
-        """Accept provisionally, in every block that is still pseudo-active, the drafts that the chain's rows repeat."""
+        """In every pseudo-active block, accept provisionally the drafts that equal the predictions of the chain's rows."""
         state, n = self.state, self.block_size
         blocks_BK = (self._active(slots_B) + 1).unsqueeze(1) + torch.arange(self.blocks - 1, device=slots_B.device)
         pseudo_BK = blocks_BK < self._opened_S[slots_B].unsqueeze(1)

@@ -1,4 +1,4 @@
-"""The n-gram pool of rejection recycling: token runs that a sample's Jacobi iterations threw away, and what they propose.
+"""The n-gram pool of rejection recycling: token runs rejected in a sample's Jacobi iterations, and their proposals.
 
 Knows nothing of models or blocks. Every sample has its own pool, which lives in columns of the slot state and moves with it.
 
@@ -35,7 +35,7 @@ class NgramPool:
         run_BG = run_BG * (torch.arange(self._longest, device=run_BG.device) < lengths_B.unsqueeze(1))
         runs_BPG, lengths_BP = self._runs_SPG[slots_B], self._lengths_SP[slots_B]
         same_BP = (runs_BPG == run_BG.unsqueeze(1)).all(2) & (lengths_BP == lengths_B.unsqueeze(1))
-        # Whatever stood before the run's old place, or everything but the last, moves back by one.
+        # Runs before the run's old place (or all but the last run) move back by one.
         place_B = torch.where(same_BP.any(1), same_BP.to(torch.int8).argmax(1), self._size - 1)
         places_P = torch.arange(self._size, device=slots_B.device)
         source_BP = places_P - (places_P <= place_B.unsqueeze(1)).to(torch.int64)
@@ -54,8 +54,8 @@ class NgramPool:
     ) -> tuple[Tensor, Tensor]:
         """Return up to `most` different proposals [B, C, M] for what follows the token `last_B`, and their number [B].
 
-        A run proposes what follows the first place of the token in it, cut to the number of drafts or filled up with the
-        drafts that stand there. None equals the drafts themselves.
+        A run proposes the tokens after its first occurrence of `last_B`, cut to the number of drafts or filled up with the
+        current drafts. Proposals that equal the drafts themselves are left out.
         """
         proposals_BPM, free_BP = self._proposals(slots_B, last_B, drafts_BM)
         counted_BPM = (torch.arange(drafts_BM.shape[1], device=slots_B.device) < num_drafts_B.unsqueeze(1)).unsqueeze(1)

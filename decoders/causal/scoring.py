@@ -36,13 +36,13 @@ class Scorer(SlotDecoder):
         self._scores: dict[int, NDArray[np.float32]] = {}
 
     def _needs_slot(self, request: Request) -> bool:
-        """Every request takes one forward, though nothing is to be filled."""
+        """Give each request a slot, although nothing is to be filled: scoring takes one forward."""
         return True
 
     def _start(self, slot: int, request: Request) -> None:
         first = request.score_from
         if first is None or not 1 <= first < len(request.canvas) or bool((request.canvas < 0).any()):
-            raise ValueError("a text to score has no holes, and a token in front of the first one that is scored")
+            raise ValueError("a text to score must have no holes, and a token before the first scored one")
         super()._start(slot, request)
         self.state.prompt_S[slot] = self.state.decided_S[slot] = first
 

@@ -1,4 +1,4 @@
-"""Settings of the decoders of causal models, and of what drafts for them. Pure pydantic, without torch."""
+"""Settings of the causal decoders and their drafters. Pydantic only, no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AutoregressiveSettings(DecoderChoice):
 
 
 class DrafterPlace(Settings):
-    """Where a model that drafts is: a masked-diffusion model with the same vocabulary."""
+    """The path of a drafting model: a masked-diffusion model with the same vocabulary."""
 
     path: str = Field(min_length=1)
     revision: str | None = None
@@ -38,7 +38,7 @@ class ModelDrafter(DrafterPlace):
 
 
 class NgramDrafter(Settings):
-    """Prompt look-up: what followed the last occurrence of the last `max_n` (down to `min_n`) tokens drafts."""
+    """Prompt look-up: drafts the tokens after the last occurrence of the last `max_n` (down to `min_n`) tokens."""
 
     kind: Literal["ngram"]
     max_n: int = Field(default=3, ge=1, le=16)
@@ -70,9 +70,9 @@ class SpeculativeSettings(DecoderChoice):
 class SpecDiffSettings(DecoderChoice):
     """Speculative decoding of a causal model whose drafts a masked-diffusion model fills in (SpecDiff).
 
-    Up to `gamma` masks behind the text are revealed in at most `steps` forwards: from left to right, or in the random order of
+    Up to `gamma` masks after the text are revealed in at most `steps` forwards: from left to right, or in the random order of
     diffusion (`native`), which under sampling.acceptance 'rejection' is lossy. The drafter's window is the text and the masks
-    (`short`), or of the length it was trained on, the tail left masked (`full`). A draft head corrects each draft for those
+    (`short`), or has the length it was trained on, with masks at the end (`full`). A draft head corrects each draft for those
     that were revealed before it in the same forward; there is none for the native order.
     """
 
@@ -107,7 +107,7 @@ class SpecDiffSettings(DecoderChoice):
         return "none" if self.order == "native" else self.head
 
     def check_drafter(self, drafter: ModelInfo) -> None:
-        """Raise ValueError where a full window is asked for and nobody knows how long that is."""
+        """Raise ValueError if a full window is requested and its length is unknown."""
         if self.window == "full" and drafter.max_length is None:
             raise ValueError(
                 "decoder.window: 'full' is the length that the drafter was trained on, which its config.json doesn't say; "

@@ -1,8 +1,8 @@
 """`specdiff`: speculative decoding with a masked-diffusion model as the drafter.
 
-The loop is that of `speculative`, the drafts are those of diffusion_drafter.py: many in few forwards, since a diffusion model
-fills all masks at once. So drafts are long, and what they cost depends on the steps rather than on their number. With a draft
-head they are drawn one after the other, each from a law that knows those before it.
+The loop is that of `speculative`. The drafts come from diffusion_drafter.py: many in few forwards, since a diffusion model
+fills all masks at once. So drafts are long, and their cost depends on the steps rather than on their number. With a draft
+head they are drawn one after the other, each given those before it.
 
 Source: Christopher et al., "Speculative Diffusion Decoding" (2025).
 """
@@ -23,9 +23,9 @@ MOST_AUTO: Final = 48
 
 
 class SpecDiff(DraftAndVerify):
-    """`drafter` is the diffusion model, `drafter_info` what is known of it, `heads` (or None) its draft head.
+    """`drafter` is the diffusion model, `drafter_info` describes it, `heads` (or None) is its draft head.
 
-    ValueError where its window can't be full.
+    Raises ValueError if `window: full` is impossible with it.
     """
 
     def __init__(self, setup: Setup, settings: SpecDiffSettings) -> None:

@@ -1,15 +1,15 @@
-"""`speculative`: drafts from a small model or from the text so far, judged by one forward of the target.
+"""`speculative`: drafts from a small model or from the text so far, verified in one forward of the target.
 
     tokens      .. the | cat  sat  in              D tokens decided, three drafts
-    target says    cat | sat  on   .               the row of each token says what comes after it
-    committed   .. the   cat  sat  on |            two drafts accepted, `in` replaced; were it right, `.` would be the bonus
+    target says    cat | sat  on   .               the row of each token predicts the next one
+    committed   .. the   cat  sat  on |            two drafts accepted, `in` replaced; with `in` accepted, `.` would be the bonus
 
 The first forward runs the prompt and the first drafts together, so a sample never needs more forwards than `autoregressive`.
-A slot with fewer drafts has fewer rows; a step without any is a plain one. Drafts never reach beyond the canvas: there is
-always a place for the token after them. Under `coupled` acceptance the text is the sequential one whatever is drafted; under
-`rejection` it has the sequential law.
+A slot with fewer drafts has fewer rows; a step without drafts is an autoregressive one. Drafts never reach the canvas's end:
+there is always a place for the token after them. Under `coupled` acceptance the text is the sequential one whatever is drafted;
+under `rejection` it has the sequential law.
 
-DraftAndVerify is all of this for any source of drafts (causal_drafters.py; specdiff.py has another one).
+DraftAndVerify does all of this for any source of drafts (drafters.py; specdiff.py uses diffusion_drafter.py).
 
 Sources: Leviathan et al., 2023; Chen et al., 2023. Legend: B slots, T rows of a slot, A = most drafts + 1, K drafts, R flat
 rows, D width, V vocabulary.
@@ -36,7 +36,7 @@ from decoders.engine.state import Group, Resident
 
 
 class DraftAndVerify(CausalDecoder):
-    """Judges what `drafter`, which a subclass sets, drafts: up to `asked` tokens an iteration, with 'auto' `most_auto`."""
+    """Verifies the drafts of `drafter`, which a subclass sets: up to `asked` tokens per iteration, with 'auto' `most_auto`."""
 
     drafter: CausalDrafter
 
@@ -52,7 +52,7 @@ class DraftAndVerify(CausalDecoder):
 
     def _advance(self, group: Group) -> None:
         if self.budget is not None and not self.budget.open(fresh=group.fresh):
-            # Drafts don't pay: a step is then exactly that of the baseline.
+            # Drafts don't pay: the step is then exactly that of the baseline.
             self.budget.pass_by()
             with self._timed(group):
                 self._advance_by_one(group)
@@ -74,7 +74,7 @@ class DraftAndVerify(CausalDecoder):
         return self.drafter.draft(group, most_B, lambda most_B: self._allot(group, most_B))
 
     def _window(self, slots_B: Tensor, decided_B: Tensor, counts_B: Tensor) -> Window:
-        """The drafts of every slot, and a row more for the token after them."""
+        """The drafts of every slot, and one more row for the token after them."""
         offsets_A = torch.arange(int(counts_B.max()) + 1, device=slots_B.device)
         valid_BA = offsets_A <= counts_B.unsqueeze(1)
         ranks_BA = decided_B.unsqueeze(1) + torch.where(valid_BA, offsets_A, 0)
@@ -96,7 +96,7 @@ class DraftAndVerify(CausalDecoder):
         self._close(group, window, counts_B, accepted_B)
 
     def _close(self, group: Group, window: Window, counts_B: Tensor, accepted_B: Tensor) -> None:
-        """Count the iteration. A stop takes back all that comes after it, drafts that were proposed included."""
+        """Count the iteration. A stop drops everything after it, also from the count of proposed drafts."""
         stopped_B = self._finish_S[group.index_B] != 0
         proposed_B = torch.where(stopped_B, torch.minimum(window.num_drafts_B, counts_B), window.num_drafts_B)
         accepted_B = torch.minimum(accepted_B, counts_B)
@@ -113,7 +113,7 @@ class DraftAndVerify(CausalDecoder):
         self.drafter.start(slot)
 
     def slot_bytes(self, num_columns: int) -> int:
-        """See SlotDecoder: besides, what the drafter keeps."""
+        """See SlotDecoder; adds the drafter's bytes."""
         return super().slot_bytes(num_columns) + self.drafter.slot_bytes(num_columns)
 
     def _allocate(self, num_slots: int, num_columns: int) -> None:
@@ -125,7 +125,7 @@ class DraftAndVerify(CausalDecoder):
         self.drafter.move(source, target)
 
     def _count(self, group: Group) -> None:
-        """A drafter's forwards are forwards: their seconds count, their rows and lanes do not."""
+        """Add the drafter's forwards and seconds; its rows and lanes do not count."""
         super()._count(group)
         self.stats.forward_s += self.drafter.forward_s
 
@@ -137,7 +137,7 @@ class DraftAndVerify(CausalDecoder):
 
 
 class Speculative(DraftAndVerify):
-    """`drafter` is the small model where the settings ask for one; `drafter_info` says how long a text it takes."""
+    """`drafter` is the small model if the settings name one; `drafter_info` gives the longest text that it takes."""
 
     def __init__(self, setup: Setup, settings: SpeculativeSettings) -> None:
         super().__init__(setup, settings.k)
