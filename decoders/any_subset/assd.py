@@ -7,8 +7,8 @@ phase share one forward, so that no sample waits for another.
     DRAFT    last decided token    ranks n .. n+k-1, limit n      drafts; at rank n the target's own token
     VERIFY   drafts but the last   ranks n+1 .. n+D-1, own rank   accepted drafts, then the recovered token
 
-The first self-draft comes from the very row that would verify it, so it is accepted by construction, without a comparison
-of floats; a window of one needs no density forward. With `head`, the rows behind the first are corrected by a draft head.
+The first self-draft comes from the same row that would verify it, so it is accepted by construction, without a comparison
+of floats; a window of one needs no density forward. With `head`, a draft head corrects the rows after the first.
 
 Source: Guo and Ermon, ASSD, Algorithms 1 and 2 (its line 9 means N - 1). Legend: B slots, D drafts, K most drafts, V vocabulary.
 """
@@ -34,7 +34,7 @@ _VERIFY: Final = 1
 
 
 class AssdDecoder(AnySubsetDecoder):
-    """`assd` with `fused: none`; `heads` is None where no draft head is to be used."""
+    """`assd` with `fused: none`; `heads` is None without a draft head."""
 
     def __init__(self, setup: Setup, settings: AssdSettings) -> None:
         self.k, self.ngram = MOST_AUTO if settings.k == "auto" else settings.k, settings.drafter == "ngram"
@@ -50,7 +50,7 @@ class AssdDecoder(AnySubsetDecoder):
         self._first_log_p_S = self.state.column(dtype=torch.float64)
 
     def _make_budget(self) -> DraftBudget:
-        """A window of 1 + e drafts: what an iteration takes of the model, counting its content and query rows."""
+        """The cost of an iteration with a window of 1 + e drafts, in content and query rows."""
         extra = range(self.k)
         if self.ngram:
             return DraftBudget(self.state, self.k - 1, rows=[2 * e + 2 for e in extra])
@@ -71,7 +71,7 @@ class AssdDecoder(AnySubsetDecoder):
         first_B = torch.where(verify_B, self._num_sure_S[slots_B], 0)
         last_B = drafts_B if bool(verify_B.all()) else torch.where(verify_B, drafts_B, self._lengths(group))
         if self.budget is not None and int((last_B + verify_B).max()) == 1:
-            # Nobody drafts ahead: this is sequential decoding, and costs no more than that.
+            # No drafts: this is sequential decoding, at the same cost.
             self._decide_next(group, num_drafts=1)
             return
         offsets_K = torch.arange(int((last_B - first_B).max()), device=state.device)
@@ -150,7 +150,7 @@ class AssdDecoder(AnySubsetDecoder):
             left_B = (positions_B - 1).clamp(min=0)
             has_left_B = (positions_B > 0) & known_BP[each_B, left_B]
             counts = ngram_counts(canvas_BP, decided_BP, drafted_BP[each_B, left_B], has_left_B, self.info.vocab_size)
-            # With nothing decided anywhere there is nothing to count: any law will do, so take the uniform one.
+            # Nothing is decided anywhere, so there is nothing to count: use the uniform distribution.
             counts = torch.where(counts.sum(1, keepdim=True) > 0, counts, torch.ones_like(counts))
             law_BV, tokens_B = draw(counts.log().to(self.law_dtype), ranks_B)
             state.tokens_SW[slots_B[inside_B], ranks_B[inside_B]] = tokens_B[inside_B]
@@ -163,7 +163,7 @@ class AssdDecoder(AnySubsetDecoder):
     # ---- verification --------------------------------------------------------------------------------------------
 
     def _verify(self, group: Group, hidden_BKD: Tensor, valid_BK: Tensor, ranks_BK: Tensor) -> None:
-        """Settle the drafts that are not sure, and commit the accepted ones and what replaces the first rejected."""
+        """Verify the uncertain drafts; commit the accepted ones and the token that replaces the first rejected one."""
         state, slots_B = self.state, group.index_B
         decided_B, num_drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
         sure_B = self._num_sure_S[slots_B]
@@ -185,7 +185,7 @@ class AssdDecoder(AnySubsetDecoder):
         self._finish_round(group, tokens_BK, counts_B, log_p_BK, accepted_B)
 
     def _laws(self, slots_B: Tensor, sure_B: Tensor) -> Tensor | None:
-        """The draft laws of the rows to be settled: shifted by one where the first draft is sure."""
+        """The draft distributions of the rows to verify: shifted by one where the first draft is certain."""
         if self._draft_laws is None:
             return None
         offsets_K = torch.arange(self.k, device=self.state.device)
@@ -196,7 +196,7 @@ class AssdDecoder(AnySubsetDecoder):
     def _put_sure_first(
         self, slots_B: Tensor, decided_B: Tensor, sure_B: Tensor, tokens_BK: Tensor, log_p_BK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Shift the settled tokens right by one where the first draft was sure, and put that draft before them."""
+        """Shift the verified tokens right by one where the first draft was certain, and put that draft before them."""
         first_B1 = self.state.tokens_SW[slots_B].gather(1, decided_B.unsqueeze(1))
         shifted_BT = torch.cat([first_B1, tokens_BK], 1)
         shifted_log_p_BT = torch.cat([self._first_log_p_S[slots_B].unsqueeze(1), log_p_BK], 1)
@@ -217,11 +217,11 @@ class AssdDecoder(AnySubsetDecoder):
         every_B = torch.ones_like(counts_B, dtype=torch.bool)
         self._close_iteration(group, counts_B, num_drafts_B, accepted_B, every_B)
         if self.budget is not None:
-            # The first token of an iteration costs what the sequential one does; what the others brought is the gain.
+            # The first token of an iteration costs what a sequential one does; the others are the gain.
             self.budget.learn(slots_B, num_drafts_B - 1, counts_B - 1)
         self._phase_S[slots_B] = _DRAFT
         self._trace(group, proposed, num_drafts_B, before_B, every_B)
 
     def _proposed(self, slots_B: Tensor, before_B: Tensor) -> Tensor:
-        """The drafts as they stand in the state, [B, K]; only traces read them."""
+        """The drafts in the state, [B, K]; only traces read them."""
         return self._tokens_from(slots_B, before_B, self.k)

@@ -1,4 +1,4 @@
-"""Any-subset models without speculation: `any_subset`, one token a forward, and `parallel`, all holes at once.
+"""Any-subset decoders without speculation: `any_subset` (one token per forward) and `parallel` (all holes at once).
 
 `any_subset` is the baseline that the speculative decoders must equal. `parallel` draws every hole independently given the
 prompt: one forward, and lossy, since holes do not see each other.
@@ -28,7 +28,7 @@ from decoders.engine.state import Group, Resident, Wide
 
 
 class AnySubsetDecoder(SlotDecoder):
-    """What the decoders of any-subset models share: building a forward from what is cached and what is asked."""
+    """Shared by the any-subset decoders: building a forward from cached columns and queries."""
 
     backbone: Backbone
 
@@ -64,7 +64,7 @@ class AnySubsetDecoder(SlotDecoder):
         return hidden_BQD
 
     def _kept_laws(self, num_drafts: int) -> Wide:
-        """Room for the laws of each slot's drafts, which the rejection rule asks for."""
+        """Bytes of the distributions of each slot's drafts, which the rejection rule needs."""
         return self.state.wide(num_drafts, self.info.vocab_size, dtype=self.law_dtype)
 
     def _longest(self, group: Group) -> int:
@@ -72,7 +72,7 @@ class AnySubsetDecoder(SlotDecoder):
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
 
     def _decide_next(self, group: Group, num_drafts: int = 0) -> None:
-        """One forward, one token a slot, the target's own; it counts as so many drafts, all of them accepted."""
+        """One forward and one target token per slot; counts it as `num_drafts` accepted drafts."""
         state, slots_B = self.state, group.index_B
         decided_B = state.decided_S[slots_B]
         ranks_B1 = decided_B.unsqueeze(1)
@@ -87,7 +87,7 @@ class AnySubsetDecoder(SlotDecoder):
 
     @contextmanager
     def _timed_drafts(self, num_slots: int, num_drafts: int) -> Iterator[None]:
-        """Tell the budget what the enclosed drawing of drafts took, in a step that is `_timed`."""
+        """Report the seconds of the enclosed drawing of drafts to the budget, in a step that is `_timed`."""
         began_s = time.perf_counter()
         yield
         if self.budget is not None and num_drafts:
@@ -114,7 +114,7 @@ class Sequential(AnySubsetDecoder):
 
 
 class Parallel(AnySubsetDecoder):
-    """All holes in one forward, each from its law given the prompt alone; the log-probability of the result is not known."""
+    """All holes in one forward, each given the prompt alone; the log-probability of the result is unknown."""
 
     def __init__(self, setup: Setup, settings: ParallelSettings) -> None:
         super().__init__(setup)

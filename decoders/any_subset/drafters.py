@@ -1,4 +1,4 @@
-"""Where drafts come from: the context n-gram, and draft heads rolled over the ranks of a window.
+"""Drafters of the any-subset decoders: the context n-gram, and draft heads that step over the ranks of a window.
 
 Drafters only propose: they return tokens and the law q they were drawn from. Knows nothing of acceptance rules.
 
@@ -24,7 +24,7 @@ Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Proposed tokens [B, K], and the log laws they were drawn from, one [B, V] a rank."""
+    """Proposed tokens [B, K], and the log-probabilities they were drawn from, one [B, V] per rank."""
 
     tokens_BK: Tensor
     laws: list[Tensor]
@@ -43,10 +43,10 @@ def stack_drafts(tokens: list[Tensor], laws: list[Tensor]) -> Drafts:
 
 
 def ngram_counts(canvas_BP: Tensor, decided_BP: Tensor, left_B: Tensor, has_left_B: Tensor, vocab_size: int) -> Tensor:
-    """Return how often each token follows `left_B` among decided neighbours, or, where never, how often it occurs; [B, V].
+    """Return how often each token follows `left_B` among decided neighbours, or, if none does, how often it occurs; [B, V].
 
     ASSD's Algorithm 2. Its Eq. 23 divides by the count of the left token, which includes occurrences at the end or before a
-    hole; counting pairs alone makes the row a law. `canvas_BP` holds tokens by position, `decided_BP` says which count.
+    hole; counting pairs alone makes the row sum to one. `canvas_BP` holds tokens by position, `decided_BP` marks the decided.
     Drafted tokens never count. A row in which nothing is decided is all zero.
     """
     weights = decided_BP.to(torch.float64)

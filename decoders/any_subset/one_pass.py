@@ -1,7 +1,7 @@
-"""One-pass any-subset speculation: one forward verifies the current drafts and brings the proposals for the next window.
+"""One-pass any-subset speculation: one forward verifies the drafts and makes the proposals for the next window.
 
 Speculative acceptance is exact for any proposal that is known when the draft is drawn, so the rows that propose may be stale:
-computed without the tokens that this very forward decides. n = first undecided rank, D drafts at ranks n .. n+D-1.
+computed without the tokens that this forward decides. n = first undecided rank, D drafts at ranks n .. n+D-1.
 
     rows           rank        limit   for
     content        n-1 .. n+D-1  own   the last decided token and the drafts
@@ -12,7 +12,7 @@ S is 0..D with `rows: all`, {0, D} with `rows: ends`. A Markov draft head correc
 `fused: chain` has no stale rows: a recurrent head rolls on from the verification row that decided the last token.
 Every forward decides at least one token, so NFE <= number of holes.
 
-Beyond the paper (ASSD pays two forwards an iteration); the law is the sequential one by the same argument as in Leviathan et
+Beyond the paper (ASSD needs two forwards per iteration). The distribution is sequential by the argument of Leviathan et
 al. (2023). Legend: B slots, D drafts, K drafts of a window, Q query rows, V vocabulary.
 """
 
@@ -49,7 +49,7 @@ class _Layout:
         return self.depth + 1
 
     def reaches(self) -> list[int]:
-        """How many ranks beyond its cut the stale rows of each cut go; with `ends`, cut 0 serves every early end."""
+        """How many ranks beyond its cut the stale rows of each cut reach; with `ends`, cut 0 serves every early end."""
         if self.chain:
             return []
         first = self.reach + max(self.depth - 1, 0) if self.ends and self.reach else self.reach
@@ -94,7 +94,7 @@ class OnePassDecoder(AnySubsetDecoder):
     def _num_rows(self, num_drafts: int) -> int:
         """Content and query rows of an iteration in the middle of a sample whose windows have so many drafts."""
         layout = _Layout(num_drafts, num_drafts, self._ends, self._chain)
-        # Of the cuts between the ends, `ends` asks for none.
+        # `ends` has no cuts between the two ends.
         stale = layout.reaches() if not self._ends else layout.reaches()[:: max(num_drafts, 1)]
         return 2 * layout.num_checks + sum(stale)
 
@@ -105,10 +105,10 @@ class OnePassDecoder(AnySubsetDecoder):
     def _run_pass(self, group: Group) -> None:
         state, slots_B = self.state, group.index_B
         decided_B, num_drafts_B = state.decided_S[slots_B], self._num_drafts_S[slots_B]
-        # At least one token is decided by this forward; the next window can hold what is left after it.
+        # This forward decides at least one token; the next window can hold the remaining ones.
         next_B = self._allot(group, (state.length_S[slots_B] - decided_B - 1).clamp(max=self.k))
         if self.budget is not None and not bool((num_drafts_B + next_B).any()):
-            # Nobody drafts: this is sequential decoding, and costs no more than that.
+            # No drafts: this is sequential decoding, at the same cost.
             self._decide_next(group)
             return
         layout = _Layout(int(num_drafts_B.max()), int(next_B.max()), self._ends, self._chain)
@@ -124,7 +124,7 @@ class OnePassDecoder(AnySubsetDecoder):
     def _queries(
         self, layout: _Layout, slots_B: Tensor, decided_B: Tensor, num_drafts_B: Tensor, next_B: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (ranks, limits, valid) of all query rows, [B, Q]; a slot takes those that some end of its window needs."""
+        """Return (ranks, limits, valid) of all query rows, [B, Q]; valid are those that some end of the slot's window needs."""
         offsets_Q, staleness_Q = layout.table(decided_B.device)
         ranks_BQ = decided_B.unsqueeze(1) + offsets_Q
         cut_Q, drafts_B1, next_B1 = offsets_Q - staleness_Q, num_drafts_B.unsqueeze(1), next_B.unsqueeze(1)
@@ -170,7 +170,7 @@ class OnePassDecoder(AnySubsetDecoder):
     # ---- the next window -----------------------------------------------------------------------------------------
 
     def _propose(self, layout: _Layout, hidden_BQD: Tensor, window: Window, accepted_B: Tensor, next_B: Tensor) -> None:
-        """Draft the ranks after the token just decided, from the rows that this forward brought for this end."""
+        """Draft the ranks after the token just decided, from this forward's rows for this end of the window."""
         state = self.state
         remaining_B = (state.length_S - state.decided_S)[window.slots_B]
         num_drafts_B = torch.minimum(remaining_B, next_B)
@@ -185,7 +185,7 @@ class OnePassDecoder(AnySubsetDecoder):
             self._draft_laws.data[window.slots_B[going_B], : law_BKV.shape[1]] = law_BKV
 
     def _roll(self, layout: _Layout, hidden_BQD: Tensor, window: Window, accepted_B: Tensor, going_B: Tensor) -> Drafts:
-        """Draft `reach` ranks for the slots where `going_B`, of which some may get fewer."""
+        """Draft `reach` ranks, or fewer, for the slots where `going_B`."""
         slots_B, before_B, accepted_B = window.slots_B[going_B], window.when_B[going_B], accepted_B[going_B]
         decided_B, hidden_BQD = self.state.decided_S[slots_B], hidden_BQD[going_B]
         roller = HeadRoller(self.counting, self.state, slots_B, self._draw(slots_B, decided_B))

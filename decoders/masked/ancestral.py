@@ -1,19 +1,19 @@
-"""`ancestral`: masked diffusion backwards in time, as MDLM and SEDD were trained: what is revealed when is left to chance.
+"""`ancestral`: masked diffusion backwards in time (MDLM, SEDD); each step reveals masks at random.
 
     time      t_0 = that of the canvas's own share of masks .. t_1 .. t_2 ..    t_steps = 1e-5 | the rest at once
-    masks     each is revealed with the predictor's chance in every step, and then has the law of its logits
+    masks     each is revealed with the predictor's chance in every step, with a token drawn from its logits
 
     ddpm      (MDLM) the chance is (t - s) / t, whatever the model says
-    analytic  (SEDD) the chance is what its scores sum to, over a step of the noise
+    analytic  (SEDD) the chance is the sum of the scores, over a step of the noise
     euler     (SEDD) the same, to first order in the time
 
 A mask draws one uniform number a step, and its token with the noise of its position, so a sample is a function of its key.
-With ddpm nobody has to ask the model when a mask is revealed: a step that reveals nothing needs no forward, so a sample takes
-one forward for each step that reveals something, the rest at the end included. With scores each step takes one.
+With ddpm the chance does not depend on the model. A step that reveals nothing needs no forward, so a sample takes one forward
+for each step that reveals something, the last one included. With scores each step takes one.
 
 Differs from the public samplers on purpose: a canvas with a prompt starts at its own share of masks instead of at time 1; the
-last masks are drawn like all others instead of by an argmax (MDLM); races of float32 numbers, which lower the temperature, are
-the noise field's draws; temperature, top-k and top-p warp the law of a token, never the chance of being revealed.
+last masks are drawn like all others instead of by an argmax (MDLM); float32 exponential races, which lower the temperature, are
+replaced by the noise field; temperature, top-k and top-p warp the token's distribution, never the chance of being revealed.
 
 Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), section 3.2; Lou et al., "Discrete
 Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), section 4.
@@ -39,7 +39,7 @@ from decoders.masked.rows import Nodes, lay
 from decoders.masked.settings import AncestralSettings
 
 LAST_TIME: Final = 1e-5
-"""Where the steps end; what is still masked then is revealed at once."""
+"""The time at which the steps end; the remaining masks are then revealed at once."""
 
 
 class Ancestral(MaskedDecoder):
@@ -61,7 +61,7 @@ class Ancestral(MaskedDecoder):
         self._first_time_S[slot] = time_of_share(share).clamp(min=2 * LAST_TIME)
 
     def _time(self, steps: Tensor, slots_B: Tensor) -> Tensor:
-        """The time at which each step (int64 [B] or [B, W]) begins, float64; the last step of all begins where the others end."""
+        """The start time of each step (int64 [B] or [B, W]), float64; the last step starts at the end time of the others."""
         first_B = self._first_time_S[slots_B].view(-1, *[1] * (steps.dim() - 1))
         return first_B + (LAST_TIME - first_B) * steps.clamp(max=self.num_steps) / self.num_steps
 
@@ -84,14 +84,14 @@ class Ancestral(MaskedDecoder):
         self._tell(group, revealed_BW, hidden_RD)
 
     def _run(self, group: Group, nodes: Nodes, time_B: Tensor) -> Tensor:
-        """One forward of whole canvases at the noise of their times; the states that speak of each position, [B, W, D]."""
+        """One forward of whole canvases at the noise of their times; the states that predict each position, [B, W, D]."""
         laid = lay(nodes, self.mask_id)
         sigma_BT = total_noise(time_B).unsqueeze(1).expand_as(laid.rows.tokens_BT)
         hidden_BTD = self.counting.forward(replace(laid.rows, sigma_BT=sigma_BT), group.slots)
         return hidden_BTD.flatten(0, 1)[laid.place_NW]
 
     def _drawn_steps(self, slots_B: Tensor, masked_BW: Tensor) -> Tensor:
-        """The step that reveals each mask, int64 [B, W]; beyond all others where there is none.
+        """The step that reveals each mask, int64 [B, W]; beyond all steps where there is no mask.
 
         Chances of (t - s) / t in every step from t_0 on make the time at which a mask is revealed uniform between 0 and t_0.
         """
@@ -127,7 +127,7 @@ class Ancestral(MaskedDecoder):
         return chance_by_scores(scores_RV, self.mask_id, self.predictor == "euler", time_R, later_R)
 
     def _tell(self, group: Group, revealed_BW: Tensor, hidden_RD: Tensor) -> None:
-        """Draw the tokens of what is revealed, from left to right."""
+        """Draw the revealed tokens, from left to right."""
         row_R, position_R = revealed_BW.nonzero(as_tuple=True)
         tokens_BW = torch.zeros_like(revealed_BW, dtype=torch.int64)
         log_p_BW = torch.zeros_like(revealed_BW, dtype=torch.float64)

@@ -1,13 +1,13 @@
-"""The canvases of masked diffusion: one row a slot, one column a position, HOLE where a mask still stands.
+"""The canvases of masked diffusion: one row per slot, one column per position, HOLE at remaining masks.
 
 A canvas is cut into blocks of `block_length` positions, the first of which begins at the first hole, so that the blocks of a
-completion are those of the public code; where `block_length` is None the whole canvas is one block. Holes may stand anywhere;
-what is not masked belongs to no one's business.
+completion are those of the public code; if `block_length` is None the whole canvas is one block. Holes may be anywhere;
+positions without a mask are never changed.
 
     position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11        block_length 4, the first hole at 3
     block       0 0 0   0 0 0 0   1 1 1 1    2
 
-Also says which positions come next: the masked ones of the first block that has any. Knows nothing of models.
+Also finds the positions that come next: the masks of the first block that has any. Knows nothing of models.
 
 Legend: S all slots, B slots of this step, N canvases of a forward, W positions.
 """
@@ -29,9 +29,9 @@ class CanvasState:
         empty = torch.zeros(state.num_slots, 0, dtype=torch.int64, device=state.device)
         self.tokens_SW, self.log_p_SW = empty, empty.to(torch.float64)
         self.commits_SW = empty
-        """How many iterations revealed so many tokens."""
+        """Histogram: how many iterations revealed each number of tokens."""
         self.drafts_SW, self.draft_sure_SW = empty, empty.to(torch.float64)
-        """What was last said of masks, and how surely; -inf where nothing was."""
+        """The last predictions for masks, and their confidences; -inf without a prediction."""
         self.origin_S, self.num_blocks_S = state.column(), state.column()
 
     def start(self, slot: int, request: Request) -> None:
@@ -49,7 +49,7 @@ class CanvasState:
         self.num_blocks_S[slot] = len(torch.unique((holes - holes[0]) // size))
 
     def _widen(self, length: int) -> None:
-        # One column more than the canvas: all of it may be revealed at once.
+        # One more column than positions: an iteration may reveal 0 to `length` tokens.
         extra = length + 1 - self.tokens_SW.shape[1]
         if extra > 0:
             self.tokens_SW, self.log_p_SW, self.commits_SW, self.drafts_SW, self.draft_sure_SW = (
@@ -81,7 +81,7 @@ class CanvasState:
 
 
 def first_block(masked_NW: Tensor, blocks_NW: Tensor) -> Tensor:
-    """The first block of each canvas that has a mask, int64 [N]; a block beyond all others where none is left."""
+    """The first block of each canvas that has a mask, int64 [N]; a block beyond all others if no mask remains."""
     beyond = torch.iinfo(torch.int64).max
     return torch.where(masked_NW, blocks_NW, beyond).amin(1)
 

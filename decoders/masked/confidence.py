@@ -1,12 +1,12 @@
-"""What a forward says about masked positions: a token for each, how sure the model is of it, and its log-probability.
+"""Reads masked positions of a forward: a token for each, the model's confidence in it, and its log-probability.
 
-Confidences are taken from the untempered law of the model, in float64, after what can't be generated was suppressed; only
-the token itself is drawn from the warped law. Pure functions over rows.
+Confidences come from the untempered distribution of the model, in float64, without the suppressed ids; only
+the token itself is drawn from the warped distribution. Pure functions over rows.
 
     top1      p(token)               LLaDA's low_confidence, Dream's maskgit_plus
     margin    p of the best token - p of the second best
     entropy   sum p log p            the negative entropy
-    random    a uniform number of the position's own: an order that is chosen before the text
+    random    a uniform number of the position: an order that does not depend on the text
 
 Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025).
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one forward says of the positions that were asked, [N, W]; `confidence_NW` is -inf at all others."""
+    """The predictions of one forward for the requested positions, [N, W]; `confidence_NW` is -inf at all others."""
 
     tokens_NW: Tensor
     confidence_NW: Tensor
@@ -40,12 +40,12 @@ class Reading:
         return self.tokens_NW.gather(1, positions_NT), self.log_p_NW.gather(1, positions_NT)
 
     def best(self, among_NW: Tensor) -> Tensor:
-        """The position of the highest confidence among the marked ones, the lowest of equals, [N]."""
+        """The position of the highest confidence among the marked ones, the lowest on ties, [N]."""
         return self.confidence_NW.masked_fill(~among_NW, -torch.inf).argmax(1)
 
 
 def confidence(kind: str, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
-    """How sure the law (log-probabilities, untempered) is of each row's token, float64 [R]; higher is surer."""
+    """The confidence in each row's token under untempered log-probabilities, float64 [R]."""
     match kind:
         case "top1":
             return law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).exp()
@@ -59,5 +59,5 @@ def confidence(kind: str, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def ranked(confidence_NW: Tensor) -> Tensor:
-    """Positions from the surest to the least sure, equals by position, int64 [N, W]."""
+    """Positions in descending confidence, ties by position, int64 [N, W]."""
     return confidence_NW.sort(dim=1, descending=True, stable=True).indices

@@ -1,15 +1,15 @@
-"""What the decoders of masked-diffusion models share: a forward over canvases, what it says of masks, and revealing.
+"""Shared by the masked-diffusion decoders: forwards over canvases, reading masks, and revealing tokens.
 
-Every row of such a model sees a whole canvas, in both directions, and a canvas comes to an end by revealing masks in an order
-that the model's own confidence gives. What a slot's ranks hold is that order.
+Every row of such a model sees a whole canvas, in both directions. Masks are revealed in an order given by the model's own
+confidence; the ranks of a slot store that order.
 
-Without a cache every forward runs whole canvases. With one, most run a window over its own columns, and read the rest as an
-earlier forward left it (cached_windows.py).
+Without a cache every forward runs whole canvases. With a cache most forwards run only a window, and read the other positions as
+an earlier forward left them (windows.py).
 
-A completion ends as soon as all before an end token, or up to a stop string, is revealed; what was revealed behind is dropped.
+A completion ends as soon as all tokens before an end token, or up to a stop string, are revealed; tokens after it are dropped.
 
-Differs on purpose from Wu et al., "Fast-dLLM" (2025), which reveals the first token of a block of Dream without asking how sure
-the model is.
+Differs on purpose from Wu et al., "Fast-dLLM" (2025), which reveals the first token of a block of Dream whatever its
+confidence.
 
 Legend: B slots of this step, N nodes (canvases of a forward), W positions, T positions revealed, R flat rows, D width,
 V vocabulary.
@@ -41,7 +41,7 @@ _WHOLE_CANVAS: Final = MaskedSettings(block_length=None)
 
 
 class MaskedDecoder(SlotDecoder):
-    """See the module's docstring; `stops` says what ends a completion, None that the canvas is filled whole."""
+    """See the module's docstring; `stops` defines what ends a completion; None fills the whole canvas."""
 
     backbone: TokenBackbone
 
@@ -67,7 +67,7 @@ class MaskedDecoder(SlotDecoder):
         self._noise.forget(slot)
 
     def slot_bytes(self, num_columns: int) -> int:
-        """See SlotDecoder: besides, whole canvases run in one forward, and five grids hold what is known of their positions."""
+        """See SlotDecoder; adds a forward over whole canvases, and five grids over their positions."""
         grids = 5 * 8 * num_columns
         return super().slot_bytes(num_columns) + grids + self._slots_each * num_columns * self._row_bytes
 
@@ -77,7 +77,7 @@ class MaskedDecoder(SlotDecoder):
         self._noise.move(source, target)
 
     def _next_group(self) -> Group:
-        # A new sample's forward is no larger than the others': all go together.
+        # A new sample's forward is no larger than the others', so all run together.
         self._fresh = []
         slots = list(range(self._num_dense))
         return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh=False)
@@ -89,7 +89,7 @@ class MaskedDecoder(SlotDecoder):
         return max(len(r.request.canvas) for slot in group.slots if (r := self._residents[slot]) is not None)
 
     def _roots(self, group: Group) -> Nodes:
-        """The canvases as they are, one a slot; with a cache only what has to be run of them."""
+        """The canvases, one per slot; with a cache only the positions that must run."""
         slots_B, width = group.index_B, self._width(group)
         tokens_BW = self.canvas.tokens_SW[slots_B, :width]
         nodes = separate(tokens_BW, self._lengths(group))
@@ -121,7 +121,7 @@ class MaskedDecoder(SlotDecoder):
         return reading
 
     def _read(self, hidden_RD: Tensor, slots_R: Tensor, positions_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The token drawn at each position, how sure the model is of it, and its log-probability, [R] each."""
+        """The token drawn at each position, its confidence, and its log-probability, [R] each."""
         logits_RV = self._logits(hidden_RD)
         if self.warps.greedy:
             tokens_R = logits_RV.argmax(1)
@@ -146,7 +146,7 @@ class MaskedDecoder(SlotDecoder):
         counts_B: Tensor,
         drafts_BK: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Reveal the first `counts_B` of these positions in this order, until the completion ends; returns how many were.
+        """Reveal the first `counts_B` of these positions in this order, until the completion ends; returns how many.
 
         `told_BT` are tokens and log-probabilities, `drafts_BK` the drafted tokens and how many there were (for the trace).
         """
@@ -202,7 +202,7 @@ class MaskedDecoder(SlotDecoder):
 
 
 class RootDecoder(MaskedDecoder):
-    """A decoder that runs every canvas once a step and reveals some of what it says."""
+    """A decoder that runs every canvas once per step and reveals some of the predictions."""
 
     def _advance(self, group: Group) -> None:
         nodes = self._roots(group)
@@ -215,4 +215,4 @@ class RootDecoder(MaskedDecoder):
 
     @abstractmethod
     def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
-        """How many to reveal of `most_B` positions whose confidences are `sure_BW`, the highest first."""
+        """How many of `most_B` positions to reveal; `sure_BW` are their confidences, the highest first."""

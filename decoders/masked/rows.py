@@ -1,16 +1,16 @@
-"""From canvases to the rows of one forward of a masked-diffusion model.
+"""Builds the rows of one masked-diffusion forward from canvases.
 
 Every canvas of a forward, a *node*, feeds some of its positions; a row of it sees the columns that the node names, in both
-directions. Nodes that share a slot of the cache stand at columns of their own and see what they share:
+directions. Nodes that share a slot of the cache have their own columns and also see the shared ones:
 
-    no cache    each node is a slot of its own: nothing is shared, and no row looks at another node
-    cache       the root stands at the columns of its positions, the other nodes' windows behind the canvas:
+    no cache    each node has its own slot: nothing is shared, and no row sees another node
+    cache       the root uses the columns of its positions, the other nodes' windows the columns after the canvas:
 
         columns     0 .. canvas .. main-1 | window of node 1 | window of node 2 | ..
         the root    sees the canvas
-        node i      sees its own columns; what it does not feed, where the last node before it did; else where the canvas stands
+        node i      sees its own columns; other positions in the last node before it that fed them, else in the canvas
 
-Knows nothing of how nodes come about. Legend: N nodes, W positions, B rows of the batch, T token rows, C cache columns, R flat
+Knows nothing of how nodes are chosen. Legend: N nodes, W positions, B rows of the batch, T token rows, C cache columns, R flat
 rows, D width.
 """
 
@@ -42,7 +42,7 @@ class Nodes:
 
 
 def separate(tokens_NW: Tensor, lengths_N: Tensor) -> Nodes:
-    """Each canvas whole, in a slot of its own."""
+    """Each whole canvas in its own slot."""
     each_N = torch.arange(tokens_NW.shape[0], device=tokens_NW.device)
     positions_W = torch.arange(tokens_NW.shape[1], device=tokens_NW.device)
     inside_NW = positions_W < lengths_N.unsqueeze(1)
@@ -52,11 +52,11 @@ def separate(tokens_NW: Tensor, lengths_N: Tensor) -> Nodes:
 def beside(
     root: Nodes, tokens_NW: Tensor, row_N: Tensor, before_N: Tensor, fed_NW: Tensor, base: int
 ) -> tuple[Nodes, Tensor]:
-    """Each slot's nodes around the cache that they share: the root in its columns, the others in their own behind column `base`.
+    """Each slot's nodes around their shared cache: the root in the canvas's columns, the others in columns from `base` on.
 
-    Node n of row `row_N` goes on from node `before_N` (a root from itself): what it does not feed it reads as that one does. A
-    chain of nodes follows its root without gaps, each going on from the last; others may come behind it. Returns the nodes, and
-    the column at which each sees a position, [N, W].
+    Node n of row `row_N` continues node `before_N` (a root itself): positions that it does not feed it reads as that node does. A
+    chain of nodes follows its root without gaps, each continuing the last; other nodes may follow the chain. Returns the nodes,
+    and the column at which each sees a position, [N, W].
     """
     each_N = torch.arange(len(row_N), device=row_N.device)
     is_root_N = before_N == each_N
@@ -75,7 +75,7 @@ def beside(
 
 
 def _last_feeder(before_N: Tensor, fed_NW: Tensor) -> Tensor:
-    """Which node each position of a node is read from: itself, or the last before it that fed it; the root holds the rest."""
+    """The node that each position of a node is read from: itself, or the last before it that fed it, else the root."""
     each_N1 = torch.arange(len(before_N), device=before_N.device).unsqueeze(1)
     before_N1 = before_N.unsqueeze(1)
     is_root_N1, in_chain_N1 = before_N1 == each_N1, before_N1 == each_N1 - 1
@@ -86,7 +86,7 @@ def _last_feeder(before_N: Tensor, fed_NW: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The rows of a forward and where each node's position stands among them: `place_NW` into [B * T], junk where not fed."""
+    """The rows of a forward, and the index of each node's positions in them: `place_NW` into [B * T], junk where not fed."""
 
     rows: TokenRows
     place_NW: Tensor

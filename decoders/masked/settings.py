@@ -13,12 +13,12 @@ _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
 
 class MaskedSettings(Settings):
-    """What the decoders of masked-diffusion models share.
+    """Settings shared by the decoders of masked-diffusion models.
 
     Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
-    one. `confidence` says which position of a block comes next. With a `cache`, whatever lies outside of a forward's window is
-    read as it was when the cache was made: for each block, or every `refresh` revealed tokens. Only `ssd` has anything to relax:
-    with `dual_relaxed` its drafts go on where the cache would be made anew, which is lossy.
+    one block. `confidence` decides which position of a block comes next. With a `cache`, positions outside of a forward's window
+    are read as they were when the cache was built: for each block, or every `refresh` revealed tokens. `dual_relaxed` is for
+    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy.
     """
 
     block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
@@ -30,7 +30,7 @@ class MaskedSettings(Settings):
     def _something_to_refresh(self) -> MaskedSettings:
         if self.refresh is not None and self.cache == "none":
             raise ValueError(
-                f"decoder.refresh: {self.refresh}, but with cache 'none' nothing is kept; allowed with it: null"
+                f"decoder.refresh: {self.refresh}, but cache 'none' has nothing to refresh; allowed with it: null"
             )
         return self
 
@@ -53,7 +53,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
             raise ValueError("decoder.steps: the schedule 'dream' needs the number of steps")
         if self.schedule == "dream" and self.block_length is not None:
             raise ValueError(
-                f"decoder.block_length: {self.block_length}, but the schedule 'dream' knows no blocks; allowed: null"
+                f"decoder.block_length: {self.block_length}, but the schedule 'dream' has no blocks; allowed: null"
             )
         return self
 
@@ -80,7 +80,7 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
 
 
 class ThresholdSettings(MaskedSettings, DecoderChoice):
-    """Masked diffusion that reveals all it is sure enough of (Fast-dLLM); lossy."""
+    """Masked diffusion that reveals all tokens above a confidence threshold (Fast-dLLM); lossy."""
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete")
@@ -95,7 +95,7 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
 
 
 class FactorSettings(MaskedSettings, DecoderChoice):
-    """Masked diffusion that reveals the more at once, the surer it is of all of it (Fast-dLLM); lossy."""
+    """Masked diffusion that reveals more tokens at once the higher their confidences are (Fast-dLLM); lossy."""
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete")
@@ -110,7 +110,7 @@ class FactorSettings(MaskedSettings, DecoderChoice):
 
 
 class AncestralSettings(DecoderChoice):
-    """Masked diffusion backwards in time (MDLM, SEDD): what is revealed when is left to chance; lossy where it is much at once.
+    """Masked diffusion backwards in time (MDLM, SEDD): each step reveals masks at random; lossy with few steps.
 
     `predictor` auto is the family's own: ddpm (MDLM) or analytic (SEDD). A sample takes at most `steps` + 1 forwards.
     """
@@ -131,7 +131,7 @@ class AncestralSettings(DecoderChoice):
         self.predictor_for(info.family)
 
     def predictor_for(self, family: str) -> str:
-        """The predictor asked for, or the family's own; ValueError where the model can't be asked for it."""
+        """The requested predictor, or the family's own; ValueError if the model does not support it."""
         allowed = _PREDICTORS.get(family, ("ddpm", "analytic", "euler"))
         if self.predictor == "auto":
             return allowed[0]

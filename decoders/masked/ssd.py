@@ -1,28 +1,28 @@
-"""`ssd`: one forward says what the next ones would reveal, and proves it.
+"""`ssd`: one forward drafts what the next forwards would reveal, and the next one verifies it.
 
-What the last forward said of the masks that are still there are the drafts: a token for each, in the order in which they would
-come next (blocks first, then confidence). The first N of them make a chain of canvases, each with one draft more, and all of
-them run in one forward:
+The last forward's predictions for the remaining masks are the drafts: a token for each, in the order in which they would be
+revealed (blocks first, then confidence). The first N drafts make a chain of canvases, each with one more draft, and all of them
+run in one forward:
 
-    node 0    the big _ sat _ _ .      the canvas as it is          says: cat at 2 next       the first draft: go on
-    node 1    the big cat sat _ _ .    with the first draft         says: mat at 5 next       the second draft: go on
-    node 2    the big cat sat _ mat .  with the first two drafts    says: on at 4 next        not the third: take it and stop
+    node 0    the big _ sat _ _ .      the canvas as it is          next: cat at 2            the first draft: go on
+    node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: go on
+    node 2    the big cat sat _ mat .  with the first two drafts    next: on at 4             not the third: take it and stop
 
-A node whose canvas is right reveals what `stepwise` reveals from that canvas, whether it was drafted or not, so every forward
-reveals at least one token and at most N + 1, and the text and the order of revealing are those of `stepwise`. The last right
-node's forward has said what the next drafts are. With `tree: mixed` each node but the last two has one more child that takes the
-draft after the next first: when only the order of two drafts was wrong, the walk gets one token further.
+A node whose drafts are right reveals what `stepwise` reveals from that canvas, drafted or not. So every forward reveals between
+1 and N + 1 tokens, and the text and the order of revealing are those of `stepwise`. The predictions of the last right node are
+the next drafts. With `tree: mixed` each node but the last two has one more child, which swaps the next two drafts: if only the
+order of two drafts was wrong, the walk gets one token further.
 
-With a cache, where it is made anew (cached_windows.py) node 0 runs whole and the others' windows in the same forward: a window
-reads node 0's fresh keys and values in every layer, as `stepwise` would in its next forward, so nothing is lost by refreshing.
-Drafts end where the cache would be made anew next: at the block's end, or with `refresh` after so many tokens, and then they
-go on into the next block (cached_nodes.py). With `dual_relaxed` they go on over that too, and the cache is made anew after the
-round: fewer forwards, and a text that is no longer that of `stepwise`.
+With a cache, when it is rebuilt (windows.py), node 0 runs the whole canvas and the other nodes run their windows in the same
+forward: a window reads node 0's new keys and values in every layer, as `stepwise` would in its next forward, so a rebuild is
+exact. Drafts end where the next rebuild is due: at the block's end, or with `refresh` after that many tokens, and then they
+continue into the next block (ssd_cache.py). With `dual_relaxed` they continue past the rebuild, and the cache is rebuilt after
+the round: fewer forwards, but the text may differ from that of `stepwise`.
 
-With `draft_length: auto` the nodes of all slots share a budget (node_budget.py), which may also let a node make the cache anew.
+With `draft_length: auto` the nodes of all slots share a budget (ssd_budget.py), which may also let a node rebuild the cache.
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
-first forward's own token counts; blocks after the next one give drafts too; sampled texts are decoded as well, since drafts
+first forward's own token counts; blocks after the next one give drafts too; sampling is supported as well, since drafts
 read the noise of their positions.
 
 Legend: S slots, B slots of this step, K drafts of a slot, M nodes of a slot, N nodes of all slots, W positions, C columns,
@@ -51,7 +51,7 @@ from decoders.masked.ssd_tree import Candidates, Tree, Walk, choose_candidates, 
 
 
 class SelfSpeculative(MaskedDecoder):
-    """See the module's docstring. `proposed` counts nodes beside the root: a sample's NFE and it are its sequence-forwards."""
+    """See the module's docstring. `proposed` counts nodes beside the root: NFE + `proposed` are a sample's sequence-forwards."""
 
     budget: NodeBudget | None
 
@@ -60,23 +60,23 @@ class SelfSpeculative(MaskedDecoder):
         self.draft_length = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
         self.mixed, self.relaxed = settings.tree == "mixed", self.cache == "dual_relaxed"
         self.crosses = self.relaxed or self.windows.refresh is not None
-        """Whether drafts go on into the next block, and from there are read from the cache that there is."""
+        """Whether drafts continue into the next block and read the existing cache there."""
         self.most_nodes = 1 + num_nodes(self.draft_length, mixed=self.mixed)
         if settings.draft_length == "auto":
             self.budget = NodeBudget(self.state, self.draft_length, mixed=self.mixed)
 
     @property
     def _slots_each(self) -> int:
-        # Without a cache each node is a canvas of its own; a budget makes room for the nodes that there are.
+        # Without a cache each node is a separate canvas; a budget makes room for the actual nodes.
         return self.most_nodes if self.cache == "none" and self.budget is None else 1
 
     def _columns(self, length: int) -> int:
-        # A budget's nodes get what is left.
+        # The nodes of a budget get the remaining room.
         return length if self.budget is not None else self._columns_of(length, self.most_nodes)
 
     def _columns_of(self, length: int, num_of_slot: int) -> int:
         """How many columns a canvas and so many nodes take, the root included."""
-        # The one that enters the next block runs two.
+        # The node that enters the next block runs two blocks.
         num_windows = num_of_slot - 1 + (self.crosses and num_of_slot > 1)
         return length + num_windows * self._stride(length)
 
@@ -99,7 +99,7 @@ class SelfSpeculative(MaskedDecoder):
         return self._most_columns(num_slots if self.cache == "none" else max(num_slots, self._shape[0])) - width
 
     def _fuses(self, num_slots: int, width: int) -> bool:
-        """Whether drafts may go on over a refresh, in a node that runs its whole canvas: where a budget sees that it pays."""
+        """Whether drafts may continue past a refresh, in a node that runs its whole canvas; a budget decides when it pays."""
         strict = self.cache in {"prefix", "dual_strict"} and self.budget is not None and not self.mixed
         return strict and self._spare(num_slots, width) >= width + self._stride(width)
 
@@ -129,7 +129,7 @@ class SelfSpeculative(MaskedDecoder):
             self.backbone.copy_columns(*go_on(self.windows, slots_B, standing, last_B))
 
     def _go_without(self, group: Group, roots: Nodes, budget: NodeBudget) -> None:
-        """While nobody may draft: what `stepwise` does. What is said on the way are drafts, should the next round have any."""
+        """A round without drafts, as in `stepwise`; keeps the predictions in case the next round may draft."""
         slots_B = group.index_B
         none_B = budget.plan(slots_B, torch.zeros_like(slots_B), kv_tokens=0, fresh=False)
         asked_BW = next_up(roots.tokens_NW == HOLE, self.canvas.blocks(slots_B, roots.tokens_NW.shape[1]))
@@ -139,7 +139,7 @@ class SelfSpeculative(MaskedDecoder):
         self._keep_drafts(slots_B, torch.arange(len(slots_B), device=slots_B.device), reading, asked_BW)
 
     def _look_and_take(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes) -> Tensor:
-        """Run the nodes, reveal what the right ones say, and keep the next drafts; returns the last right nodes, [B]."""
+        """Run the nodes, reveal the choices of the right ones, and keep the next drafts; returns the last right nodes, [B]."""
         slots_B, slots_N = group.index_B, group.index_B[tree.row_N]
         if self.budget is not None:
             self._allocate_at_least(len(nodes.slots_B), nodes.visible_NC.shape[1])
@@ -152,7 +152,7 @@ class SelfSpeculative(MaskedDecoder):
         return last_B
 
     def _walk(self, group: Group, drafts: Candidates, tree: Tree, nodes: Nodes, reading: Reading) -> Walk:
-        """Reveal what the right nodes say, and count the round."""
+        """Reveal the choices of the right nodes, and count the round."""
         state, slots_B = self.state, group.index_B
         blocks_NW = self.canvas.blocks(slots_B[tree.row_N], nodes.tokens_NW.shape[1])
         picks_N = reading.best(next_up(nodes.tokens_NW == HOLE, blocks_NW))
@@ -173,7 +173,7 @@ class SelfSpeculative(MaskedDecoder):
         open_BW = self._open(masked_BW, blocks_BW, fused=fused)
         drafts_BW, sure_BW = self.canvas.drafts_SW[slots_B, :width], self.canvas.draft_sure_SW[slots_B, :width]
         sure_BW = sure_BW.masked_fill(~open_BW, -torch.inf)
-        # The last mask needs no draft: whoever comes to it takes it anyway.
+        # The last mask needs no draft: the node that reaches it reveals it anyway.
         most_B = (open_BW.sum(1) - 1).clamp(max=self._most_drafts(len(slots_B), width, fused=fused))
         left_B = None if self.relaxed else self.windows.until_refresh(slots_B)
         if left_B is not None:
@@ -200,7 +200,7 @@ class SelfSpeculative(MaskedDecoder):
         return (roots.visible_NC & self.windows.window(slots_B, block_B, blocks_BW)).sum(1)
 
     def _asked(self, slots_N: Tensor, nodes: Nodes) -> Tensor:
-        """Mark the masks that each node is asked for: its own choice, and what may be drafts after it, bool [N, W]."""
+        """Mark the masks that each node predicts: its own choice, and possible drafts after it, bool [N, W]."""
         masked_NW = nodes.tokens_NW == HOLE
         count = 1 + self.draft_length + (0 if self.cache == "none" else self.canvas.block_length or 0)
         asked_NW = near_masks(masked_NW, self.canvas.blocks(slots_N, masked_NW.shape[1]), count)
@@ -208,7 +208,7 @@ class SelfSpeculative(MaskedDecoder):
         return asked_NW & nodes.fed_NW[:, source_W]
 
     def _keep_drafts(self, slots_B: Tensor, nodes_B: Tensor, reading: Reading, asked_NW: Tensor) -> None:
-        """What the last right nodes said of the masks that are left are the next drafts."""
+        """Keep the last right nodes' predictions for the remaining masks as the next drafts."""
         row_R, position_R = asked_NW[nodes_B].nonzero(as_tuple=True)
         told = (nodes_B[row_R], position_R)
         where = (slots_B[row_R], position_R)

@@ -1,7 +1,7 @@
-"""How many drafts `ssd` runs when each of them is a canvas of its own. `draft_length: auto`.
+"""Chooses how many drafts `ssd` runs, where each draft is one more canvas (`draft_length: auto`).
 
-The budget of budget.py with two differences: what a draft takes is a node's rows, a canvas or a window of it, which are the
-slot's own; and with `tree: mixed` all drafts but the first bring a second node. Like there, what is chosen can't change a text.
+The budget of engine/budget.py with two differences: a draft costs the rows of a node (a canvas or a window of it), whose number
+depends on the slot; and with `tree: mixed` all drafts but the first bring a second node. The choice cannot change a text.
 
 Legend: B slots of this step, E = K + 1 choices.
 """
@@ -16,7 +16,7 @@ from decoders.engine.state import SlotState
 
 
 def num_nodes(num_drafts: int, *, mixed: bool) -> int:
-    """How many nodes so many drafts bring, beside the root."""
+    """The number of nodes beside the root for a number of drafts."""
     return num_drafts + (max(num_drafts - 1, 0) if mixed else 0)
 
 
@@ -31,7 +31,7 @@ class NodeBudget(DraftBudget):
         self._rows_BE: Numbers = np.zeros((0, most + 1))
 
     def size(self, root_B: Tensor, node_B: Tensor, whole_B: Tensor, refresh_at_B: Tensor | None) -> None:
-        """Say how many rows each slot's root and each of its other nodes take in this step.
+        """Set how many rows each slot's root and each of its other nodes take in this step.
 
         The node with `refresh_at_B` drafts, if there is one, refreshes the cache and takes `whole_B` rows.
         """
@@ -45,7 +45,7 @@ class NodeBudget(DraftBudget):
         self._priced_rows = float(node_B1.mean())
 
     def _some(self, most: Counts, drafts: int, one_in: int) -> Counts:
-        # A try is a whole canvas, not a row: half as many tell enough.
+        # A try costs a whole canvas, not a row: half as many give enough evidence.
         return super()._some(most, (drafts + 1) // 2, one_in)
 
     def _slot_rows(self, num_slots: int) -> Numbers:

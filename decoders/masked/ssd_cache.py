@@ -1,4 +1,4 @@
-"""The nodes of `ssd` around a cache: what each runs, where it reads the rest, and what the last right one leaves behind.
+"""Places the nodes of `ssd` around a cache: what each runs, where it reads the rest, what is copied afterwards.
 
 A chain of nodes stands for forwards of `stepwise` that would follow each other. So each node runs the window that its forward
 would run, and reads every other position from the last node before it that ran it, in the same layer of the same forward:
@@ -8,9 +8,9 @@ would run, and reads every other position from the last node before it that ran 
     node 1                       the big cat    _ _ _     . . .           blocks 0 and 1      the cache
     node 2                       the big cat    _ on _    . . .           block 1             block 0 as node 1 ran it, the cache
 
-A node whose forward would make the cache anew (a *refresh*) runs its whole canvas, and those after it read that; such a node
-costs far more rows than others, so there is at most one, and only where the caller wants it. What the last right node reads of
-positions that its next forward won't run is copied into the cache. Knows nothing of models, drafts or acceptance.
+A node whose forward would rebuild the cache (a *refresh*) runs its whole canvas, and later nodes read it. Such a node costs far
+more rows than others, so there is at most one, and only if the caller wants it. Keys and values that the last right node reads,
+and that the next forward won't recompute, are copied into the cache. Knows nothing of models, drafts or acceptance.
 
 Legend: B slots of this step, N nodes of all slots, W positions, R copied columns.
 """
@@ -31,7 +31,7 @@ from decoders.masked.windows import CachedWindows
 
 @dataclass(frozen=True, slots=True)
 class NodeCache:
-    """Where nodes stand, and what is needed to go on from one of them.
+    """The columns of nodes in the cache, and the state to continue from one of them.
 
     `seen_NW` is the column at which node n sees a position. `block_N` is the block of its next masks; `made_N` says how many
     tokens were decided when the cache that it reads was made. `blocks_NW` is the block of each position.
@@ -47,7 +47,7 @@ class NodeCache:
 def stand(
     windows: CachedWindows, canvas: CanvasState, slots_B: Tensor, roots: Nodes, tree: Tree, *, base: int, fused: bool
 ) -> NodeCache:
-    """Lay the nodes of a round around the cache; columns from `base` on are free. `fused` says that nodes may refresh."""
+    """Place the nodes of a round around the cache; columns from `base` on are free. `fused` says that nodes may refresh."""
     slots_N, before_N, is_root_N = slots_B[tree.row_N], tree.before(), tree.place_N == 0
     blocks_NW = canvas.blocks(slots_N, tree.tokens_NW.shape[1])
     block_N = first_block(tree.tokens_NW == HOLE, blocks_NW)
@@ -66,10 +66,10 @@ def stand(
 def go_on(
     windows: CachedWindows, slots_B: Tensor, standing: NodeCache, last_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Go on from the nodes `last_B`: take note of their blocks and caches.
+    """Continue from the nodes `last_B`: record their blocks and caches.
 
-    Returns what has to be copied for it, (slots, columns, columns to copy them to), [R] each: all that such a node sees elsewhere
-    than where the canvas stands, but for what the next forward runs anyway.
+    Returns the columns to copy, (slots, columns, columns to copy them to), [R] each: all that such a node sees outside of the
+    canvas's columns, except what the next forward runs anyway.
     """
     block_B, blocks_BW = standing.block_N[last_B], standing.blocks_NW[last_B]
     seen_BW, positions_W = standing.seen_NW[last_B], torch.arange(blocks_BW.shape[1], device=slots_B.device)

@@ -1,4 +1,4 @@
-"""Canvases with drafts in them: which masks are drafted, the chain or tree of canvases that `ssd` runs at once, the walk over it.
+"""The chain or tree of canvases that `ssd` runs at once: choosing drafts, placing them, walking the tree.
 
 Pure functions over index tensors.
 
@@ -32,7 +32,7 @@ class Candidates:
 
 
 def choose_candidates(drafts_BW: Tensor, sure_BW: Tensor, blocks_BW: Tensor, most_B: Tensor) -> Candidates:
-    """Take up to `most_B` drafts: block by block, in each the surest first, equals by position; -inf marks what is none."""
+    """Take up to `most_B` drafts: by block, then confidence, then position; -inf marks positions without a draft."""
     order_BW = sure_BW.sort(dim=1, descending=True, stable=True).indices
     is_draft_BW = sure_BW != -torch.inf
     block_BW = torch.where(is_draft_BW, blocks_BW, torch.iinfo(torch.int64).max).gather(1, order_BW)
@@ -50,7 +50,7 @@ def near_masks(masked_NW: Tensor, blocks_NW: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The nodes of a round. Node n is number `place_N` of row `row_N`; `exists_BM` says which numbers a row has.
+    """The nodes of a round. Node n is number `place_N` of row `row_N`; `exists_BM` marks the numbers that a row has.
 
     The first `num_chain` numbers are the chain, the root first; the others are the further children of the chain's nodes.
     """
@@ -62,7 +62,7 @@ class Tree:
     num_chain: int
 
     def before(self) -> Tensor:
-        """The node that each node goes on from, itself for roots, [N]."""
+        """The node that each node continues, itself for roots, [N]."""
         parent_N = torch.where(self.place_N < self.num_chain, self.place_N - 1, self.place_N - self.num_chain)
         return self._numbers()[self.row_N, parent_N.clamp(min=0)]
 
@@ -85,7 +85,7 @@ class Tree:
 
 
 def plant(tokens_BW: Tensor, drafts: Candidates, *, mixed: bool) -> Tree:
-    """Put drafts into canvases: 0, 1, .. K of them; where `mixed`, also without the last but one of two or more."""
+    """Put the first 0, 1, .. K drafts into canvases; if `mixed`, also two or more of them without the last but one."""
     num = drafts.tokens_BK.shape[1]
     steps_K = torch.arange(num, device=tokens_BW.device)
     placed_MK = steps_K < torch.arange(num + 1, device=tokens_BW.device).unsqueeze(1)
@@ -104,7 +104,7 @@ def plant(tokens_BW: Tensor, drafts: Candidates, *, mixed: bool) -> Tree:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What one round reveals: places and the nodes that say so, in order, [B, T]; only the first `counts_B` count.
+    """What one round reveals: places and the nodes that choose them, in order, [B, T]; only the first `counts_B` are valid.
 
     `last_B` is the last node whose canvas is right: the number of a node of its slot, as those in `nodes_BT`.
     """
@@ -116,7 +116,7 @@ class Walk:
 
 
 def follow(drafts: Candidates, positions_BM: Tensor, tokens_BM: Tensor, *, mixed: bool) -> Walk:
-    """Walk the chain as long as a node's own choice is the next draft; take the last one's own choice too.
+    """Walk the chain while a node's own choice is the next draft; also take the last node's own choice.
 
     `positions_BM` and `tokens_BM` are the choices of the nodes that `plant` has put there.
     """

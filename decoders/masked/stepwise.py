@@ -1,11 +1,11 @@
-"""`stepwise`, `threshold` and `factor`: masked diffusion without speculation, by how many masks a forward reveals.
+"""`stepwise`, `threshold` and `factor`: masked diffusion without speculation; they differ in masks per forward.
 
-    stepwise    a schedule: so many a step, or so many steps; one a step is the baseline that `ssd` equals
-    threshold   all of which the model is surer than a threshold, at least the one it is surest of
-    factor      the more at once, the surer it must be of each: the largest n with (n + 1) (1 - c_n) < factor, c_n the n-th
+    stepwise    a schedule of tokens per step, or of steps; one token per step is the baseline that `ssd` equals
+    threshold   all with confidence above a threshold, at least the most confident one
+    factor      more at once need higher confidences: the largest n with (n + 1) (1 - c_n) < factor, c_n the n-th
                 highest confidence, at least one
 
-More than one a forward is lossy: what is revealed together does not see each other.
+More than one token per forward is lossy: tokens revealed together do not see each other.
 
 Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025); Wu et al., "Fast-dLLM" (2025),
 section 3.3. Legend: B slots, W positions.
@@ -23,22 +23,22 @@ from decoders.engine.state import Group
 from decoders.masked.decoder import RootDecoder
 from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
 
-# Where the time of Dream's schedule ends.
+# The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
 
 
 class Stepwise(RootDecoder):
     """Reveals by a schedule.
 
-    `even`: `tokens_per_step` each time; or, with `steps`, every block takes its share of the steps, in each of which it reveals
-    as many as in every other, one more in the first ones where that does not come out even. `dream`: as many as the time of the
-    model's training has it, which is none in the first of as many steps as there are masks, and two in the last.
+    `even`: `tokens_per_step` each time; or, with `steps`, every block takes its share of the steps and reveals equally many
+    tokens in each; the first steps take the remainder. `dream`: as many as the linear time schedule of the model's training
+    gives; with as many steps as masks, that is none in the first step and two in the last.
     """
 
     def __init__(self, setup: Setup, settings: StepwiseSettings) -> None:
         super().__init__(setup, settings)
         self.settings = settings
-        # Of the block that is being revealed: its number plus one, its masks at first, and the steps it has had.
+        # Of the current block: its number plus one, its initial number of masks, and its steps so far.
         self._block_S, self._masks_S, self._steps_S = (self.state.column() for _ in range(3))
 
     def _knows_logprob(self) -> bool:
@@ -52,7 +52,7 @@ class Stepwise(RootDecoder):
         return self._even_quota(group.index_B, most_B, self.settings.steps)
 
     def _even_quota(self, slots_B: Tensor, most_B: Tensor, steps: int) -> Tensor:
-        # Within a block some are revealed in every step; none left of the last block means a new one.
+        # Every step reveals some masks of the block; if none of the last block remains, a new block starts.
         new_B = self._block_S[slots_B] == 0
         self._masks_S[slots_B] = torch.where(new_B, most_B, self._masks_S[slots_B])
         self._steps_S[slots_B] = torch.where(new_B, 0, self._steps_S[slots_B])
@@ -65,7 +65,7 @@ class Stepwise(RootDecoder):
 
 
 def dream_quota(masks_B: Tensor, step_B: Tensor, steps: int) -> Tensor:
-    """How many of the masks left the step number `step_B` of Dream's linear schedule reveals, [B]; all of them in the last."""
+    """How many of the remaining masks step `step_B` of Dream's linear schedule reveals, [B]; all of them in the last."""
     times = torch.linspace(1.0, _LAST_TIME, steps + 1, device=masks_B.device)
     index_B = step_B.clamp(max=steps - 1)
     share_B = 1.0 - times[index_B + 1] / times[index_B]
@@ -73,7 +73,7 @@ def dream_quota(masks_B: Tensor, step_B: Tensor, steps: int) -> Tensor:
 
 
 class Threshold(RootDecoder):
-    """Reveals all that the model is sure enough of."""
+    """Reveals all tokens above a confidence threshold."""
 
     def __init__(self, setup: Setup, settings: ThresholdSettings) -> None:
         super().__init__(setup, settings)
@@ -87,7 +87,7 @@ class Threshold(RootDecoder):
 
 
 class Factor(RootDecoder):
-    """Reveals the more, the surer the model is of all of it."""
+    """Reveals more tokens at once the higher their confidences are."""
 
     def __init__(self, setup: Setup, settings: FactorSettings) -> None:
         super().__init__(setup, settings)

@@ -108,7 +108,7 @@ def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> Non
         ({"kind": "assd"}, INFILL, "'assd' does not run on models of family 'llada'; allowed: stepwise, threshold"),
         ({"kind": "ssd", "draft_length": 0}, INFILL, "decoder.draft_length"),
         ({"kind": "ssd", "cache": "dual"}, INFILL, "decoder.cache: 'dual' is not allowed"),
-        ({"kind": "stepwise", "refresh": 8}, INFILL, "decoder.refresh: 8, but with cache 'none' nothing is kept; allowed"),
+        ({"kind": "stepwise", "refresh": 8}, INFILL, "decoder.refresh: 8, but cache 'none' has nothing to refresh; allowed"),
         ({"kind": "stepwise", "steps": 8, "tokens_per_step": 2}, INFILL, "give tokens_per_step or steps, not both"),
         ({"kind": "stepwise", "schedule": "dream"}, INFILL, "the schedule 'dream' needs the number of steps"),
         ({"kind": "stepwise", "schedule": "dream", "steps": 3}, INFILL, "decoder.block_length: 32, but the schedule"),
