@@ -1,6 +1,6 @@
 """Drafters of the any-subset decoders: the context n-gram, and draft heads that step over the ranks of a window.
 
-Drafters only propose: they return tokens and the law q they were drawn from. Knows nothing of acceptance rules.
+Drafters only propose: they return tokens and the distribution q they were drawn from. Knows nothing of acceptance rules.
 
 Legend: S slots, B slots of this step, K drafts, P positions, R rows, D width, V vocabulary.
 """
@@ -19,7 +19,7 @@ from decoders.backbones.invariance import at_least_rows
 from decoders.engine.state import SlotState
 
 Draw = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits [B, V], ranks [B]) -> (law q [B, V], tokens [B]): warps, draws with the noise of each rank."""
+"""(logits [B, V], ranks [B]) -> (distribution q [B, V], tokens [B]): warps, draws with the noise of each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Drafts:
     laws: list[Tensor]
 
     def joined_laws(self) -> Tensor:
-        """All laws, [B, K, V]: a copy, which coupled acceptance never asks for."""
+        """All distributions, [B, K, V]: a copy, which coupled acceptance never asks for."""
         return torch.stack(self.laws, 1)
 
 

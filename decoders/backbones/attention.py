@@ -1,14 +1,14 @@
-"""Attention of flat token rows over the slot cache: what transformers' attention modules call instead of their own.
+"""Attention of flat token rows over the slot cache; transformers' modules call it instead of their own.
 
-A forward's valid rows run through a model as one flat sequence, so that products compute no padding. Only here do they meet
-the cache: the rows' keys and values are written, the queries are spread over a rectangle, one line a slot, attend to the
-columns that they may see, and are gathered again. What they need for it, the `Layout`, travels through the model's keyword
-arguments as one object; nothing is kept between forwards.
+A forward's valid rows run through a model as one flat sequence, so that products compute no padding. Only this module accesses
+the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot, attends to the
+visible columns, and gathers the results. The `Layout` that it needs is passed through the model's keyword arguments as one
+object; nothing is kept between forwards.
 
 A row that sees nothing has attention output zero. Under grouped-query attention the queries of a group become further query
 rows of their key head: keys and values are never repeated.
 
-Legend: N flat rows (behind the valid ones comes padding), B slots, T rows of a slot, W columns, H query heads, K key heads,
+Legend: N flat rows (padding after the valid ones), B slots, T rows of a slot, W columns, H query heads, K key heads,
 G = H / K, d head width.
 """
 
@@ -26,12 +26,12 @@ from torch.nn import functional
 from decoders.backbones.cache import SlotCache
 from decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
 
-# Scores computed at once: what stays near a CPU's cache; on a GPU what is small beside the weights. Never fewer rows than
+# Scores computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights. Never fewer rows than
 # this, so that parts stay above what the shape rules ask for.
 _CPU_SCORES: Final = 1 << 20
 _GPU_SCORES: Final = 1 << 28
 _LEAST_ROWS: Final = 64
-# What it takes to copy a slot's keys and values, in lines of attention; below which share of a rectangle it is cut.
+# The cost of copying a slot's keys and values, in lines of attention; the share of a rectangle below which it is cut.
 _COPY: Final = 8
 _WORTH_CUTTING: Final = 0.75
 
@@ -70,12 +70,12 @@ class Layout:
 
 
 def cut_ragged(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Band, ...]:
-    """Cut a rectangle of lines and columns into what nearly all slots have, and what the few slots have that have more.
+    """Cut a rectangle of lines and columns into a part that nearly all slots fill, and parts for the few larger slots.
 
-    Where one slot has many rows or sees many columns, every other one would have as many lines and columns of nothing. The few
-    are copied out of the cache, so that is done only where it saves a good part: either the lines beyond a cut for the slots
-    with more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). Bits don't
-    depend on it. On a GPU, where looking means waiting, the rectangle stays whole.
+    If one slot has many rows or sees many columns, every other slot would be padded to the same size. The few large slots are
+    copied out of the cache, so this is done only if it saves a large share: either the lines beyond a cut for the slots with
+    more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). The result's bits
+    don't depend on it. On a GPU, where reading the sizes would wait for the device, the rectangle stays whole.
     """
     num_slots, num_lines, num_columns = visible_BTW.shape
     every_line, every_column = slice(0, num_lines), slice(0, num_columns)
@@ -115,7 +115,7 @@ def _extents(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Tens
 
 
 def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype) -> Sight:
-    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is no number."""
+    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is NaN."""
     blind_BT = ~visible_BTW.any(2)
     bias_BTW = torch.zeros(visible_BTW.shape, dtype=dtype, device=visible_BTW.device)
     bias_BTW.masked_fill_(~(visible_BTW | blind_BT.unsqueeze(2)), -torch.inf)
@@ -158,7 +158,8 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
     if len(layout.bands) == 1:
         mixed = _in_parts(attend, query_BTHd, key, value, sight.bias_BTW)
     else:
-        # What lies outside of the bands stays as it is: no row is gathered from there. A later band writes over an earlier one.
+        # Cells outside of the bands stay as they are, since no row is gathered from there. A later band overwrites an earlier
+        # one.
         mixed = torch.empty_like(query_BTHd)
         for slots, lines, columns in layout.bands:
             some: slice | Tensor = slice(None) if slots is None else slots
@@ -172,7 +173,7 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
 def _in_parts(
     attend: Callable[..., Tensor], query_BTHd: Tensor, key: Tensor, value: Tensor, bias_BTW: Tensor
 ) -> Tensor:
-    """Attend so many slots and lines at once that their scores stay small."""
+    """Attend in parts of slots and lines whose scores stay small."""
     parts = _parts(query_BTHd, bias_BTW.shape[2])
     if len(parts) == 1:
         return attend(query_BTHd, key, value, bias_BTW)

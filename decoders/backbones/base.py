@@ -1,7 +1,7 @@
 """The Backbone interfaces, and CountingBackbone, the only place where forwards are counted.
 
 A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples. There are
-two kinds of rows: two-stream models (any-subset) tell content from queries, in all others every row is a token.
+two kinds: two-stream models (any-subset) have content rows and query rows; in all other models every row is a token.
 
 Legend: B slots of this forward, S slots in all, C content rows, Q query rows, T token rows, W cache columns, D width,
 V vocabulary, R rows.
@@ -20,10 +20,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One forward's work. Columns of a slot are the ranks of its decoding order.
+    """The rows of one two-stream forward. Columns of a slot are the ranks of its decoding order.
 
     Content rows carry a token and write its keys and values at `content_columns_BC`; query rows carry none, stand at the
-    rank `query_columns_BQ`, and ask which token belongs there. `*_limits` say how many columns a row sees. Rows that are
+    rank `query_columns_BQ`, and predict the token there. `*_limits` say how many columns a row sees. Rows that are
     not `*_valid` are padding: their indices are in range but mean nothing, and they write nothing that is ever read.
     `slots_B` names the slot of each batch row; `order_SW` gives the position of every column of every slot.
     """
@@ -48,7 +48,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """One forward's work of a model in which every row carries a token.
+    """The rows of one forward of a model in which every row carries a token.
 
     A row stands at the position `positions_BT` (what the model's position encoding sees) and writes its keys and values at
     the column `columns_BT` of its slot; several columns may hold one position, such as candidates that compete for it. All rows
@@ -74,7 +74,7 @@ class TokenRows:
 
 
 class Model(Protocol):
-    """What both kinds of backbone share. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
+    """Base of both kinds of backbone. All tensors live on `device`; hidden states have `dtype`, logits float32 or better."""
 
     vocab_size: int
     width: int
@@ -88,7 +88,7 @@ class Model(Protocol):
     """Token rows that the last forward computed, padding included."""
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least so many slots and columns; what the cache already holds stays, also where memory runs out."""
+        """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
         ...
 
     def move_slot(self, source: int, target: int) -> None:
@@ -96,7 +96,7 @@ class Model(Protocol):
         ...
 
     def forward(self, rows: Any) -> Tensor:
-        """Run one forward; what `rows` is and which hidden states come back is the kind's business."""
+        """Run one forward; the kind of backbone defines the type of `rows` and which hidden states are returned."""
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Model(Protocol):
         ...
 
     def embed(self, tokens_R: Tensor) -> Tensor:
-        """Return the input embeddings of tokens, [R, D]; what a draft head reads."""
+        """Return the input embeddings of tokens, [R, D]; draft heads read them."""
         ...
 
 
@@ -112,7 +112,7 @@ class Backbone(Model, Protocol):
     """A two-stream model over a slot cache whose columns are ranks."""
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Give the positions of a slot's columns, int64 [L]; forgets what the slot held."""
+        """Set the positions of a slot's columns, int64 [L]; forgets what the slot held."""
         ...
 
     def forward(self, rows: Rows) -> Tensor:
@@ -158,7 +158,7 @@ class CountingBackbone:
     """Wraps a backbone and counts: every forward of every sample passes here, and nowhere else is anything counted.
 
     A forward is charged to every slot that takes part: one evaluation (NFE) each, and the forward's seconds, output layer
-    included, divided by the number of slots. A forward that ends in an exception is charged to nobody.
+    included, divided by the number of slots. A forward that raises is not charged.
     """
 
     def __init__(self, backbone: Model, num_slots: int) -> None:

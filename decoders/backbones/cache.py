@@ -1,8 +1,8 @@
 """The slot cache: the keys and values of every layer at [slot, key head, column], and the position of every column.
 
-Slots are independent and ragged: each forward writes its own rows at columns of their slots, and what was written before
-stays until it is written over, so a rejected column needs no cropping. Which columns a row may see is not the cache's
-business. Slots that follow each other are read in place; any other choice has to be copied out.
+Slots are independent and ragged: each forward writes its own rows at columns of their slots. Old columns stay until they are
+overwritten, so a rejected column needs no cropping. The cache does not know which columns a row may see. Slots that follow each
+other are read in place; any other selection must be copied out.
 
 Legend: S slots, B slots read, K key heads, W columns, d head width, N rows.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of `num_layers` layers; what lies within its size stays when that changes."""
+    """Keys and values of `num_layers` layers; resizing keeps the content that still fits."""
 
     def __init__(
         self, num_layers: int, num_heads: int, head_width: int, *, dtype: torch.dtype, device: torch.device
@@ -40,22 +40,22 @@ class SlotCache:
 
     @property
     def cell_bytes(self) -> int:
-        """What one column of one slot takes, in all layers."""
+        """Bytes of one column of one slot, in all layers."""
         layers = sum(2 * layer.shape[2] * layer.shape[4] * layer.element_size() for layer in self.layers_2SKWd)
         return layers + self.positions_SW.element_size()
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least so many slots and columns; what is held stays. New cells are zero.
+        """Make room for at least this many slots and columns and keep the content. New cells are zero.
 
-        Where memory runs out, it raises and all is as it was before.
+        If memory runs out, it raises and nothing changes.
         """
         self.resize(max(num_slots, self.num_slots), max(num_columns, self.num_columns))
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Have just so many slots and columns; what lies within them stays.
+        """Resize to exactly this many slots and columns; content within them stays.
 
-        One layer at a time, so that the old and the new cache are never both whole in memory. Where memory runs out, the layers
-        that were done go back to what they were; if there is no memory even for that, the cache is empty.
+        One layer at a time, so that the old and the new cache are never both whole in memory. If memory runs out, the layers
+        that were done are restored; if there is no memory even for that, the cache becomes empty.
         """
         before = self.positions_SW.shape
         if before == (num_slots, num_columns):
@@ -96,14 +96,14 @@ class SlotCache:
             layer[:, slot] = 0
 
     def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
-        """Return where the keys of these rows go, for `write`; int64 [N * K], the same in every layer."""
+        """Return the cells for the keys of these rows, for `write`; int64 [N * K], the same in every layer."""
         num_heads = self.layers_2SKWd[0].shape[2]
         heads_K = torch.arange(num_heads, device=slots_N.device)
         places_NK = (slots_N.unsqueeze(1) * num_heads + heads_K) * self.num_columns + columns_N.unsqueeze(1)
         return places_NK.flatten()
 
     def write(self, layer: int, places: Tensor, key_NKd: Tensor, value_NKd: Tensor) -> None:
-        """Store the keys and values of N rows in one layer; no two rows may have one place."""
+        """Store the keys and values of N rows in one layer; all rows must have different cells."""
         keys_values = self.layers_2SKWd[layer]
         for which, rows_NKd in enumerate((key_NKd, value_NKd)):
             width = rows_NKd.shape[2]
@@ -118,7 +118,7 @@ class SlotCache:
 
 
 def _resized(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_columns: int) -> Tensor:
-    """A tensor with other numbers of slots and columns; what both have is copied, the rest is zero."""
+    """A copy of a tensor with other numbers of slots and columns; new cells are zero."""
     shape = list(held.shape)
     shape[slot_dim], shape[column_dim] = num_slots, num_columns
     new = held.new_zeros(shape)

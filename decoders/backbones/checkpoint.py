@@ -1,7 +1,7 @@
-"""A checkpoint folder without its weights: config.json, the headers of its safetensors files, and the ids with a meaning.
+"""Reads a checkpoint folder without its weights: config.json, safetensors headers, and special token ids.
 
 Knows the file layout of Hugging Face checkpoints: one model.safetensors, or shards with an index; config.json,
-generation_config.json and tokenizer.json. Imports no torch: this is what a driver needs of a model. load.py reads the weights.
+generation_config.json and tokenizer.json. Imports no torch: a driver needs no more of a model. load.py reads the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json as a dict; ValueError where it is missing or no JSON object."""
+    """Return config.json as a dict; ValueError if it is missing or not a JSON object."""
     config = _read_object(folder / "config.json")
     if config is None:
         raise ValueError(f"model.path: {folder} has no config.json")
@@ -30,7 +30,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object; None where there is no such file, ValueError where it holds anything else."""
+    """Return a JSON object; None if there is no such file, ValueError if it holds anything else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 def weight_files(folder: Path) -> list[Path]:
     """Return the checkpoint's safetensors files, sorted; ValueError where there are none or the index names a missing one.
 
-    As in transformers, a single file is read whatever an index beside it says.
+    As in transformers, a single file takes precedence over an index.
     """
     path, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     index = None if single.exists() else _read_object(path)
@@ -82,7 +82,7 @@ def inspect_model(
 
 
 def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> int | None:
-    """Return the id that the tokenizer gives the family's mask; None where config.json says it, or nobody does."""
+    """Return the tokenizer's id of the family's mask; None if config.json has the id, or it is unknown."""
     if not family.mask_token or any(config.get(key) is not None for key in MASK_KEYS):
         return None
     return _added_tokens(folder).get(family.mask_token)
@@ -101,7 +101,7 @@ def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> 
             with safe_open(path, framework=framework) as file:
                 taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"model.path: {path} is damaged or no safetensors file: {error}") from error
+            raise ValueError(f"model.path: {path} is damaged or not a safetensors file: {error}") from error
     return taken
 
 
@@ -124,14 +124,14 @@ def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, 
         )
 
 
-# ---- ids with a meaning --------------------------------------------------------------------------------------------
+# ---- special token ids ---------------------------------------------------------------------------------------------
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids that end a text: those of generation_config.json where it names any, else those of config.json.
+    """Return the ids that end a text: those of generation_config.json if it has any, else those of config.json.
 
-    transformers' `generate` takes none where generation_config.json exists and names none. Where the family's chats end a turn
-    with another token, that one ends a text too. The tokenizer may know yet another; ValueError where an id is no number.
+    transformers' `generate` uses none if generation_config.json exists and has none. If the family's chats end a turn with
+    another token, that one ends a text too. The tokenizer may add another. ValueError if an id is not a number.
     """
     config = _read_object(folder / "config.json") or {}
     ids: list[int] = []
@@ -150,7 +150,7 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def bos_id(folder: Path) -> int | None:
-    """Return the id that begins a text, of generation_config.json or config.json; None where neither names one."""
+    """Return the id that begins a text, from generation_config.json or config.json; None if neither has one."""
     for name in ("generation_config.json", "config.json"):
         found = (_read_object(folder / name) or {}).get("bos_token_id")
         if found is not None:
@@ -167,7 +167,7 @@ def _token_id(path: Path, key: str, value: Any) -> int:
 def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids below `vocab_size` that the tokenizer gives no token, such as padding of the embedding table.
 
-    The tokenizer is tokenizer.json, or the older vocab.json; without either nothing is known, and nothing returned.
+    The tokenizer is tokenizer.json, or the older vocab.json; without either the result is empty.
     """
     tokenizer = _read_object(folder / "tokenizer.json")
     if tokenizer is None:
@@ -181,7 +181,7 @@ def ids_without_token(folder: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Return the tokens that stand beside the vocabulary, with their ids, wherever a tokenizer keeps them."""
+    """Return a tokenizer's added tokens with their ids, from every place where they may be stored."""
     fast = (_read_object(folder / "tokenizer.json") or {}).get("added_tokens") or []
     slow = (_read_object(folder / "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
     added = {token["content"]: int(token["id"]) for token in fast}

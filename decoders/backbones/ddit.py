@@ -1,12 +1,12 @@
 """The diffusion transformer of MDLM and SEDD (DDiT) in plain torch, over the slot cache.
 
-Every row sees the columns that its mask names, in both directions; its norms are scaled and shifted, and its residuals gated,
-by what a small network makes of the noise sigma. Sigma belongs to a row (`TokenRows.sigma_BT`), so that canvases at different
-times share a forward; keys and values in the cache stay what they were at the sigma they were computed with. A network that
-was trained without sigma is the same one at sigma = 0, and its modulation is computed once.
+Every row sees the columns that its mask allows, in both directions. A small network maps the noise sigma to the modulation: it
+scales and shifts a row's norms and gates its residuals. Sigma belongs to a row (`TokenRows.sigma_BT`), so that canvases at
+different times share a forward; cached keys and values keep the sigma that they were computed with. A network trained without
+sigma is the same network at sigma = 0; its modulation is computed once.
 
-Rows return their final modulated states; `logits` are the raw outputs, the mask's included. What laws they stand for is the
-business of decoders/draws/absorbing.py.
+Rows return their final modulated states; `logits` are the raw outputs, the mask's included. decoders/draws/absorbing.py turns
+them into probabilities.
 
 Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.
 Sources: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2022), as SEDD and MDLM changed it for text.
@@ -31,7 +31,7 @@ from decoders.backbones.transformer import ModuleBackbone
 
 _HEAD: Final = "output_layer.linear."
 _PERIOD: Final = 10000.0
-# Held by checkpoints, but computed here: half precision would round them.
+# In checkpoints, but recomputed here, since half precision would round them.
 _FREQUENCIES: Final = "rotary_emb.inv_freq"
 
 
@@ -117,7 +117,7 @@ class _Stack(nn.Module):
         self.output_layer = _Final(shape)
 
     def modulations(self, sigma_U: Tensor) -> list[Tensor]:
-        """What every block, and at last the output layer, does to its norms and residuals, [U, 6 D] each ([U, 2 D])."""
+        """The modulation of every block, [U, 6 D] each, and last of the output layer, [U, 2 D]."""
         condition_UC = self.sigma_map(sigma_U)
         return [layer.adaLN_modulation(condition_UC) for layer in (*self.blocks, self.output_layer)]
 
@@ -130,7 +130,7 @@ class _Stack(nn.Module):
         which_N: Tensor | None,
         **_: Any,
     ) -> _States:
-        """Run flat rows; row n is modulated by row `which_N[n]` of each modulation, all by the only one where it is None."""
+        """Run flat rows; row n uses row `which_N[n]` of each modulation; None if there is only one."""
         states_ND = self.vocab_embed(input_ids[0])
         turn_2Nd = self._turns(position_ids[0].to(states_ND.dtype))
         for block, rows_U in zip(self.blocks, modulations[:-1], strict=True):
@@ -147,7 +147,7 @@ class _Stack(nn.Module):
 
 
 class DDiT(nn.Module):
-    """The whole network, with what ModuleBackbone asks of a module of transformers."""
+    """The whole network, with the interface that ModuleBackbone expects of a transformers module."""
 
     def __init__(self, shape: DDiTShape) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class DDiT(nn.Module):
 
 
 def _own_name(name: str) -> str:
-    """A checkpoint's name, without a prefix, as ours."""
+    """Map a checkpoint's tensor name, without a prefix, to ours."""
     if name.startswith(_HEAD):
         return "head." + name.removeprefix(_HEAD)
     return "base_model." + name.replace("vocab_embed.embedding", "vocab_embed.weight")

@@ -1,4 +1,4 @@
-"""The files of a draft head, without its network: their sizes, the decoder they serve, and the tensors they must hold.
+"""The files of a draft head: sizes, the decoder that it serves, and the tensors that it must hold.
 
 Imports no torch; decoders/backbones/heads.py loads the network. `draft_head.json` holds the sizes and the kind,
 `draft_head.safetensors` the weights. Legend: D = model width, H = hidden width of the head.
@@ -19,13 +19,13 @@ MAX_DISTANCE: Final = 16
 MAX_UNSEEN: Final = 8
 
 HeadKind = Literal["assd", "specdiff"]
-"""The decoder that a head was trained for; heads of one kind would be worthless to the other."""
+"""The decoder that a head was trained for; it is useless for the other."""
 
 
 def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
-    """The sizes of the heads in a folder, None where it has none.
+    """The sizes of the heads in a folder; None if it has none.
 
-    Raises ValueError where only one of the two files is there, or they are of another kind.
+    Raises ValueError if one of the two files is missing, or the heads are of another kind.
     """
     path, weights = folder / CONFIG, folder / WEIGHTS
     if not path.exists() and not weights.exists():
@@ -33,7 +33,7 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     if not (path.exists() and weights.exists()):
         raise ValueError(f"decoder.head: {folder} needs both {CONFIG} and {WEIGHTS}")
     sizes: dict[str, Any] = json.loads(path.read_text())
-    # The first heads were all of one kind, and their files don't name it.
+    # The files of the first heads don't name their kind, since there was only one.
     found = sizes.pop("kind", "assd")
     if found != kind:
         raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
@@ -54,7 +54,7 @@ def check_files(folder: Path, kind: HeadKind) -> bool:
         with safe_open(path, framework="np") as file:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"decoder.head: {path} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"decoder.head: {path} is damaged or not a safetensors file: {error}") from error
     if found != head_shapes(sizes):
         raise ValueError(f"decoder.head: {path} does not fit {folder / CONFIG}")
     return True
@@ -88,9 +88,9 @@ def _network(name: str, inputs: int, width: int, hidden: int) -> dict[str, tuple
 
 
 def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] | None:
-    """Where the draft head is that the settings name, and of which kind; None where none serves. 'auto' is the one in `folder`.
+    """The folder and kind of the draft head that the settings name; None without one. 'auto' is the one in `folder`.
 
-    Raises ValueError where there is none in the place named.
+    Raises ValueError if the named folder has none.
     """
     head = settings.draft_head
     if head == "none":
@@ -105,7 +105,7 @@ def head_place(settings: DecoderChoice, folder: Path) -> tuple[Path, HeadKind] |
 
 
 def check_heads(settings: DecoderChoice, folder: Path) -> None:
-    """Raise ValueError where a draft head is named, or lies in `folder`, that can't serve the decoder."""
+    """Raise ValueError if the named draft head, or the one in `folder`, does not fit the decoder."""
     place = head_place(settings, folder)
     if place is not None:
         check_files(*place)

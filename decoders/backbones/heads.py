@@ -2,8 +2,8 @@
 
 A query row of an any-subset model that was computed before some tokens were decided is *stale*; so is a masked-diffusion
 model's row of a mask once other masks before it have become tokens. A draft head moves its hidden state towards what a fresh
-row would have given, from the embeddings of the tokens it has not seen. Heads only shape the draft law q; the target law p
-never depends on them, so they cannot change any output law.
+row would have given, from the embeddings of the tokens it has not seen. Heads only shape the draft distribution q; the target
+distribution p never depends on them, so they cannot change any output distribution.
 
 Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
 `markov.*`, `chain.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
@@ -71,7 +71,7 @@ class MarkovHead(nn.Module):
         """Return the corrected hidden states.
 
         `prev_RD` embeds the token at the preceding rank, `before_RD` the one before that; `num_unseen_R` counts the
-        tokens decided or drafted between the row's context and the row. None are where a row only speaks for another model
+        tokens decided or drafted between the row's context and the row. It is 0 where a row only predicts for another model
         than the target. The second token enters only where two or more are unseen. Distances are indices from
         `distance_index(row position, token position)`.
         """
@@ -128,16 +128,16 @@ class DraftHeads(nn.Module):
         self.chain: ChainHead | None = None if chain_hidden is None else ChainHead(width, chain_hidden)
 
     def sizes(self) -> dict[str, int]:
-        """What `draft_head.json` says of them: the arguments they are made with."""
+        """The content of `draft_head.json`: the arguments of the heads' constructors."""
         width, markov_hidden = self.markov.down.out_features, self.markov.down.in_features
         chain = {} if self.chain is None else {"chain_hidden": self.chain.down.in_features}
         return {"width": width, "markov_hidden": markov_hidden, **chain}
 
 
 def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
-    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None where the folder has neither.
+    """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None if the folder has neither.
 
-    Which heads there are is the file's say. Raises ValueError where only one of the two files exists, the weights do not fit
+    The file says which heads there are. Raises ValueError if only one of the two files exists, the weights do not fit
     the sizes, or the heads were trained for another decoder than `kind`.
     """
     sizes = read_sizes(folder, kind)

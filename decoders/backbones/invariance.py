@@ -10,7 +10,7 @@ Three roundings and one fixed order remove all of them:
   in the order of the columns. How many columns the longest neighbour has then changes nothing: what lies beyond a row's own
   columns has weight 0, and adding 0 changes no bit.
 
-Which numbers are enough differs from machine to machine: `find_rules` tries candidates, cheapest first, over lengths up to the
+The sufficient values differ between machines: `find_rules` tries candidates, cheapest first, over lengths up to the
 model's own. Knows nothing of models beyond their widths.
 
 Legend: N token rows, C slots x heads, B slots, H heads, T query rows, W key columns, d head width.
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 EXACT_DTYPES: Final = (torch.float32, torch.float64)
-"""Where the products of attention are our own on a CPU; in half precision they are torch's fused ones, which promise nothing."""
+"""The dtypes with our own attention products on a CPU; half precision uses torch's fused ones, without guarantees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class ShapeRules:
 
 
 NO_RULES: Final = ShapeRules(min_rows=1, min_queries=1, column_multiple=32, sum_columns=1 << 30, exact=False)
-"""What a GPU gets: its kernels change with the shape whatever is rounded, so nothing is padded in vain."""
+"""The rules on a GPU: its kernels change with the shape despite any rounding, so nothing is padded."""
 INEXACT_RULES: Final = ShapeRules(min_rows=16, min_queries=8, column_multiple=128, sum_columns=128, exact=False)
-"""What a CPU gets where no candidate suffices (float64, half precision): neighbours then move few bits, and rarely."""
+"""The rules on a CPU if no candidate suffices (float64, half precision): neighbours then rarely change bits."""
 _ROW_CANDIDATES: Final = (1, 4, 16, 32)
 # min_queries, column_multiple, sum_columns.
 _ATTENTION_CANDIDATES: Final = ((4, 32, 128), (4, 64, 128), (8, 64, 64), (8, 128, 128), (8, 32, 32), (16, 32, 32))
@@ -183,7 +183,7 @@ def _shapes(visible: int, widest: int, rules: ShapeRules, least_rows: int) -> It
 
 
 def rows_exact(function: Callable[[Tensor], Tensor], rows_NK: Tensor, min_rows: int) -> bool:
-    """Whether a row-wise function gives the first rows the same bits, however many (>= min_rows) come along."""
+    """Whether a row-wise function gives the first rows the same bits for any number (>= min_rows) of rows."""
     whole = function(rows_NK)
     few = (*range(min_rows, min_rows + 8), min_rows + 15)
     counts = (*few, 47, 64, 129, 300)

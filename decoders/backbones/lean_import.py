@@ -1,11 +1,11 @@
-"""Imports transformers' models without the compilers and the distributed parts of torch that they drag in.
+"""Imports transformers' models without torch's compilers and distributed parts, which take long to import.
 
 A model class of transformers imports torch._dynamo, torch._inductor, sympy and torch.distributed for decorators and type checks
-that decoding never comes to; they take as long as all the rest. While the import runs, torch says that it has none of them, and
-what asks for them at that moment gets a stand-in that does nothing, or fetches the real thing when it is used. Afterwards they
-can be imported as ever. Where one of them is there already, nothing is changed.
+that decoding never uses; they take as long as all other imports. During the import torch reports that it lacks them, and code
+that asks for them gets a stand-in that does nothing, or that loads the real module on use. Afterwards they can be imported as
+usual. Modules that are already imported stay unchanged.
 
-transformers itself looks into the files of all its models twice before it imports one; the second time is left out.
+transformers itself scans the files of all its models twice before it imports one; the second scan is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRAPPED = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 def from_transformers(name: str) -> Any:
-    """A class of transformers by its name; AttributeError where there is none."""
+    """A class of transformers by its name; AttributeError if there is none."""
     with lean():
         import transformers
 
@@ -37,7 +37,7 @@ def from_transformers(name: str) -> Any:
 
 @contextmanager
 def lean() -> Iterator[None]:
-    """For the time of the block, imports find neither compilers nor distributed parts."""
+    """Within the `with` block, imports find neither compilers nor distributed parts."""
     if any(name in sys.modules for name in _HELD):
         yield
         return
@@ -59,7 +59,7 @@ def lean() -> Iterator[None]:
 
 @contextmanager
 def empty_modules() -> Iterator[None]:
-    """For the time of the block modules are built on the meta device, and nobody draws random weights for what has no memory.
+    """Within the `with` block, modules are built on the meta device without drawing random weights.
 
     torch would import its compilers to draw them, and to count up on that device: ranges are real ones.
     """
@@ -107,7 +107,7 @@ def _wrapped() -> ModuleType:
     module = ModuleType(_WRAPPED)
 
     class TransformGetItemToIndex:
-        """The real one, made where it is used."""
+        """Create the real object when it is used."""
 
         def __new__(cls) -> Any:
             return importlib.import_module(_WRAPPED).TransformGetItemToIndex()

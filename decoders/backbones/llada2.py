@@ -1,8 +1,8 @@
 """LLaDA2's network in plain torch over the slot cache: a mixture of experts under block diffusion.
 
-Queries, keys and values come out of one product, queries and keys are normed per head and turned on the first part of their
-width only; the first layers are dense, the others mixtures (moe.py). What a row sees is the caller's mask and nothing else: the
-released code hands transformers a mask of zeros and ones, which adds them to the scores and hides nothing; here hidden is
+Queries, keys and values come from one product, queries and keys are normed per head and rotated on the first part of their
+width only; the first layers are dense, the others mixtures (moe.py). A row sees exactly what the caller's mask allows: the
+released code gives transformers a mask of zeros and ones, which is added to the scores and hides nothing; here hidden is
 hidden, as the models were trained.
 
 Norms, rotations, routers and the sums of experts run in float32 or better, as in the released code; logits are float32 or
@@ -127,7 +127,7 @@ class _Stack(nn.Module):
 
 
 class LLaDA2(nn.Module):
-    """The whole network, with what ModuleBackbone asks of a module of transformers."""
+    """The whole network, with the interface that ModuleBackbone expects of a transformers module."""
 
     def __init__(self, shape: LLaDA2Shape) -> None:
         super().__init__()

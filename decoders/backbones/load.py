@@ -1,6 +1,6 @@
-"""From a checkpoint folder to a backbone: JSON and safetensors only, no remote code, every name accounted for.
+"""Loads a checkpoint folder as a backbone: JSON and safetensors only, no remote code, every tensor name checked.
 
-What can be known without the weights is in checkpoint.py. Fetching a model from elsewhere is not its business.
+checkpoint.py reads what is known without the weights. Models must be on disk; nothing is downloaded here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch, whose rows keep their bits in any company.
+"""Mixtures of experts in plain torch; a row's result has the same bits in any batch.
 
 Every row chooses its own experts, and no expert has a capacity: what a row gets depends on no other row. An expert multiplies
 just the rows that chose it, and how many these are changes from forward to forward; so each expert's rows are padded by the
@@ -41,10 +41,10 @@ class GatedMLP(nn.Module):
 
 
 class Mixture(nn.Module, ABC):
-    """A layer of experts; what decides between them is the subclass's.
+    """A layer of experts; a subclass implements the router.
 
-    Choices, weights and sums are in float32 or better. `padded` says over how many rows a product of so many runs; whoever
-    knows the machine sets it.
+    Choices, weights and sums are in float32 or better. `padded` maps a number of rows to the number that a product runs over; the
+    backbone sets it for the machine.
     """
 
     def __init__(self, width: int, inner: int, *, num_experts: int, num_chosen: int) -> None:
@@ -63,14 +63,14 @@ class Mixture(nn.Module, ABC):
         rows_ND = hidden.reshape(-1, hidden.shape[-1])
         expert_NK, weight_NK = self.choose(rows_ND)
         each_NKD = self._ask(rows_ND, expert_NK).to(weight_NK.dtype)
-        # One after another: a sum over a dimension is free to take another order in another shape.
+        # One after another: torch may sum over a dimension in another order for another shape.
         mixed_ND = each_NKD[:, 0] * weight_NK[:, :1]
         for rank in range(1, self.num_chosen):
             mixed_ND += each_NKD[:, rank] * weight_NK[:, rank : rank + 1]
         return mixed_ND.to(hidden.dtype).view(hidden.shape)
 
     def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
-        """What each row's experts answer, [N, K, D]."""
+        """The outputs of each row's experts, [N, K, D]."""
         expert_P = expert_NK.flatten()
         order_P = expert_P.argsort(stable=True)
         answer_PD = rows_ND.new_empty(order_P.shape[0], rows_ND.shape[1])
@@ -129,7 +129,7 @@ class SigmoidMixture(Mixture):
         best_NG2 = biased_NGe.topk(2, dim=-1).values
         kept_NG = (best_NG2[..., 0] + best_NG2[..., 1]).topk(self.groups_kept, dim=-1).indices
         dropped_NG = torch.ones_like(biased_NGe[..., 0], dtype=torch.bool).scatter_(1, kept_NG, False)
-        # Not zero, which is more than a negative biased score.
+        # Not zero, which would exceed a negative biased score.
         left_NE = biased_NGe.masked_fill(dropped_NG.unsqueeze(-1), -torch.inf).flatten(1)
         expert_NK = left_NE.topk(self.num_chosen, dim=-1).indices
         weight_NK = score_NE.gather(1, expert_NK)

@@ -1,8 +1,8 @@
-"""Matrix products with weights packed once for the processor, whose results don't depend on how many rows come along.
+"""Matrix products with weights packed once for the CPU; a row's result does not depend on the number of rows.
 
 oneDNN sums every output in one order whatever the number of rows, from a single row on and for any number of threads, where
 the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
-large products are somewhat faster as well. Whether all that holds on this machine is not believed but tested (self_test.py).
+large products are somewhat faster as well. self_test.py tests on each machine whether all that holds.
 
 Knows nothing of models. Legend: R rows, K in, M out.
 """
@@ -18,7 +18,7 @@ _BLOCK: Final = 8
 
 
 class PackedLinear(nn.Module):
-    """A linear layer [R, K] -> [R, M] whose weight is kept in oneDNN's layout only, unless someone else keeps it too."""
+    """A linear layer [R, K] -> [R, M] that keeps its weight in oneDNN's layout only, unless it is also used elsewhere."""
 
     def __init__(self, weight_MK: Tensor, bias_M: Tensor | None) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
 
 
 class UnsetLinear(nn.Linear):
-    """A linear layer whose weight comes from a checkpoint: thousands of experts would be long to fill with random numbers."""
+    """A linear layer without random initialisation, since its weight comes from a checkpoint; saves time with many experts."""
 
     def reset_parameters(self) -> None:
         """Leave the weight as it is."""
@@ -46,7 +46,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D: told by its name, so that models of no such module don't import transformers."""
+    """Whether a module is transformers' Conv1D; checked by name, so that transformers need not be imported."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 

@@ -1,7 +1,7 @@
-"""Asks a freshly loaded model what must hold before it may decode: once, at start, in tenths of a second.
+"""Tests a freshly loaded model, once at start: shape rules for batch-independent results, and correct masking.
 
 `model_rules` finds the shape rules under which its own products, and attention in its shapes, do not depend on the batch.
-`check_masking` decodes short random rows in the company of different junk and demands the same bits: a version of
+`check_masking` decodes short random rows beside different junk and demands the same bits: a version of
 transformers that drops or replaces the mask is found here and not in the results.
 
 Legend: B slots, T rows of a slot, W columns, K key heads, G queries of a key head, d head width, N rows, D width.
@@ -36,7 +36,7 @@ from decoders.backbones.visibility import visible
 if TYPE_CHECKING:
     from decoders.backbones.transformer import ModuleBackbone
 
-# Of the largest number: rounding is far below it, what a wrong mask does far above.
+# Tolerance relative to the largest number: rounding is far below it, the effect of a wrong mask far above.
 _TOLERANCE: Final = 0.1
 Product = tuple[nn.Module, int, int, torch.dtype]
 
@@ -99,7 +99,7 @@ def products(module: nn.Module) -> Iterator[Product]:
 
 
 def check_masking(backbone: ModuleBackbone) -> None:
-    """Raise ValueError where the model gives no numbers, RuntimeError where a masked column or another slot changes a row.
+    """Raise ValueError on NaN or infinity, RuntimeError if a masked column or another slot changes a row.
 
     A row is decoded in two forwards with rejected columns between them: among junk of two kinds and neighbours of two kinds, and
     alone. Equal shapes have to give equal bits on every device. Other neighbours lead to other shapes in a mixture of experts,
@@ -111,7 +111,7 @@ def check_masking(backbone: ModuleBackbone) -> None:
     finally:
         backbone.forget()
     if not torch.isfinite(calm).all():
-        raise ValueError(f"model.dtype: in {backbone.dtype} this model's hidden states are no finite numbers")
+        raise ValueError(f"model.dtype: in {backbone.dtype} this model's hidden states contain NaN or infinity")
     exact = backbone.rules.exact
     mixes = any(isinstance(part, Mixture) for part in backbone.model.modules())
     if not torch.equal(calm, junk) or not _agree(calm, others, exact=exact or not mixes):
@@ -121,7 +121,7 @@ def check_masking(backbone: ModuleBackbone) -> None:
 
 
 def _agree(one: Tensor, other: Tensor, *, exact: bool) -> bool:
-    """Whether two results are the same: to the bit, or as far as what a wrong mask does is not a matter of bits."""
+    """Whether two results are the same: bit by bit, or within a tolerance that a wrong mask would exceed."""
     near = bool((one - other).abs().max() <= _TOLERANCE * one.abs().max())
     return near and (not exact or torch.equal(one, other))
 
@@ -137,7 +137,7 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
     own = [5, 1, 4, 2, 3, 6, 0, 7]
     tokens = torch.tensor([own] if junk is None else [others[0], own, others[1]])
     parts = []
-    # Columns 3..5 are written, rejected, and written again with what counts; column 6 and what follows is never seen.
+    # Columns 3..5 are written, rejected, and written again with the final tokens; columns from 6 on are never seen.
     for first, last, shift in ((0, 3, 0), (3, 6, 1), (3, 7, 0)):
         hidden = backbone.forward(_rows(backbone, slots, (tokens + shift)[:, first:last], first))
         parts.append(hidden[slots.index(1)])

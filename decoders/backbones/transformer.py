@@ -1,4 +1,4 @@
-"""transformers' causal models, unmodified, under any visibility rule over the slot cache.
+"""Runs transformers' causal models, unmodified, under any visibility rule over the slot cache.
 
 The valid rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
 ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here.
@@ -27,14 +27,14 @@ from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pac
 from decoders.backbones.self_test import model_rules, products
 
 _ATTENTION: Final = "draftmill_slots"
-# Elementwise kernels take the last few numbers of a tensor another way; whole blocks of rows leave no such rest.
+# Elementwise kernels compute the last few numbers of a tensor differently; whole blocks of rows leave no remainder.
 _VECTOR: Final = 32
 
 
 class ModuleBackbone:
     """Runs a module that is built as transformers builds its causal models; `windows` holds one entry a layer.
 
-    A slot whose sample gave numbers that are not finite is wiped when the next sample starts in it, which is when a row is
+    A slot whose sample gave NaN or infinity is wiped when the next sample starts in it, which is when a row is
     written at column 0: a masked column weighs 0, but 0 times NaN is NaN.
     """
 
@@ -82,24 +82,24 @@ class ModuleBackbone:
         )
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room for at least so many slots and columns; what the cache already holds stays."""
+        """Make room for at least this many slots and columns; the cache keeps its content."""
         multiple = self.rules.column_multiple
         self.cache.allocate(num_slots, -(-num_columns // multiple) * multiple)
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Have room for just so many slots and columns; what lies within them stays."""
+        """Resize to exactly this many slots and columns; content within them stays."""
         multiple = self.rules.column_multiple
         self.cache.resize(num_slots, -(-num_columns // multiple) * multiple)
         self._tainted = {slot for slot in self._tainted if slot < num_slots}
 
     @property
     def cell_bytes(self) -> int:
-        """What one column of one slot takes of the cache."""
+        """Bytes of one column of one slot in the cache."""
         return self.cache.cell_bytes
 
     @property
     def row_bytes(self) -> int:
-        """About what a token row takes while a forward runs: states, heads, and the widest product with its gate."""
+        """Approximate bytes of a token row during a forward: states, heads, and the widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
     def move_slot(self, source: int, target: int) -> None:
@@ -143,11 +143,11 @@ class ModuleBackbone:
         return hidden_BTD
 
     def _more_inputs(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> dict[str, Any]:
-        """What the module takes besides tokens and positions; the rows are flat already."""
+        """The module's arguments besides tokens and positions; the rows are flat already."""
         return {}
 
     def _padded(self, count: int) -> int:
-        """How many rows the products run over where `count` are wanted."""
+        """How many rows the products run over for `count` wanted rows."""
         least, multiple = max(count, self.min_rows), self._row_multiple
         return -(-(block_of_rows(least) if self._packed else least) // multiple) * multiple
 
@@ -192,7 +192,7 @@ class ModuleBackbone:
             sights[window] = see(windowed_BTW, rectangle_N, self.dtype)
         return sights
 
-    # ---- numbers that are none -----------------------------------------------------------------------------------
+    # ---- NaN and infinity ----------------------------------------------------------------------------------------
 
     def _taint(self, slots_N: Tensor, hidden_ND: Tensor) -> None:
         self._tainted.update(slots_N[~hidden_ND.isfinite().all(1)].tolist())
@@ -236,7 +236,7 @@ class TransformerBackbone(ModuleBackbone):
 
 
 def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:
-    """Build the transformers module that runs a checkpoint, with these very tensors as its parameters.
+    """Build the transformers module that runs a checkpoint, with these tensors as its parameters (no copies).
 
     `weights` have the family's full names. As transformers does, a tied output layer takes the embeddings unless the
     checkpoint holds another one.
@@ -250,7 +250,7 @@ def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], d
     if parsed.tie_word_embeddings and (head.weight.is_meta or torch.equal(head.weight, embedding.weight)):
         head.weight = embedding.weight
     if hasattr(model.base_model, "rotary_emb"):
-        # Frequencies are no weights: they are computed, in float32 whatever the model's dtype.
+        # Frequencies are not weights: they are computed in float32, whatever the model's dtype.
         model.base_model.rotary_emb = type(model.base_model.rotary_emb)(config=config).to(device)
     tensors = itertools.chain(model.named_parameters(), model.named_buffers())
     empty = [name for name, tensor in tensors if tensor.is_meta]

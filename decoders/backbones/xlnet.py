@@ -7,7 +7,7 @@ see, and in whether they write keys and values.
 
 Source: Yang et al., "XLNet" (2019), equations for the two streams and the relative positional attention; the layout of the
 checkpoint is transformers' XLNetLMHeadModel. A row that sees nothing (first query of an empty prompt) has attention output
-zero: a softmax over nothing would read what is not yet decided.
+zero: a softmax over nothing would read tokens that are not decided yet.
 
 Legend: N token rows (content first, then queries), B slots, S all slots, T rows of a slot, C content, Q queries, W columns,
 P positions, H heads, d head width, D model width.
@@ -51,7 +51,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
 _MAX_BIAS_NUMBERS: Final = 1 << 24
-# Keys of distances are computed so many at a time: their bits then don't depend on how far the table reaches.
+# Keys of distances are computed in chunks of this size: their bits then don't depend on the size of the table.
 _DISTANCES: Final = 32
 
 
@@ -151,7 +151,7 @@ class XLNetBackbone:
         self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=dtype, device=self.device)
         self._inner = shape.d_inner
         self.relative: list[Tensor] = []
-        # Slots whose sample gave numbers that are none: a hidden column weighs 0, but 0 times NaN is NaN.
+        # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
         self._tainted: set[int] = set()
 
     def _rules(self, inner: int) -> ShapeRules:
@@ -195,7 +195,7 @@ class XLNetBackbone:
         self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
 
     def resize(self, num_slots: int, num_columns: int) -> None:
-        """Have room for just so many slots and columns; what lies within them stays. The table of distances only grows."""
+        """Resize to exactly this many slots and columns; content within them stays. The table of distances only grows."""
         num_columns = rounded(num_columns, self.rules.column_multiple)
         relative = self.relative
         if num_columns > self._num_distances:
@@ -210,12 +210,12 @@ class XLNetBackbone:
 
     @property
     def cell_bytes(self) -> int:
-        """What one column of one slot takes of the cache."""
+        """Bytes of one column of one slot in the cache."""
         return self.cache.cell_bytes
 
     @property
     def row_bytes(self) -> int:
-        """About what a token row takes while a forward runs: states, heads and the inner layer."""
+        """Approximate bytes of a token row during a forward: states, heads and the inner layer."""
         return (8 * self.width + 2 * self._inner) * self.dtype.itemsize
 
     def _relative_keys(self, layer: _Layer, num_positions: int) -> Tensor:
@@ -230,7 +230,7 @@ class XLNetBackbone:
         return torch.cat(parts, dim=2).contiguous()
 
     def set_order(self, slot: int, order_L: Tensor) -> None:
-        """Give the positions of a slot's columns, int64 [L]; what its last sample left is wiped where it could do harm."""
+        """Set the positions of a slot's columns, int64 [L]; wipes what the last sample left if it holds NaN or infinity."""
         self.order_SW[slot, : len(order_L)] = order_L
         if slot in self._tainted:
             self.cache.clear_slot(slot)

@@ -29,7 +29,7 @@ class Draws:
         self.noise = PositionNoise(state, vocab_size)
 
     def law(self, logits_RV: Tensor) -> Tensor:
-        """The log law that tokens are drawn from and confidences taken from; at temperature 0 the model's own, in float64."""
+        """The log-probabilities for drawing tokens and for confidences; at temperature 0 the model's own, in float64."""
         if self.greedy:
             return torch.log_softmax(logits_RV.to(torch.float64), dim=-1)
         return log_law(logits_RV, self._sampling)
@@ -68,6 +68,6 @@ def plain_log_p(logits_RV: Tensor, tokens_R: Tensor) -> Tensor:
 
 
 def entropy(law_RV: Tensor) -> Tensor:
-    """The entropy of log laws in nats, float64 [R]."""
+    """The entropy of log-probabilities in nats, float64 [R]."""
     mass_RV = law_RV.exp()
     return -torch.where(mass_RV > 0, mass_RV * law_RV, 0.0).sum(-1).to(torch.float64)

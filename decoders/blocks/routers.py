@@ -61,7 +61,7 @@ def normalised_entropy(law_RV: Tensor) -> Tensor:
 def survival(estimator: Estimator, law_RV: Tensor, tokens_R: Tensor) -> Tensor:
     """How likely each row's drafted token is accepted, between 0 and 1, [R].
 
-    `law_RV` are the log-probabilities of the law that drafted; at temperature 0 those of the model itself.
+    `law_RV` are the log-probabilities of the distribution that drafted; at temperature 0 those of the model itself.
     """
     match estimator:
         case Entropy(beta=beta):

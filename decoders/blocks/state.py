@@ -97,7 +97,7 @@ class BlockState:
         self.masks_S[slots_B] = self.at(slots_B).masks_BT.sum(1)
 
     def move(self, source: int, target: int) -> None:
-        """Carry a sample from one slot to another."""
+        """Move a sample from one slot to another."""
         self.log_p_SW[target] = self.log_p_SW[source]
 
     def at(self, slots_B: Tensor) -> Blocks:

@@ -162,7 +162,7 @@ class DiffusionDrafter:
         return uniform_BK.argsort(dim=1, stable=True).argsort(dim=1)
 
     def _reveal(self, group: Group, counts_B: Tensor, step_BK: Tensor, step: int) -> Tensor | None:
-        """Run the slots' windows, draw the drafts of this step and write them down; returns their laws [R, V] if kept."""
+        """Run the slots' windows, draw and store this step's drafts; returns their distributions [R, V] if kept."""
         slots_B, began_s = group.index_B, time.perf_counter()
         decided_B, now_BK = self._state.decided_S[slots_B], step_BK == step
         start_B, end_B = self._bounds(decided_B, counts_B)
@@ -186,7 +186,7 @@ class DiffusionDrafter:
             self._costs.observe(num_drafts, num_kv, forward_s + drawing_s)
 
     def _drawn(self, hidden_RD: Tensor, masks: _Masks) -> Tensor:
-        """Draw all of these drafts at once and write them down; returns their laws [R, V]."""
+        """Draw all of these drafts at once and write them down; returns their distributions [R, V]."""
         logits_RV = self._fitted(self.counting.logits(hidden_RD))
         law_RV, tokens_R = self._draw(logits_RV, masks.slots_R, masks.ranks_R, masks.decided_R)
         self._state.tokens_SW[masks.slots_R, masks.ranks_R] = tokens_R
@@ -287,7 +287,7 @@ class DiffusionDrafter:
         return longest if self._full else min(num_columns, longest)
 
     def start(self, slot: int) -> None:
-        """Count anew."""
+        """Count again."""
         self.counting.counters.reset(slot)
 
     def move(self, source: int, target: int) -> None:

@@ -30,7 +30,7 @@ from decoders.engine.memory import give
 from decoders.engine.state import Group, SlotState
 
 DrawAt = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits [R, V], slots [R], ranks [R], decided [R]) -> (law q [R, V], tokens [R]): suppresses, warps, draws."""
+"""(logits [R, V], slots [R], ranks [R], decided [R]) -> (distribution q [R, V], tokens [R]): suppresses, warps, draws."""
 Allot = Callable[[Tensor], Tensor]
 """How many drafts each slot could have, [B] -> how many it gets, [B]."""
 
@@ -44,7 +44,7 @@ class CausalDrafter(Protocol):
         ...
 
     def draft(self, group: Group, most_B: Tensor, allot: Allot) -> tuple[Tensor, Tensor | None]:
-        """Draft at most `most_B` tokens after each slot's decided ones; returns (how many [B], their laws [B, K, V] or None).
+        """Draft at most `most_B` tokens after each slot's decided ones; returns (number [B], distributions [B, K, V] or None).
 
         None means that the drafts were certain, or that their distributions are not needed.
         """
@@ -67,7 +67,7 @@ class CausalDrafter(Protocol):
         ...
 
     def move(self, source: int, target: int) -> None:
-        """Carry a sample from one slot to another; the columns of the SlotState move by themselves."""
+        """Move a sample from one slot to another; the columns of the SlotState move by themselves."""
         ...
 
     def spent(self, slot: int) -> tuple[int, float]:
@@ -121,7 +121,7 @@ class ModelDrafter:
         return counts_B, laws_BKV
 
     def _draft_one(self, group: Group, ranks_R: Tensor, decided_R: Tensor) -> Tensor:
-        """Run the columns up to the rank, draw a draft for it and write it down; returns its law [R, V]."""
+        """Run the columns up to the rank, draw a draft for it and write it down; returns its distribution [R, V]."""
         state, slots_R, began_s = self._state, group.index_B, time.perf_counter()
         start_R = self._cached_S[slots_R]
         rows = rows_between(state, slots_R, start_R, ranks_R)
@@ -160,7 +160,7 @@ class ModelDrafter:
         return num_columns * int(getattr(self._backbone, "cell_bytes", 0)) + laws
 
     def start(self, slot: int) -> None:
-        """Count anew."""
+        """Count again."""
         self.counting.counters.reset(slot)
 
     def move(self, source: int, target: int) -> None:

@@ -4,7 +4,7 @@
     its row     not asked   | scores column + 1  | not run
     holds       given       | given              | the last scored token
 
-The law is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
+The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
 Legend: B slots, T rows of a slot, R scored rows, D width, V vocabulary.
 """
 

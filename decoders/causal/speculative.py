@@ -7,7 +7,7 @@
 The first forward runs the prompt and the first drafts together, so a sample never needs more forwards than `autoregressive`.
 A slot with fewer drafts has fewer rows; a step without drafts is an autoregressive one. Drafts never reach the canvas's end:
 there is always a place for the token after them. Under `coupled` acceptance the text is the sequential one whatever is drafted;
-under `rejection` it has the sequential law.
+under `rejection` it has the sequential distribution.
 
 DraftAndVerify does all of this for any source of drafts (drafters.py; specdiff.py uses diffusion_drafter.py).
 

@@ -1,1 +1,1 @@
-"""Random numbers as functions of a sample's key, and what is drawn with them."""
+"""Random numbers as functions of a sample's key, and the draws that use them."""

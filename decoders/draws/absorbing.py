@@ -1,9 +1,9 @@
-"""Absorbing-state diffusion as MDLM and SEDD define it: the noise of a time, and the laws behind a network's raw logits.
+"""Absorbing-state diffusion as in MDLM and SEDD: the noise at a time, and probabilities from raw logits.
 
 Pure functions over rows. In both, a token is either itself or the mask, and *given that a masked position is revealed* the
-law of its token is the softmax of its raw logits over the ids that are not the mask: MDLM by definition (SUBS), SEDD because
-sigma shifts the log-scores of a row all alike. So decoders that decide by themselves which positions to reveal need nothing
-from here but the noise that a network is conditioned on.
+distribution of its token is the softmax of its raw logits over the ids that are not the mask: MDLM by definition (SUBS), SEDD
+because sigma shifts all log-scores of a row equally. So decoders that decide by themselves which positions to reveal need nothing
+from this module except the noise that a network is conditioned on.
 
 Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), SUBS parameterisation; Lou et al.,
 "Discrete Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), absorbing graph, log-linear noise.
@@ -39,7 +39,7 @@ def masked_share(sigma: Tensor) -> Tensor:
 
 
 def noise_of_share(share: Tensor) -> Tensor:
-    """The total noise at which a share of the tokens is masked; at most that of time 1, the highest that networks know."""
+    """The total noise at which a share of the tokens is masked; at most that of time 1, the highest in training."""
     return -torch.log1p(-share.clamp(max=1 - NOISE_EPS))
 
 
@@ -69,7 +69,7 @@ def chance_by_scores(log_scores_RV: Tensor, mask_id: int, euler: bool, time_R: T
 
 
 def subs_log_law(logits_RV: Tensor, tokens_R: Tensor, mask_id: int) -> Tensor:
-    """MDLM's log p(x_0) of every row (SUBS): never the mask, and a token that is no mask stays what it is; [R, V]."""
+    """MDLM's log p(x_0) of every row (SUBS): never the mask, and an unmasked token stays as it is; [R, V]."""
     law_RV = logits_RV.index_fill(-1, torch.tensor([mask_id], device=logits_RV.device), -torch.inf).log_softmax(-1)
     kept_R1 = (tokens_R != mask_id).unsqueeze(1)
     decided_RV = torch.full_like(law_RV, -torch.inf).scatter_(-1, tokens_R.unsqueeze(1), 0.0)
@@ -87,9 +87,9 @@ def log_scores(logits_RV: Tensor, tokens_R: Tensor, sigma_R: Tensor) -> Tensor:
 
 
 def law_of_scores(log_scores_RV: Tensor, mask_id: int) -> Tensor:
-    """The log law of a masked row's token, given that it is revealed: the scores, normalised without the mask; [R, V].
+    """The log-probabilities of a masked row's token, given that it is revealed: the scores, normalised without the mask; [R, V].
 
-    At a row that is not masked SEDD has no such law.
+    At a row that is not masked SEDD has no such distribution.
     """
     others = torch.tensor([mask_id], device=log_scores_RV.device)
     return log_scores_RV.index_fill(-1, others, -torch.inf).log_softmax(-1)

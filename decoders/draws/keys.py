@@ -1,4 +1,4 @@
-"""A sample's key, and the noise that a planner draws with it: decoders/draws/noise.py on the host, without torch.
+"""A sample's key, and the noise that planners draw with it: decoders/draws/noise.py in numpy, without torch.
 
 The numbers are the same ones (tests/decoders/draws/test_noise.py): Philox4x32-10 in wrapping uint64 arithmetic of numpy.
 """

@@ -1,4 +1,4 @@
-"""The noise field: every random number of a sample is a pure function of its key and of what the number is for.
+"""The noise field: every random number of a sample is a pure function of the sample's key and the number's purpose.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) in wrapping int64 tensor arithmetic, so
 that the same integers come out on every device. The counter is (token // 4, position, purpose, draw); one block of four

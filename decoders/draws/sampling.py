@@ -1,8 +1,8 @@
 """From logits to tokens: the warp, the draws, and the residual of the rejection rule. Pure functions over rows.
 
-p is the target's law, q the draft's. Laws are log-probabilities in float32 (float64 where the logits are), normalised after
-temperature, top-k and top-p; at temperature 0 a law is one-hot on the lowest index of the maximum, so that both acceptance
-rules need no special case. Knows nothing of slots, models or where a number came from.
+p is the target's distribution, q the draft's. Distributions are log-probabilities in float32 (float64 where the logits are),
+normalised after temperature, top-k and top-p; at temperature 0 a distribution is one-hot on the lowest index of the maximum, so
+that both acceptance rules need no special case. Knows nothing of slots, models or where a number came from.
 
 Legend: R rows, V vocabulary.
 """
@@ -65,7 +65,7 @@ def _one_hot(logits_RV: Tensor) -> Tensor:
 
 
 TopP = float | Tensor
-"""A share of the mass: one number for all rows, or float64 [R, 1]."""
+"""A share of the probability mass: one number for all rows, or float64 [R, 1]."""
 
 
 def _nucleus(law_RV: Tensor, top_p: TopP) -> Tensor:
@@ -99,15 +99,15 @@ def _reaching(mass_RV: Tensor, ordered_RK: Tensor, top_p: TopP) -> Tensor:
 
 
 def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
-    """Return argmax(log p + g) in each row; without noise (temperature 0) the argmax itself. Ties go to the lowest index."""
+    """Return argmax(log p + g) in each row; without noise (temperature 0) argmax(log p). Ties go to the lowest index."""
     return (law_RV if gumbel_RV is None else law_RV + gumbel_RV).argmax(-1)
 
 
 def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -> Tensor:
-    """Return what `coupled_draw` gives on the law cut to its nucleus, from a law that is not cut yet, [R].
+    """Return what `coupled_draw` gives on the distribution cut to its nucleus, from a distribution that is not cut yet, [R].
 
-    The best token of the whole law is the best of the nucleus wherever it lies inside, which takes one sum to see; only the
-    other rows (at most a share of 1 - top_p, on average) have their nucleus found.
+    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see; only
+    the other rows (at most a share of 1 - top_p, on average) have their nucleus found.
     """
     tokens_R = coupled_draw(law_RV, gumbel_RV)
     if top_p is None or gumbel_RV is None:
@@ -121,7 +121,7 @@ def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -
 
 
 def _outside(law_RV: Tensor, tokens_R: Tensor, top_p: TopP) -> Tensor:
-    """The numbers of the rows whose token lies outside the row's nucleus."""
+    """The indices of the rows whose token lies outside the row's nucleus."""
     own_R1 = law_RV.gather(-1, tokens_R.unsqueeze(-1)).exp()
     # What comes before a token has at most the mass that the token leaves, up to rounding: most rows end here.
     doubtful = (own_R1 <= 1.0 - top_p + _MASS_SLACK).squeeze(-1).nonzero().squeeze(1)
@@ -152,7 +152,7 @@ def inverse_cdf_draw(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
 def residual(p_RV: Tensor, q_RV: Tensor) -> Tensor:
     """Return the unnormalised positive part of p - q, or p where that has no mass (rounding), [R, V].
 
-    What the rejection rule draws from after it has refused a draft (ASSD, Algorithm 1; Leviathan et al., 2023).
+    The rejection rule draws from it after rejecting a draft (ASSD, Algorithm 1; Leviathan et al., 2023).
     """
     p_mass = p_RV.exp()
     positive = (p_mass - q_RV.exp()).clamp_(min=0.0)

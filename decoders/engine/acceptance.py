@@ -119,7 +119,8 @@ class Acceptance:
     """One acceptance rule over the slots of a decoder: draws drafts, settles them, draws target tokens.
 
     Every draw is addressed by (slot, rank, when), where `when` is the number of decided tokens at the time of drafting: it
-    grows with every iteration, so no random number serves twice. Laws come as `warps` gives them, and tokens are drawn by it.
+    grows with every iteration, so no random number serves twice. Distributions come as `warps` gives them, and tokens are drawn
+    by it.
     """
 
     def __init__(self, state: SlotState, warps: Warps, *, coupled: bool, window: int, vocab_size: int) -> None:
@@ -172,7 +173,7 @@ class Acceptance:
     def replace(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor, part: slice) -> Tensor:
         """Draw what follows the accepted drafts of some slots: from the residual where one was refused, else from p, [R].
 
-        `p_RV` are the target's laws there, in the slots of `part`.
+        `p_RV` are the target's distributions there, in the slots of `part`.
         """
         slots_R, when_R, accepted_R = window.slots_B[part], window.when_B[part], accepted_B[part]
         ranks_R = pick(window.ranks_BA[part], accepted_R)

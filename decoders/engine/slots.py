@@ -35,9 +35,9 @@ _FEWEST_SLOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The log-probability of given tokens in the laws that are sampled from and under the model itself, float64 [R] each.
+    """The log-probabilities of given tokens, in the sampled distributions and under the model itself, float64 [R] each.
 
-    `held` are the logits and laws of all rows, where they fit into memory at once.
+    `held` are the logits and distributions of all rows, where they fit into memory at once.
     """
 
     sampled_R: Tensor
@@ -313,7 +313,7 @@ class SlotDecoder(ABC):
 
     @property
     def law_dtype(self) -> torch.dtype:
-        """The dtype of every law: float32, or float64 on a float64 backbone."""
+        """The dtype of every distribution: float32, or float64 on a float64 backbone."""
         return torch.float64 if self.backbone.dtype == torch.float64 else torch.float32
 
     def _logits(self, hidden_RD: Tensor) -> Tensor:
@@ -325,7 +325,7 @@ class SlotDecoder(ABC):
         return logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
 
     def _law(self, logits_RV: Tensor, slots_R: Tensor) -> Tensor:
-        """Return the warped log law of suppressed logits; under coupled acceptance not yet cut to its nucleus."""
+        """Return the warped log-probabilities of suppressed logits; under coupled acceptance not yet cut to its nucleus."""
         return self.warps.law(logits_RV, slots_R)
 
     def _log_p(self, logits_RV: Tensor, law_RV: Tensor, tokens_R: Tensor) -> Tensor:

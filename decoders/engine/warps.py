@@ -19,7 +19,7 @@ from decoders.engine.state import SlotState
 
 
 class Warps:
-    """From logits to laws, and from laws to tokens, for all slots of a decoder.
+    """From logits to distributions, and from distributions to tokens, for all slots of a decoder.
 
     A coupled draw needs the nucleus in few rows only: it is found when a token is drawn, not with the distribution.
     """
@@ -64,12 +64,12 @@ class Warps:
 
     @property
     def plain(self) -> bool:
-        """Whether every law is the model's own, not changed by temperature or cuts."""
+        """Whether every distribution is the model's own, not changed by temperature or cuts."""
         warp = self._warp
         return not self._own and warp.temperature == 1.0 and warp.top_k is None and warp.top_p is None
 
     def law(self, logits_RV: Tensor, slots_R: Tensor) -> Tensor:
-        """The log laws of suppressed logits, [R, V]; under coupled acceptance not yet cut to their nuclei."""
+        """The log-probabilities of suppressed logits, [R, V]; under coupled acceptance not yet cut to their nuclei."""
         if not self._own:
             return log_law(logits_RV, self._warp)
         temperature_R1 = self._temperature_S[slots_R].unsqueeze(1)
@@ -77,7 +77,7 @@ class Warps:
         return log_laws(logits_RV, temperature_R1, top_k=self._job.top_k, top_p_R1=top_p_R1)
 
     def draw(self, law_RV: Tensor, gumbel_RV: Tensor | None, slots_R: Tensor) -> Tensor:
-        """The token of each row by its noise, [R]; in slots of temperature 0, whose laws are one-hot, noise changes nothing."""
+        """The token of each row by its noise, [R]; at temperature 0 distributions are one-hot, so noise changes nothing."""
         if not self._own:
             return nucleus_draw(law_RV, gumbel_RV, self._top_p)
         return nucleus_draw(law_RV, gumbel_RV, self._top_p_S[slots_R].unsqueeze(1) if self._coupled else None)

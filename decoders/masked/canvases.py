@@ -60,7 +60,7 @@ class CanvasState:
         return self.tokens_SW, self.log_p_SW, self.commits_SW, self.drafts_SW, self.draft_sure_SW
 
     def move(self, source: int, target: int) -> None:
-        """Carry a sample from one slot to another."""
+        """Move a sample from one slot to another."""
         for grid in self._grids():
             grid[target] = grid[source]
 

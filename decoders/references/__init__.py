@@ -1,1 +1,1 @@
-"""The plain loop of every decoder and exact toy models, for tests, recipes and benchmarks; the product never imports them."""
+"""Reference loops of every decoder and exact toy models, for tests, recipes and benchmarks only."""

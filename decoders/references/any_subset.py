@@ -1,7 +1,7 @@
 """Plain references of the any-subset decoders: one sample, no cache, every random choice made by a chooser (choosers.py).
 
-Written to be read beside the papers and to be enumerated, not to be fast: the batched decoders must give the same tokens from
-the same noise, and the law of this very code is summed up exactly.
+Written to be compared with the papers and enumerated, not to be fast: the batched decoders must give the same tokens from
+the same noise, and the exact distribution of this code is summed up.
 
 Sources: Guo and Ermon, ASSD, Algorithms 1 and 2; one_pass.py for the one-pass variants. Legend: Q query rows, V vocabulary.
 """
@@ -24,7 +24,7 @@ from decoders.references.choosers import Rule
 
 
 class PlainModel:
-    """An any-subset model asked from scratch: every call recomputes all content rows. One canvas at a time."""
+    """An any-subset model without a cache: every call recomputes all content rows. One canvas at a time."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PlainModel:
         return self.backbone.forward(rows)[0]
 
     def law(self, hidden_D: Tensor) -> Tensor:
-        """Return the warped log law of one hidden state, [V]."""
+        """Return the warped log-probabilities of one hidden state, [V]."""
         return self.law_of_logits(self.backbone.logits(hidden_D.unsqueeze(0)))
 
     def law_of_logits(self, logits_1V: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class PlainModel:
 
 @dataclass(slots=True)
 class Trail:
-    """One sample under way: tokens by rank, and what is counted by hand."""
+    """One sample in progress: its tokens by rank, and its counters."""
 
     tokens: list[int]
     nfe: int = 0

@@ -1,8 +1,8 @@
 """A plain reference of block diffusion and S2D2: one sample, no cache, every random choice made by a chooser (choosers.py).
 
 Written to be read beside the papers and to be enumerated: the batched decoders must give the same tokens and counts from the
-same noise, and the law of this very code is summed up exactly. Every forward runs the text from its beginning, and who sees
-whom is said row by row. Knows no routers but the minimum span, no editing and no stops.
+same noise, and the exact distribution of this code is summed up. Every forward runs the text from its beginning, and each row
+lists the columns that it sees. The only router is the minimum span; there is no editing and there are no stops.
 
 Sources: SDAR (Cheng et al., 2025); S2D2 (2026), Algorithm 3. Legend: V vocabulary.
 """
@@ -30,7 +30,7 @@ Row = tuple[int, int, int, frozenset[int]]
 
 
 class PlainBlocks:
-    """A block-diffusion model asked from scratch; what was asked before is remembered."""
+    """A block-diffusion model that recomputes every forward from scratch; results are memoised."""
 
     def __init__(self, backbone: TokenBackbone, info: ModelInfo, settings: BlockSettings, sampling: Sampling) -> None:
         self.backbone, self.info, self.sampling, self.settings = backbone, info, sampling, settings
@@ -39,7 +39,7 @@ class PlainBlocks:
         self._known: dict[tuple[tuple[Row, ...], int], Tensor] = {}
 
     def law(self, rows: Sequence[Row], column: int) -> Tensor:
-        """The log law that the row at `column` gives, warped; at temperature 0 the model's own, [V]."""
+        """The log-probabilities that the row at `column` gives, warped; at temperature 0 the model's own, [V]."""
         known = self._known.get((tuple(rows), column))
         if known is None:
             known = self._known[tuple(rows), column] = self._computed(rows, column)
@@ -72,7 +72,7 @@ class PlainBlocks:
         ]
 
     def drafting(self, canvas: Sequence[int], start: int, end: int) -> list[Row]:
-        """The rows of a draft of the block [start, end) behind those before it; HOLE is a mask."""
+        """The rows of a draft of the block [start, end) after the blocks before it; HOLE is a mask."""
         masks = [place for place in range(start, end) if canvas[place] == HOLE]
         causal = isinstance(self.settings, S2d2Settings) and self.settings.causal_draft
         front = min(masks) if causal and masks else start
@@ -90,7 +90,7 @@ class PlainBlocks:
         return [*self.finished(canvas, start), *block]
 
     def verifying(self, canvas: Sequence[int], start: int, place: int) -> tuple[list[Row], int]:
-        """The rows that ask for the token at `place`, given all that is left of it, and the column of the one that says it."""
+        """The rows that predict `place` from the tokens to its left, and the column of the one to read."""
         mask = self.info.mask_id
         assert mask is not None
         left = [(canvas[at], at, at, frozenset(range(at + 1))) for at in range(start, place)]
@@ -102,7 +102,7 @@ class PlainBlocks:
 
 @dataclass(slots=True)
 class BlockTrail:
-    """What a reference decoder did: the whole canvas, forwards by kind, drafts judged and accepted."""
+    """The result of a reference decoder: the whole canvas, forwards by kind, drafts verified and accepted."""
 
     canvas: list[int]
     nfe: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -144,7 +144,7 @@ class _Block:
 
 
 def _denoise(block: _Block, length: int) -> None:
-    """Step after step, part after part, until the block is done or all that was asked for is."""
+    """Denoise step by step, part by part, until the block or all requested positions are done."""
     canvas, start = block.trail.canvas, block.start
     step, part, width = 0, -1, block.model.settings.sub_block or block.model.size
     while HOLE in canvas[start : block.end] and HOLE in canvas[:length]:
@@ -155,7 +155,7 @@ def _denoise(block: _Block, length: int) -> None:
 
 
 def _step(block: _Block, masks: list[int], step: int) -> None:
-    """One draft of the block, and what comes of it; `masks` are those in question."""
+    """Draft the block once and reveal tokens; `masks` are the masks in question."""
     model, trail = block.model, block.trail
     trail.nfe["draft"] += 1
     trail.drafts += 1
@@ -181,7 +181,7 @@ def _share(settings: BlockSettings, size: int, step: int) -> int:
 
 
 def _judge(block: _Block, span: list[int]) -> int:
-    """Verify the span; returns how many tokens came of it."""
+    """Verify the span; returns how many tokens it revealed."""
     model, trail = block.model, block.trail
     trail.nfe["verify"] += 1
     trail.proposed += len(span)
@@ -198,7 +198,7 @@ def _judge(block: _Block, span: list[int]) -> int:
 def _chosen(
     settings: BlockSettings, masks: list[int], laws: dict[int, Tensor], tokens: dict[int, int], share: int
 ) -> list[int]:
-    """The masks that the schedule reveals, at least `share` of them; none where that is less than one."""
+    """The masks that the schedule reveals, at least `share` of them; none if `share` is below one."""
     if share < 1 or not masks:
         return []
     sure = {place: float(laws[place][tokens[place]].to(torch.float64).exp()) for place in masks}

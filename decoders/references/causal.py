@@ -1,7 +1,7 @@
 """Plain references of the causal decoders: one sample, no cache, every random choice made by a chooser (choosers.py).
 
-Written to be read beside the papers and to be enumerated, as reference.py is for any-subset models: the batched decoders must
-give the same tokens and counts from the same noise, and the law of this very code is summed up exactly.
+Written to be compared with the papers and enumerated, like any_subset.py for any-subset models: the batched decoders must
+give the same tokens and counts from the same noise, and the exact distribution of this code is summed up.
 
 Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: L positions, R rows, D width,
 V vocabulary.
@@ -22,13 +22,13 @@ from decoders.references.any_subset import Trail
 from decoders.references.choosers import Rule
 
 Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
-"""(all tokens, rule, most drafts) -> (laws q, drafts)."""
+"""(all tokens, rule, most drafts) -> (distributions q, drafts)."""
 Stop = Callable[[list[int]], bool]
 """Whether these generated tokens end the sample."""
 
 
 class PlainCausal:
-    """A causal model asked from scratch: every call recomputes all rows. One text at a time."""
+    """A causal model without a cache: every call recomputes all rows. One text at a time."""
 
     def __init__(
         self, backbone: TokenBackbone, *, length: int, sampling: Sampling, suppressed: Sequence[int] = ()
@@ -38,7 +38,7 @@ class PlainCausal:
         backbone.allocate(1, length)
 
     def law(self, tokens: Sequence[int]) -> Tensor:
-        """Return the warped log law of the token after `tokens`, [V]."""
+        """Return the warped log-probabilities of the token after `tokens`, [V]."""
         columns = torch.arange(len(tokens)).unsqueeze(0)
         rows = TokenRows(
             slots_B=torch.tensor([0]),
@@ -72,7 +72,7 @@ def speculative(
     stop: Stop = lambda generated: False,
     calls: Callable[[int], int] = lambda drafts: drafts,
 ) -> Trail:
-    """Draft, judge in one forward, commit what was accepted and the token after it; `calls` counts what drafting took."""
+    """Draft, verify in one forward, commit accepted drafts and the token after them; `calls` counts drafting forwards."""
     trail = Trail(list(prompt))
     while (n := len(trail.tokens)) < model.length:
         room = min(k, model.length - n - 1)
@@ -118,7 +118,7 @@ def by_model(drafter: PlainCausal) -> Drafting:
 
 
 class PlainMasked:
-    """A masked-diffusion model asked from scratch: all rows of a canvas see all of it. One canvas at a time."""
+    """A masked-diffusion model without a cache: all rows of a canvas see all of it. One canvas at a time."""
 
     def __init__(
         self,
@@ -134,11 +134,11 @@ class PlainMasked:
         self._suppressed = torch.tensor([*suppressed, mask_id], dtype=torch.int64)
 
     def laws(self, canvas: Sequence[int]) -> Tensor:
-        """The warped log law of every position's token, [L, V]; with a `tail`, the canvas has masks up to that length."""
+        """Warped log-probabilities of every position's token, [L, V]; with a `tail`, masks extend the canvas to that length."""
         return self.laws_of(self.hidden(canvas))
 
     def laws_of(self, hidden_RD: Tensor) -> Tensor:
-        """The warped log laws of the tokens that hidden states speak of, [R, V]."""
+        """The warped log-probabilities of the tokens that hidden states speak of, [R, V]."""
         logits_RV = self.backbone.logits(hidden_RD)
         return log_law(logits_RV.index_fill(-1, self._suppressed, -torch.inf), self.sampling)
 
@@ -147,7 +147,7 @@ class PlainMasked:
         return self.backbone.logits(self.hidden(canvas))
 
     def hidden(self, canvas: Sequence[int]) -> Tensor:
-        """The hidden state that speaks of every position's token, [L, D]."""
+        """The hidden state that predicts every position's token, [L, D]."""
         tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
         columns = torch.arange(len(tokens)).unsqueeze(0)
         self.backbone.allocate(1, len(tokens))
@@ -163,7 +163,7 @@ class PlainMasked:
 
     @torch.no_grad()
     def corrected(self, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:
-        """The hidden state [1, D] of the position after `text`, of whose last tokens it has not seen so many."""
+        """The hidden state [1, D] of the position after `text`, computed without the last tokens of `text`."""
         rank = len(text)
         embedded_2D = self.backbone.embed(torch.tensor([text[max(rank - back, 0)] for back in (1, 2)]))
         away_2 = distance_index(torch.tensor(rank), torch.tensor([rank - 1, max(rank - 2, 0)]))

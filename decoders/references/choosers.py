@@ -1,7 +1,7 @@
-"""Who makes the random choices of a reference decoder, and the two acceptance rules for one sample.
+"""Choosers make the random choices of a reference decoder; the two acceptance rules for one sample use them.
 
 One chooser reads the sample's noise, as the batched decoders do; another takes every branch in turn with its probability,
-so that the exact output law of the very code that decodes is summed up. Knows nothing of models.
+so that the exact output distribution of the decoding code is summed up. Knows nothing of models.
 
 Legend: V vocabulary.
 """
@@ -23,11 +23,11 @@ class Chooser(Protocol):
     """Makes every random choice of a reference decoder under the rejection rule."""
 
     def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
-        """Draw a token from a log law (unnormalised laws are normalised)."""
+        """Draw a token from log-probabilities, which need not be normalised."""
         ...
 
     def accept(self, probability: float, position: int, when: int) -> bool:
-        """Say yes with the given probability (values above 1 count as 1)."""
+        """Return True with the given probability (values above 1 count as 1)."""
         ...
 
 
@@ -82,7 +82,7 @@ class EnumeratingChooser:
 
 
 def enumerate_law(run: Callable[[Chooser], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
-    """Return the exact law of what `run` returns, by taking every branch of every choice it makes."""
+    """Return the exact distribution of what `run` returns, by taking every branch of every choice it makes."""
     law: dict[tuple[int, ...], float] = {}
     paths: list[list[int]] = [[]]
     while paths:
@@ -105,7 +105,7 @@ class Rule(Protocol):
         ...
 
     def direct(self, p_V: Tensor, position: int, when: int) -> int:
-        """Draw a token that no draft stood for."""
+        """Draw a token at a rank without a draft."""
         ...
 
 
@@ -133,7 +133,7 @@ class RejectionRule:
 
 
 class CoupledRule:
-    """Target and draft read the same Gumbel noise; the target's own token is committed always."""
+    """Target and draft read the same Gumbel noise; the target's own token is always committed."""
 
     def __init__(self, key: int, sampling: Sampling) -> None:
         self._key, self._greedy = noise.key_words([key]), sampling.temperature == 0.0

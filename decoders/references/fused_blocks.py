@@ -1,4 +1,4 @@
-"""A plain reference of S2D2's fused rounds (s2d2_fused.py), beside block_reference.py: one sample, no cache, no stops.
+"""A plain reference of S2D2's fused rounds (blocks/s2d2_fused.py): one sample, no cache, no stops; uses blocks.py.
 
 Legend: V vocabulary.
 """
@@ -14,7 +14,7 @@ from decoders.references.blocks import BlockTrail, PlainBlocks
 from decoders.references.choosers import Rule
 
 Drafts = list[tuple[int, Tensor]]
-"""Tokens, and the laws that they were drawn from."""
+"""Tokens, and the distributions that they were drawn from."""
 
 
 def decode_fused(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> BlockTrail:
@@ -46,7 +46,7 @@ def decode_fused(model: PlainBlocks, canvas: Sequence[int], rule: Rule) -> Block
 def _judged(
     model: PlainBlocks, tokens: list[int], drafts: Drafts, rule: Rule, when: int, length: int
 ) -> tuple[list[int], int]:
-    """What a round commits, and how many drafts stand."""
+    """The tokens that a round commits, and how many drafts it accepts."""
     new = list[int]()
     for token, q_law in drafts:
         place = len(tokens) + len(new)
@@ -61,12 +61,12 @@ def _judged(
 
 
 def _law(model: PlainBlocks, fed: list[int], place: int) -> Tensor:
-    """What the model at block size 1 says of a place given these tokens left of it."""
+    """The distribution at block size 1 of a place, given the tokens to its left."""
     return model.law(*model.verifying(fed, 0, place))
 
 
 def _ahead(model: PlainBlocks, fed: list[int], place: int, length: int) -> Tensor:
-    """What the masks behind these tokens say, which see them and each other."""
+    """The predictions of masks after these tokens, which see the tokens and each other."""
     mask, end = model.info.mask_id, min(len(fed) + model.size + 1, length)
     assert mask is not None
     left = [(token, at, at, frozenset(range(at + 1))) for at, token in enumerate(fed)]

@@ -1,4 +1,4 @@
-"""Plain reference of `ancestral`: one canvas, every random choice made by whoever calls, to be enumerated and compared with.
+"""A plain reference of `ancestral`: one canvas; the caller makes every random choice, for enumeration and comparison.
 
 Sources: as in ancestral.py. Legend: V vocabulary, L canvas length.
 """
@@ -18,7 +18,7 @@ from decoders.references.causal import PlainMasked
 Strike = Callable[[int, int, float], bool]
 """(position, step, chance) -> whether the mask is revealed in this step."""
 Tell = Callable[[Tensor, int], int]
-"""(log law [V], position) -> the token."""
+"""(log-probabilities [V], position) -> the token."""
 
 
 def ancestral(

@@ -1,8 +1,8 @@
 """An exact toy any-subset model: a table of logits for every position and every set of visible tokens.
 
-Vocabulary and canvas are tiny, so that the law of a whole decoder can be enumerated. Its conditionals are arbitrary, not the
-conditionals of one joint: a decoder that looks at the wrong context is then always found out. Hidden states are the logits
-themselves, so draft heads of the same width work on it.
+Vocabulary and canvas are tiny, so that the distribution of a whole decoder can be enumerated. Its conditionals are arbitrary,
+not the conditionals of one joint distribution, so a decoder that reads a wrong context is always detected. Hidden states are the
+logits themselves, so draft heads of the same width work on it.
 
 Legend: as in backbones/base.py; P positions.
 """
@@ -45,7 +45,7 @@ class TableBackbone:
         self.order_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room; fresh cells hold junk on purpose, so that a read of a dead column shows."""
+        """Make room; new cells hold junk on purpose, so that reads of dead columns are detected."""
         shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
         tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
         order = torch.zeros(shape, dtype=torch.int64, device=self.device)

@@ -1,7 +1,7 @@
 """An exact toy model whose rows are all tokens: a table of logits for every position and every set of visible tokens.
 
-Vocabulary and length are tiny, so that the law of a whole decoder can be enumerated. Its conditionals are arbitrary: a
-decoder that looks at the wrong context, at a dead column or at two candidates for one position is found out at once.
+Vocabulary and length are tiny, so that the distribution of a whole decoder can be enumerated. Its conditionals are arbitrary: a
+decoder that reads a wrong context, a dead column or two candidates for one position is detected at once.
 
 Legend: as in backbones/base.py; P positions, X contexts.
 """
@@ -43,7 +43,7 @@ class TokenTable:
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Make room; fresh cells hold junk on purpose, so that a read of a dead column shows."""
+        """Make room; new cells hold junk on purpose, so that reads of dead columns are detected."""
         shape = (max(num_slots, self.tokens_SW.shape[0]), max(num_columns, self.tokens_SW.shape[1]))
         tokens = torch.randint(0, self.vocab_size, shape, device=self.device)
         positions = torch.randint(0, self.num_positions, shape, device=self.device)
@@ -61,7 +61,7 @@ class TokenTable:
             held_SW[slots_R, to_R] = held_SW[slots_R, from_R]
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Look up the logits of every row, [B, T, V]; padding rows hold NaN, so that whoever reads one is found out."""
+        """Look up the logits of every row, [B, T, V]; padding rows hold NaN, so that reads of them are detected."""
         batch, row = rows.valid_BT.nonzero(as_tuple=True)
         slots, columns = rows.slots_B[batch], rows.columns_BT[batch, row]
         assert len(torch.unique(torch.stack([slots, columns]), dim=1)[0]) == len(slots), "two rows write one column"

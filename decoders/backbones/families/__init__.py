@@ -1,1 +1,1 @@
-"""What each public model family needs to be loaded; imports no torch."""
+"""Descriptions of the public model families: configs, tensor names, special ids. Imports no torch."""

@@ -1,9 +1,8 @@
-"""The block-diffusion families: SDAR and Fast-dLLM v2, which run on transformers' Qwen3, with experts or without,
-and Qwen2; LLaDA2 on llada2.py.
+"""The block-diffusion families: SDAR and Fast-dLLM v2 (on transformers' Qwen3 and Qwen2), and LLaDA2 (on llada2.py).
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. A model of these families sees every finished
-block and, in both directions, the block that it fills; what a row sees is the decoder's business. Their remote code is never
-run.
+Pure tables and checks over a config dict; reads no weights and imports no torch. Qwen3 may have experts. A model of these
+families sees every finished block and, in both directions, the current block; the decoder decides what a row sees. Remote code
+is never run.
 
 Sources: the checkpoints' configs, and the model files of SDAR (Cheng et al., 2025), Fast-dLLM v2 (Wu et al., 2025) and LLaDA2.0
 (Bie et al., 2025).
@@ -24,9 +23,9 @@ MASK_KEYS: Final = ("mask_token_id", "mask_id")
 
 @dataclass(frozen=True, slots=True)
 class BlockFacts:
-    """What the public checkpoints of a family have in common, and often say nowhere.
+    """Facts shared by the public checkpoints of a family, which are often not in their files.
 
-    `mask_id` counts where neither config.json nor the tokenizer (`mask_token`) says it, `block_size` where none of the fields
+    `mask_id` is the default if neither config.json nor the tokenizer (`mask_token`) has one, `block_size` if none of the fields
     `block_keys` of config.json does. `ends` are the tokens that end a turn of a chat; `shift` is as in ModelInfo.
     """
 
@@ -38,11 +37,11 @@ class BlockFacts:
     shift: int = 0
 
     def find_mask(self, config: Config) -> int:
-        """The id of the mask token; ValueError where config.json has no id for one."""
+        """The id of the mask token; ValueError if config.json has an invalid one."""
         return token_id(config, _first(config, MASK_KEYS) or MASK_KEYS[0], self.mask_id)
 
     def find_block(self, config: Config) -> int:
-        """How many positions the blocks had that the model was trained with; ValueError where config.json has no such number."""
+        """The block size of the training; ValueError if config.json has an invalid one."""
         key = _first(config, self.block_keys)
         return self.block_size if key is None else numbers(config, {key: key}, str(config.get("model_type")))[key]
 
@@ -54,7 +53,7 @@ def _first(config: Config, keys: tuple[str, ...]) -> str | None:
 # ---- SDAR and Fast-dLLM v2: Qwen3, and Qwen2 that still predicts the next token, seeing their block in both directions -----
 
 _ROTARY_BUFFERS: Final = ("model.rotary_emb.inv_freq", "model.layers.{}.self_attn.rotary_emb.inv_freq")
-# Fields that name other code, or the kernels of a training run.
+# Fields that name other code, or the kernels of a training run; they are ignored.
 _NOT_OURS: Final = {"model_type", "architectures", "auto_map", "attn_implementation"}
 
 
@@ -80,7 +79,7 @@ def _full_attention_moe(config: Config) -> Config:
 
 
 def _own_experts(model: Any) -> Any:
-    """Put our mixtures in the place of transformers': theirs keep no row's bits, and name the experts' weights otherwise."""
+    """Replace transformers' mixtures by ours: theirs depend on the batch, and name the experts' weights differently."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from decoders.backbones.moe import SoftmaxMixture

@@ -1,4 +1,4 @@
-"""The causal families of transformers: which of its classes they are, which tensors their checkpoints hold.
+"""The causal model families: their transformers classes and the tensors of their checkpoints.
 
 A checkpoint is described from its JSON alone (causal_config.py, causal_shapes.py). transformers takes seconds to import and is
 imported only where the weights are loaded (`parse_config`, `empty_model`). Only its own classes are used: a checkpoint's remote
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Config = Mapping[str, Any]
 # Frequencies that follow the longest sequence of a batch would make a sample depend on its neighbours.
 _ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
-# Fields that say how others are to run the weights, and nothing of what these compute.
+# Fields about how to run the weights, without effect on what they compute.
 _HOW_TO_RUN: Final = {
     "attn_implementation", "_attn_implementation", "return_dict", "architectures", "transformers_version",
     "id2label", "label2id", "num_labels", "problem_type",
@@ -46,7 +46,9 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     if unknown:
         raise ValueError(f"layer_types holds {', '.join(unknown)}; supported: full_attention, sliding_attention")
     if "sliding_attention" in config.layer_types and config.sliding_window is None:
-        raise ValueError("layer_types holds sliding_attention, but sliding_window is none or use_sliding_window is off")
+        raise ValueError(
+            "layer_types holds sliding_attention, but sliding_window is null or use_sliding_window is false"
+        )
     window = _window(config.sliding_window, "sliding_window")
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
@@ -57,7 +59,7 @@ def _gpt_neo_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _own_fields(config: Config) -> Config:
-    """Without the fields of grouped heads, which GPT-2's modules have none of and do not read."""
+    """Remove the fields of grouped heads, which GPT-2's modules do not read."""
     return {key: value for key, value in config.items() if key not in {"num_key_value_heads", "head_dim"}}
 
 
@@ -66,11 +68,11 @@ class CausalFamily:
     """One architecture. `prefix` is what public checkpoints put before the names of the base model, or leave out.
 
     `buffers` are tensors that checkpoints may hold and no module reads, `{}` standing for the layer. `position_table` says
-    that positions are learned, so that there are none beyond the table. `windows` says how many positions back each layer
+    that positions are learned, so texts cannot be longer than the table. `windows` says how many positions back each layer
     sees, its own included, None for all. Where the module that runs the weights is not the
     family's own, `module_class` names it, `runs_as` gives its config, `convert` the weights as it names and lays them out;
     `adapt` puts parts of ours into the empty module.
-    `translate` gives config.json the fields of `config_class`, where the family has names of its own.
+    `translate` maps config.json to the fields of `config_class`, if the family names them differently.
     """
 
     name: str
@@ -140,7 +142,7 @@ CAUSAL_FAMILIES: Final = (
         position_table=True,
         translate=_own_fields,
     ),
-    # The same network as GPT-2, but for scores without a scale and layers that see a window; no need for a second module.
+    # The same network as GPT-2, except for unscaled scores and windowed layers, so it runs on GPT-2's module.
     CausalFamily(
         name="gpt_neo",
         config_class="GPTNeoConfig",
@@ -161,7 +163,7 @@ CAUSAL_FAMILIES: Final = (
 
 
 def read_config(family: CausalFamily, config: Config) -> Any:
-    """Return the fields of config.json as `parse_config` would; ValueError where it is unusable, or is not to be batched."""
+    """Return the fields of config.json as `parse_config` would; ValueError if it is unusable, or unsuited to batching."""
     try:
         parsed = read_fields(family.config_class, _fields(family, config))
         _check(family, config, parsed)
@@ -171,7 +173,7 @@ def read_config(family: CausalFamily, config: Config) -> Any:
 
 
 def parse_config(family: CausalFamily, config: Config) -> Any:
-    """Return config.json as transformers' config object; ValueError where it is unusable, or is not to be batched."""
+    """Return config.json as transformers' config object; ValueError if it is unusable, or unsuited to batching."""
     from huggingface_hub.errors import StrictDataclassError
 
     from decoders.backbones.lean_import import from_transformers
@@ -214,9 +216,11 @@ def _check_rope(rope_parameters: Config) -> None:
             f"rope type {rope!r}; supported: {', '.join(_ROPE_TYPES)} (one whose frequencies follow the longest sequence "
             "of a batch would make samples depend on each other)"
         )
-    # The default type turns whole heads whatever this says; the others would give too few angles for them.
+    # The default type rotates whole heads and ignores this field; the other types would give too few angles.
     if rope != "default" and turned not in {None, 1.0}:
-        raise ValueError(f"partial_rotary_factor = {turned!r} with rope type {rope!r}; these models turn whole heads")
+        raise ValueError(
+            f"partial_rotary_factor = {turned!r} with rope type {rope!r}; supported: 1 (whole heads are rotated)"
+        )
 
 
 def key_value_heads(parsed: Any) -> int:
@@ -230,12 +234,12 @@ def head_width(parsed: Any) -> int:
 
 
 def max_positions(family: CausalFamily, config: Config) -> int | None:
-    """The longest text that the model was made for."""
+    """The longest text that the model supports."""
     return getattr(read_config(family, config), "max_position_embeddings", None)
 
 
 def vocab_size(family: CausalFamily, config: Config) -> int:
-    """How many token ids there are, with and without a token."""
+    """The number of token ids, used or not."""
     return int(read_config(family, config).vocab_size)
 
 
@@ -271,7 +275,7 @@ def optional_names(family: CausalFamily, config: Config) -> set[str]:
 
 
 def full_names(family: CausalFamily, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to full ones: those of a bare base model, such as GPT-2's public ones, lack the prefix."""
+    """Map a checkpoint's names to full ones; those of a bare base model (public GPT-2) lack the prefix."""
     names = list(names)
     if any(name.startswith(family.prefix) for name in names):
         return {name: name for name in names}

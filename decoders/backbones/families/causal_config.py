@@ -1,8 +1,8 @@
-"""config.json of the causal families as transformers' config classes read it, without importing them: that takes seconds.
+"""Reads config.json of the causal families as transformers' config classes do, without importing transformers.
 
-FIELDS are the fields of those classes, with their types and defaults; what follows from them is derived as the classes do,
-and what their classes or modules refuse is refused here. tests/decoders/backbones/test_causal_config.py holds all of it against
-transformers. Fields of other names are kept as they are, as transformers does.
+The import would take seconds. FIELDS are the fields of those classes, with their types and defaults. Derived fields are computed
+as in the classes, and values that the classes or modules reject are rejected here. All of it is compared with transformers in
+tests/decoders/backbones/test_causal_config.py. Unknown fields are kept, as in transformers.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ _SUB_CONFIGS: Final = ("decoder", "generator", "text_config", "text_encoder")
 def read_fields(config_class: str, config: Config) -> SimpleNamespace:
     """Return the fields of a config class, and what transformers derives from them, as attributes.
 
-    Raises ValueError, TypeError or ArithmeticError where config.json is none of that class, or no module could be built of it.
+    Raises ValueError, TypeError or ArithmeticError if config.json is invalid for that class, or no module can be built from it.
     """
     fields, aliases = FIELDS[config_class], ALIASES.get(config_class, {})
     given = {aliases.get(key, key): value for key, value in config.items()}
@@ -227,7 +227,7 @@ def _check_base(parsed: Any) -> None:
     for key in _COUNTS:
         value = getattr(parsed, key, None)
         if value is not None and not (_is_number(value) and value >= 1):
-            raise ValueError(f"{key} = {value!r} is below 1, or no number")
+            raise ValueError(f"{key} = {value!r}; allowed: numbers >= 1")
     activation = getattr(parsed, "hidden_act", None) or getattr(parsed, "activation_function", None)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation {activation!r}; allowed: {', '.join(sorted(ACTIVATIONS))}")
@@ -244,7 +244,7 @@ def _check_layers(parsed: Any) -> None:
 def _llama(parsed: Any) -> None:
     _mistral(parsed)
     if parsed.hidden_size % parsed.num_attention_heads:
-        raise ValueError(f"hidden_size {parsed.hidden_size} is no multiple of {parsed.num_attention_heads} heads")
+        raise ValueError(f"hidden_size {parsed.hidden_size} is not a multiple of {parsed.num_attention_heads} heads")
 
 
 def _mistral(parsed: Any) -> None:
@@ -289,10 +289,10 @@ def _rotary(parsed: Any) -> None:
 
 
 def _rope(parsed: Any) -> dict[str, Any]:
-    """The rotation as one dict, of whichever version of transformers config.json is."""
+    """The rotary settings as one dict, for config.json of any version of transformers."""
     held = getattr(parsed, "rope_scaling", None) or parsed.rope_parameters or {}
     if not isinstance(held, dict) or any(isinstance(value, dict) for value in held.values()):
-        raise ValueError("rope_parameters is no object of plain values; one rotation for all layers is supported")
+        raise ValueError("rope_parameters must be an object of plain values; per-layer rotations are not supported")
     rope = dict(held)
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", getattr(parsed, "rope_theta", 10_000.0))
@@ -305,7 +305,7 @@ def _rope(parsed: Any) -> dict[str, Any]:
         raise ValueError(f"rope_parameters has no number for {', '.join(lacking)}")
     width = getattr(parsed, "head_dim", None)
     if width is not None and width > 4 and width % 2 and rope.get("partial_rotary_factor") in {None, 1.0}:
-        raise ValueError(f"head_dim = {width}: a rotation turns an even number of dimensions")
+        raise ValueError(f"head_dim = {width}; allowed: even numbers, since rotary embeddings pair dimensions")
     return rope
 
 

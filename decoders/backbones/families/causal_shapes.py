@@ -1,4 +1,4 @@
-"""The names and shapes of the tensors of transformers' causal models, as their modules have them.
+"""The names and shapes of the tensors in transformers' causal models.
 
 tests/decoders/backbones/test_causal_config.py compares with the modules themselves. Legend: V vocabulary, D width, I inner width
 of a layer's network, Q = heads x head width, K = key heads x head width.
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 Shapes = dict[str, tuple[int, ...]]
 
-# Which of the products of queries, keys, values and of the attention's output have a bias: (the first three, the last).
+# Which attention products have a bias: (queries, keys and values; the output).
 _BIASES: Final = {
     "LlamaForCausalLM": lambda parsed: (parsed.attention_bias, parsed.attention_bias),
     "MistralForCausalLM": lambda parsed: (False, False),
@@ -61,7 +61,7 @@ def _attention(model_class: str, parsed: Any) -> Shapes:
 
 
 def _inner(model_class: str, parsed: Any, layer: int) -> Shapes:
-    """The network behind the attention: dense, or the experts of decoders/backbones/moe.py."""
+    """The feed-forward network: dense, or the experts of decoders/backbones/moe.py."""
     width = parsed.hidden_size
     is_dense = model_class != "Qwen3MoeForCausalLM" or layer in parsed.mlp_only_layers
     if is_dense or (layer + 1) % parsed.decoder_sparse_step:

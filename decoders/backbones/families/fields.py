@@ -1,4 +1,4 @@
-"""Reads single fields of a config.json, and refuses by name what is missing, wrong or not built. Knows no family."""
+"""Reads single fields of a config.json; errors name a field that is missing, invalid or unsupported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) -> dict[str, int]:
-    """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first that is missing or none."""
+    """Read whole numbers >= 1; `names` maps ours to config.json's. ValueError names the first missing or invalid one."""
     found = {}
     for ours, theirs in names.items():
         value = config.get(theirs)
@@ -20,7 +20,7 @@ def numbers(config: Mapping[str, Any], names: Mapping[str, str], family: str) ->
 
 
 def demand(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError where config.json asks for what is not built; a missing key stands for the first allowed value."""
+    """Raise ValueError if config.json has an unsupported value; a missing key stands for the first allowed value."""
     for key, allowed in wanted.items():
         value = config.get(key, allowed[0])
         if value not in allowed:
@@ -28,7 +28,7 @@ def demand(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> 
 
 
 def token_id(config: Mapping[str, Any], key: str, default: int) -> int:
-    """Read the id of a token, the default where there is none or null; ValueError where it is no number."""
+    """Read the id of a token; the default if it is missing or null; ValueError if it is not a number."""
     value = config.get(key)
     if value is None:
         return default

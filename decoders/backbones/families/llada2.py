@@ -1,4 +1,4 @@
-"""What config.json tells of a LLaDA2 network, and which tensors its checkpoints hold.
+"""The sizes of a LLaDA2 network from config.json, and the tensors of its checkpoints.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Source: the model file and the configs of the
 checkpoints of LLaDA2.0 (Bie et al., 2025) and 2.1.
@@ -15,9 +15,9 @@ from decoders.backbones.families.fields import demand, numbers
 
 @dataclass(frozen=True, slots=True)
 class LLaDA2Shape:
-    """All that config.json tells of a LLaDA2 network, under its names.
+    """The sizes of a LLaDA2 network, named as in config.json.
 
-    The first `rotary_dim` numbers of a head are turned. Of the `n_group` groups of experts a row keeps `topk_group`, and
+    The first `rotary_dim` dimensions of a head are rotated. Of the `n_group` groups of experts a row keeps `topk_group`, and
     chooses `num_experts_per_tok` experts in them. `num_shared_experts` may be 0.
     """
 
@@ -77,7 +77,7 @@ _TURNED: Final = 0.5
 
 
 def llada2_shape(config: Config) -> LLaDA2Shape:
-    """Read a LLaDA2 config; ValueError names the first field that is missing, wrong, or asks for what is not built."""
+    """Read a LLaDA2 config; ValueError names the first missing, invalid or unsupported field."""
     counts = numbers(config, {key: key for key in _COUNTS}, "llada2")
     heads, width = counts["num_attention_heads"], counts["hidden_size"]
     own = config.get("head_dim") is not None
@@ -103,7 +103,7 @@ def llada2_shape(config: Config) -> LLaDA2Shape:
 
 
 def _with_rope_parameters(config: Config) -> Config:
-    """Take `rope_theta` and `partial_rotary_factor` from where newer configs keep them; ValueError where two places differ."""
+    """Take `rope_theta` and `partial_rotary_factor` from `rope_parameters` (newer configs); ValueError on a contradiction."""
     rope = config.get("rope_parameters") or {}
     demand({"rope_parameters.rope_type": rope.get("rope_type", "default")}, {"rope_parameters.rope_type": ("default",)})
     inner = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key) is not None}
@@ -114,13 +114,13 @@ def _with_rope_parameters(config: Config) -> Config:
 
 
 def _rotary_dim(config: Config, head_dim: int) -> int:
-    """The part of a head that is turned; two fields may say it, the public code reads the factor alone."""
+    """The rotated dimensions of a head; two fields may give them, the public code reads only the factor."""
     turned = int(head_dim * _positive({"partial_rotary_factor": _TURNED} | dict(config), "partial_rotary_factor"))
     if config.get("rotary_dim") not in {None, turned}:
         raise ValueError(f"it has rotary_dim = {config['rotary_dim']!r}, but partial_rotary_factor makes it {turned}")
     if turned % 2 or not 0 < turned <= head_dim:
         raise ValueError(
-            f"{turned} of a head's {head_dim} numbers would be turned; allowed: even numbers up to all of them"
+            f"rotary dimension {turned} of head dimension {head_dim}; allowed: even numbers up to the head dimension"
         )
     return turned
 

@@ -1,7 +1,7 @@
 """The masked-diffusion families: LLaDA and Dream, which run on transformers' Llama and Qwen2, and MDLM and SEDD on ddit.py.
 
-Pure tables and checks over a config dict; reads no weights and imports no torch. What differs from the public code's own
-loading: its remote code is never run, and no tensor is ever left out or filled in silently.
+Pure tables and checks over a config dict; reads no weights and imports no torch. Differences from the public code's
+loading: remote code is never run, and no tensor is ever left out or filled in silently.
 
 Sources: the checkpoints' configs, and the model files of LLaDA (Nie et al., 2025), Dream (Ye et al., 2025), MDLM (Sahoo et
 al., 2024) and SEDD (Lou et al., 2024).
@@ -17,10 +17,10 @@ from decoders.backbones.families import causal as causal_families
 from decoders.backbones.families.causal import CausalFamily, Config
 from decoders.backbones.families.fields import demand, numbers, token_id
 
-# What the public checkpoints use where config.json doesn't say.
+# Defaults of the public checkpoints for fields that config.json lacks.
 _LLADA_MASK: Final = 126336
 _DREAM_MASK: Final = 151666
-# Dream was trained on texts of this length; the config still has its parent's number.
+# Dream was trained on texts of this length; its config still has the number of its base model.
 _DREAM_LENGTH: Final = 2048
 
 
@@ -111,7 +111,7 @@ def llada_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def llada_optional(config: Config) -> set[str]:
-    """A tied checkpoint may hold its output layer all the same."""
+    """A tied checkpoint may still hold its output layer."""
     return {_LLADA_PREFIX + "ff_out.weight"} if config.get("weight_tying") else set()
 
 
@@ -153,7 +153,7 @@ def dream_length(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DDiTShape:
-    """All that config.json tells of a diffusion transformer; the mask is the last of `vocab_size` ids.
+    """The sizes of a diffusion transformer from config.json; the mask is the last of `vocab_size` ids.
 
     `takes_sigma` says that the noise is an input; a network without it is the same one at sigma = 0.
     """
@@ -186,12 +186,12 @@ _MDLM_BUILT: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def mdlm_shape(config: Config) -> DDiTShape:
-    """Read an MDLM config: the hub's, or that of a training run, whose `model` holds the sizes and which says no vocabulary."""
+    """Read an MDLM config: the hub's, or a training run's, which has its sizes under `model` and no vocabulary size."""
     nested = config.get("model")
     sizes, names = (nested, _NESTED) if isinstance(nested, Mapping) else (config, _FLAT)
     vocabulary = config if "vocab_size" in config or nested is None else {"vocab_size": _GPT2_AND_MASK}
     takes_sigma, noise = bool(config.get("time_conditioning", False)), config.get("noise")
-    # What sigma stands for matters only to a network that is told it.
+    # The meaning of sigma matters only to a network that takes it as input.
     kind = noise.get("type") if takes_sigma and isinstance(noise, Mapping) else "loglinear"
     _demand_ddit({**config, "noise.type": kind}, _MDLM_BUILT, "mdlm")
     return _divided(
@@ -204,7 +204,7 @@ def mdlm_shape(config: Config) -> DDiTShape:
 
 
 def sedd_shape(config: Config) -> DDiTShape:
-    """Read a SEDD config; only the absorbing graph is built, whose mask is no token of its own vocabulary."""
+    """Read a SEDD config; only the absorbing graph is supported, whose mask is not in its vocabulary."""
     parts = {name: config.get(name) for name in ("model", "graph", "noise")}
     missing = [name for name, part in parts.items() if not isinstance(part, Mapping)]
     if missing:
@@ -227,7 +227,7 @@ def _demand_ddit(config: Config, wanted: Mapping[str, tuple[Any, ...]], family: 
 def _divided(shape: DDiTShape) -> DDiTShape:
     if shape.hidden_size % (2 * shape.num_attention_heads):
         raise ValueError(
-            f"model.path: config.json: {shape.num_attention_heads} heads of a width of {shape.hidden_size} have no even width"
+            f"model.path: config.json: width {shape.hidden_size} does not give {shape.num_attention_heads} heads of even width"
         )
     return shape
 
@@ -262,7 +262,7 @@ def ddit_shapes(shape: DDiTShape, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def ddit_names(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Map a checkpoint's names to those with `prefix`, which a bare network's lack."""
+    """Add `prefix` to a checkpoint's names, which lack it for a bare network."""
     names = list(names)
     bare = not any(name.startswith(prefix) for name in names)
     return {name: prefix + name if bare else name for name in names}

@@ -1,4 +1,4 @@
-"""What each public model family needs to be loaded: its config, its weights' names, its mask id, its kind.
+"""The table of model families: how to read the config, tensor names, mask id and kind of each.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Facts were read from the checkpoints'
 own code and configs.
@@ -31,9 +31,9 @@ class Family:
     """One model family. `weight_shapes` names every tensor the checkpoint must have; `optional` ones it may have.
 
     `full_names` maps the names in a checkpoint to those. `mask_id` gives the id of the mask token, `has_mask` says whether
-    there is one, `fixed_mask` that it can be no other, and `mask_token` is what a tokenizer calls it, which counts where
-    config.json doesn't say; `max_length` is what config.json tells of the longest text. `shift` and `block_size`, and `ends`,
-    the special tokens that end a turn of a chat, are as in ModelInfo and `stop_ids`.
+    there is one, `fixed_mask` that users cannot change it, and `mask_token` is its name in a tokenizer, used if config.json has
+    no id; `max_length` reads the longest text from config.json. `shift` and `block_size`, and `ends`, the special tokens that
+    end a turn of a chat, are as in ModelInfo and `stop_ids`.
     `causal` is set for the families that run on transformers' causal models, `ddit` and `llada2` for those that run on ddit.py
     and llada2.py.
     """
@@ -164,19 +164,19 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# How config.json writes the families whose `model_type` is not their name here.
+# The `model_type` in config.json of families that have another name here.
 _MODEL_TYPES = {"Dream": "dream", "Fast_dLLM_Qwen": "fast_dllm_v2", "llada2_moe": "llada2"}
 
 
 def masked_diffusion_families() -> tuple[str, ...]:
-    """The families that fill the masks of whole texts, each row of which carries a token; the two-stream ones do it otherwise."""
+    """The families of masked-diffusion models; every row carries a token, unlike in two-stream models."""
     return tuple(sorted(name for name, one in FAMILIES.items() if one.kind in {"masked", "ancestral"}))
 
 
 def find_family(config: Config, requested: str) -> Family:
     """Return the family named by the user, or the one of config.json's `model_type` where that is 'auto'.
 
-    Raises ValueError with the field path, the value and what is known.
+    Raises ValueError with the field path, the value and the known families.
     """
     name = _recognise(config) if requested == "auto" else requested
     if name not in FAMILIES:
@@ -196,13 +196,13 @@ def _recognise(config: Config) -> str:
 
 
 def turn_ends(config: Config) -> tuple[str, ...]:
-    """Return the special tokens that end a turn of a chat in the family of config.json, as far as the family says."""
+    """Return the special tokens that end a turn of a chat in the family of config.json, if the family has any."""
     family = FAMILIES.get(_recognise(config))
     return () if family is None else family.ends
 
 
 def describe(family: Family, config: Config, *, mask_id: int | None, max_length: int | None) -> ModelInfo:
-    """Return what is known of a checkpoint from its config alone; raises ValueError where config.json does not fit."""
+    """Describe a checkpoint from its config alone; raises ValueError if config.json does not fit."""
     family.check(config)
     vocab_size = family.vocab_size(config)
     mask = _mask_id(family, config, mask_id, vocab_size)
@@ -235,7 +235,7 @@ def _mask_id(family: Family, config: Config, mask_id: int | None, vocab_size: in
 
 
 def _max_length(family: Family, config: Config, asked: int | None) -> int | None:
-    """What was asked for, else what config.json says for draftmill, else what it says for everybody."""
+    """The user's value, else the one under `draftmill` in config.json, else the public one in config.json."""
     ours, public = config.get("draftmill") or {}, family.max_length(config)
     if not isinstance(ours, Mapping):
         raise ValueError(f"model.path: config.json has draftmill = {ours!r}; allowed: an object")

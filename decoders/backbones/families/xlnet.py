@@ -1,7 +1,7 @@
-"""What config.json tells of an XLNet, and which tensors its checkpoints hold.
+"""The sizes of an XLNet from config.json, and the tensors of its checkpoints.
 
 Pure tables and checks over a config dict; reads no weights and imports no torch. Source: transformers' XLNetLMHeadModel, whose
-defaults stand for what config.json leaves out.
+defaults apply to fields that config.json lacks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class XLNetShape:
-    """All that config.json tells of an XLNet, under its names; no distance counts as more than `clamp_len`, if that is > 0."""
+    """The sizes of an XLNet, named as in config.json; distances are clamped to `clamp_len` if that is > 0."""
 
     vocab_size: int
     d_model: int
@@ -46,7 +46,7 @@ _BUILT: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def xlnet_shape(config: Config) -> XLNetShape:
-    """Read an XLNet config; ValueError names the first field that is missing, wrong, or asks for what is not built."""
+    """Read an XLNet config; ValueError names the first missing, invalid or unsupported field."""
     sizes = numbers(config, {key: key for key in _SIZES}, "xlnet")
     try:
         demand(config, _BUILT)

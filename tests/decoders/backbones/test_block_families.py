@@ -179,7 +179,7 @@ def test_a_tied_checkpoint_takes_its_embeddings_as_output_layer(golden, tmp_path
         ("llada2", {"topk_group": 5}, "topk_group = 5 are kept"),
         ("llada2", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5; 2 groups of 2 have fewer experts"),
         ("llada2", {"rotary_dim": 16}, "rotary_dim = 16, but partial_rotary_factor makes it 8"),
-        ("llada2", {"partial_rotary_factor": 0.2, "rotary_dim": None}, "3 of a head's 16 numbers would be turned"),
+        ("llada2", {"partial_rotary_factor": 0.2, "rotary_dim": None}, "rotary dimension 3 of head dimension 16"),
         ("llada2", {"partial_rotary_factor": "half"}, "partial_rotary_factor = 'half'; allowed: numbers > 0"),
         ("llada2", {"num_key_value_heads": 3}, "4 heads and 3 key heads do not divide evenly"),
         ("llada2", {"first_k_dense_replace": -1}, "first_k_dense_replace = -1; allowed: whole numbers >= 0"),

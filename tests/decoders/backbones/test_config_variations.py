@@ -125,7 +125,7 @@ def test_shards_of_half_precision_are_read(tmp_path, dtype):
     [
         ("mistral", {"sliding_window": 0}, "sliding_window = 0; allowed: numbers of positions >= 1"),
         ("qwen2-sliding", {"sliding_window": -1}, "sliding_window = -1; allowed"),
-        ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is none"),
+        ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is null"),
         ("gpt_neo", {"window_size": 0}, "window_size = 0; allowed"),
         ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
         ("qwen3", old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "turn whole heads"),
