@@ -1,4 +1,4 @@
-"""Training recipes: what makes the models that ship with the project."""
+"""Training recipes for the models that ship with the project."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A masked-diffusion model and its training on packed files: the absorbing bound, each masked token given all that is not.
+"""A masked-diffusion model and its training on packed files, with the bound of absorbing diffusion as loss.
 
 The model is transformers' Llama without its causal mask, which is what a LLaDA checkpoint holds. A window of the packed
 files loses n of its L tokens to the mask; every masked token is scored given all the others, and counts L / n. With n
@@ -6,8 +6,8 @@ uniform over 1 .. L that is the continuous-time bound with its weight of 1 / t (
 masked diffusion language models", eq. 10, log-linear schedule) with t on the grid of n / L, which says the same with less
 variance (Nie et al., 2025, "Large language diffusion models", eq. 6).
 
-Only half of the windows are masked that way. The others are what decoders meet: a text's last tokens masked, which is what
-a drafter in front of a causal model fills, and holes. Nothing here knows of decoding.
+Only half of the windows are masked that way. The others resemble decoding: a text's last tokens masked, as for
+a drafter of a causal model, and holes. Nothing here knows of decoding.
 
 Legend: B = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
 """
@@ -33,13 +33,13 @@ PATTERNS = ("random", "suffix", "spans")
 PATTERN_SHARES = (0.5, 0.25, 0.25)
 LONGEST_SUFFIX = 32
 HEAVIEST = 10.0
-"""The most that a token counts: a window with one mask would otherwise weigh on a step like a hundred others."""
+"""The largest weight of a token: a window with one mask would otherwise weigh as much as a hundred others."""
 RMS_NORM_EPS, ROPE_THETA = 1e-5, 10_000.0
 MASK_DRAWS = 2  # the stream of random numbers that masks a step's windows; `Schedule.length` has 1
 
 
 def empty_model(shape: Shape) -> LlamaForCausalLM:
-    """A model in float32 whose weights are yet to be filled in; the global generator is left as it was."""
+    """A model in float32 whose weights must still be filled in; the global generator is unchanged."""
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -64,9 +64,9 @@ def shape_of(start: Path) -> Shape:
 
 
 def model_from(start: Path) -> LlamaForCausalLM:
-    """A model with the weights of a causal one, from which training is much shorter than from nothing.
+    """A model with the weights of a causal one, which makes training much shorter.
 
-    What Qwen2 adds to queries, keys and values has no place in this layout and is dropped.
+    Qwen2's biases of queries, keys and values do not exist in this layout and are dropped.
     """
     model, source = empty_model(shape_of(start)), causal.load_model(start, torch.device("cpu"))
     kept = {name: tensor for name, tensor in source.state_dict().items() if not name.endswith("proj.bias")}
@@ -100,7 +100,7 @@ def suffix_mask(rng: np.random.Generator, length: int) -> NDArray[np.bool_]:
 
 
 def draw_mask(rng: np.random.Generator, pattern: str, length: int, num_masked: int) -> NDArray[np.bool_]:
-    """A mask [L] of one of PATTERNS; of `num_masked` positions but for a suffix, which has a length of its own."""
+    """A mask [L] of one of PATTERNS, with `num_masked` positions; a suffix draws its own length."""
     if pattern == "suffix":
         return suffix_mask(rng, length)
     return (random_mask if pattern == "random" else span_mask)(rng, length, num_masked)
@@ -117,7 +117,7 @@ def draw_masks(rng: np.random.Generator, *, count: int, length: int) -> NDArray[
 
 
 def token_weights(masked: Tensor, heaviest: float = HEAVIEST) -> Tensor:
-    """What each token counts, [B, L]: L over the masked ones of its window, at most `heaviest`; 0 where it is seen."""
+    """The weight of each token, [B, L]: L / masked tokens of its window, at most `heaviest`; 0 for unmasked tokens."""
     share = masked.float().mean(1, keepdim=True)
     return masked / share.clamp(min=1.0 / heaviest)
 
@@ -131,14 +131,14 @@ def weighted_loss(model: LlamaForCausalLM, ids: Tensor, masked: Tensor) -> Tenso
 
 
 class Trainer(loop.Trainer[LlamaForCausalLM]):
-    """Draws windows of packed files, masks them and scores what is masked."""
+    """Draws windows of packed files, masks them and scores the masked tokens."""
 
     def __init__(self, model: LlamaForCausalLM, plan: loop.Schedule, stream: TokenStream, device: torch.device) -> None:
         super().__init__(model, plan, device)
         self.ids = causal.packed(stream, plan.seed)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The windows of a step and what is masked of them, [B, L] each: a function of (seed, step)."""
+        """The windows of a step and their masks, [B, L] each: a function of (seed, step)."""
         plan, length = self.schedule, self.schedule.length(step)
         count = max(1, plan.batch_tokens // length)
         ids = causal.training_windows(self.ids, seed=plan.seed, step=step, count=count, length=length - 1)

@@ -1,4 +1,4 @@
-"""Writes and reads a masked-diffusion model's folder, as public LLaDA checkpoints look, and its README.
+"""Writes and reads a masked-diffusion model's folder, laid out like public LLaDA checkpoints, and its README.
 
 config.json has LLaDA's keys, the weights LLaDA's names; there is no code in the folder, and none is needed. The tokenizer is
 that of the causal model that training started from.
@@ -84,7 +84,7 @@ def save_model(out: Path, model: LlamaForCausalLM, shape: Shape, tokenizer: Path
 
 
 def load_model(path: Path, device: torch.device) -> LlamaForCausalLM:
-    """The stored model in float32: figures are measured on what is shipped."""
+    """The stored model in float32: figures are measured on the shipped weights."""
     config = json.loads((path / "config.json").read_text())
     model = absorbing.empty_model(Shape(**{ours: config[theirs] for theirs, ours in SIZES.items()}))
     weights = LLADA.convert(load_weights(path, dtype=torch.float32))

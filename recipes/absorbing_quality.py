@@ -1,4 +1,4 @@
-"""Measures a masked-diffusion model on held-out files: its bound, its guesses at masked tokens, its guesses at what comes next.
+"""Measures a masked-diffusion model on held-out files: likelihood bound, accuracy on masked tokens and suffixes.
 
 Legend: B = windows, L = tokens of a window, R = masked tokens, V = vocabulary.
 """
@@ -31,7 +31,7 @@ DRAWS = 4
 
 @dataclass(frozen=True)
 class Report:
-    """What the README says: `bound[length]`, `causal[length]` beside it, `guesses[share masked]`, `suffix[place]`."""
+    """The README's figures: `bound[length]`, `causal[length]` beside it, `guesses[share masked]`, `suffix[place]`."""
 
     bound: dict[int, Quality]
     causal: dict[int, Quality]
@@ -59,7 +59,7 @@ def batches(ids: NDArray[np.int64], masked: NDArray[np.bool_], device: torch.dev
 def bound(
     model: LlamaForCausalLM, prepared: corpus.Prepared, *, length: int, limit: int | None = None, seed: int = 0
 ) -> Quality:
-    """The bound on the windows' nats, from DRAWS masks of each, and what share of the masked tokens is the law's mode.
+    """The bound on the windows' nats, from DRAWS masks of each, and what share of the masked tokens is the distribution's mode.
 
     A window's nats are at most the mean over n = 1 .. L of L / n times the nats of n random tokens given the others.
     """

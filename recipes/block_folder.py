@@ -1,4 +1,4 @@
-"""Writes and reads a block-diffusion model's folder, as public SDAR checkpoints look, and its README.
+"""Writes and reads a block-diffusion model's folder, laid out like public SDAR checkpoints, and its README.
 
 config.json has SDAR's keys, the weights Qwen3's names, which are SDAR's; there is no code in the folder, and none is needed.
 The tokenizer is that of the causal model that training started from.
@@ -59,7 +59,7 @@ def save_model(out: Path, model: Qwen3ForCausalLM, shape: Shape, tokenizer: Path
 
 
 def load_model(path: Path, device: torch.device) -> Qwen3ForCausalLM:
-    """The stored model in float32: figures are measured on what is shipped."""
+    """The stored model in float32: figures are measured on the shipped weights."""
     config = json.loads((path / "config.json").read_text())
     model = block_training.empty_model(Shape(**{name: config[name] for name in Shape.__dataclass_fields__}))
     weights = {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}

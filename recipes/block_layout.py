@@ -1,6 +1,6 @@
-"""The sequence that trains a block-diffusion model, which of its rows sees which, and what is masked. Pure functions.
+"""The training sequence of a block-diffusion model: its rows, attention mask and masked tokens. Pure functions.
 
-A window of L tokens stands twice in one sequence of 2L rows, at the same positions: a noisy copy, in which some tokens are
+A window of L tokens occurs twice in one sequence of 2L rows, at the same positions: a noisy copy, in which some tokens are
 the mask, and a clean one. Blocks of B = 4, L = 12; rows see columns; `causal` changes the clean copy alone:
 
               noisy          clean                            clean, causal
@@ -14,7 +14,7 @@ the mask, and a clean one. Blocks of B = 4, L = 12; rows see columns; `causal` c
 
 So every noisy block is scored given itself and the clean text before it, in one forward for all blocks (Arriola et al.,
 2025, "Block diffusion: interpolating between autoregressive and diffusion language models", section 3.2 and figure 6). The
-clean rows are what a decoder keeps of finished blocks. With B = 1 both kinds of clean copy are the same one.
+clean rows are what a decoder caches of finished blocks. With B = 1 both kinds of clean copy are equal.
 
 Legend: W = windows, L = tokens of a window, B = tokens of a block, N = blocks of a window.
 """
@@ -61,7 +61,7 @@ def spread_over(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
 
 
 def draw_layouts(rng: np.random.Generator, count: int) -> list[Layout]:
-    """A layout for each window of a step, in BLOCK_SHARES and CAUSAL_SHARE as evenly as so many windows can."""
+    """A layout for each window of a step, in BLOCK_SHARES and CAUSAL_SHARE as evenly as possible."""
     index = np.searchsorted(np.cumsum(BLOCK_SHARES), spread_over(rng, count), side="right")
     causal = spread_over(rng, count) < CAUSAL_SHARE
     blocks = [BLOCKS[min(i, len(BLOCKS) - 1)] for i in index.tolist()]
@@ -69,11 +69,11 @@ def draw_layouts(rng: np.random.Generator, count: int) -> list[Layout]:
 
 
 def draw_mask(rng: np.random.Generator, length: int, block: int) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-    """What is masked of a window [L], and what each token counts [L]: B / n for the n masked ones of a block, else 0.
+    """The mask of a window [L], and the weight of each token [L]: B / n for the n masked ones of a block, else 0.
 
     n is uniform over 1 .. B and spread over the window's blocks, so the mean of the weighted nats is the bound of the
     linear schedule, with its time on the grid n / B. Masked are n tokens at random; in SUFFIX_SHARE of the blocks the last
-    n, as behind a prompt that ends in the block. ValueError where `length` is not a multiple of `block`.
+    n, as after a prompt that ends in the block. ValueError where `length` is not a multiple of `block`.
     """
     if length % block:
         raise ValueError(f"windows of {length} tokens have no whole blocks of {block}; allowed: multiples of {block}")

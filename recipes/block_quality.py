@@ -1,4 +1,4 @@
-"""Measures a block-diffusion model on held-out files: its bound by block size, its next-token law, tokens for each forward.
+"""Measures a block-diffusion model on held-out files: likelihood bound, next-token quality, tokens per forward.
 
 Legend: W = windows, L = tokens of a window, B = tokens of a block, N = blocks of a window, R = masked tokens, V = vocabulary.
 """
@@ -33,7 +33,7 @@ PACE_WINDOWS = 32
 
 @dataclass(frozen=True)
 class Pace:
-    """Greedy decoding of blocks behind true text: tokens for each forward, and the share of them that is the true token."""
+    """Greedy decoding of blocks after true text: tokens per forward, and the share of them that equals the true token."""
 
     per_forward: float
     right: float
@@ -41,7 +41,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Report:
-    """What the README says: `bound[layout]`, `next[length]`, beside it the causal model's, `pace[layout, tau]`."""
+    """The README's figures: `bound[layout]`, `next[length]` beside the causal model's, `pace[layout, tau]`."""
 
     bound: dict[Layout, Quality]
     next: dict[int, Quality]
@@ -92,10 +92,10 @@ def next_token(model: Qwen3ForCausalLM, prepared: corpus.Prepared, *, length: in
 
 @torch.no_grad()
 def reveal(model: Qwen3ForCausalLM, ids: Tensor, visible: Tensor, *, block: int, tau: float) -> tuple[Tensor, int]:
-    """Decode every block of `ids` [W, L] behind the true text before it; the tokens [W, L] and how many forwards blocks took.
+    """Decode every block of `ids` [W, L] after the true text before it; the tokens [W, L] and how many forwards blocks took.
 
-    Greedily: each forward reveals the modes of the laws that are more likely than `tau`, of each block at least the
-    likeliest; and never the mask.
+    Greedy: each forward reveals the modes with a probability above `tau`, in each block at least the
+    most likely one; never the mask.
     """
     canvas, forwards = torch.full_like(ids, MASK_ID), 0
     while (hidden := canvas == MASK_ID).any():
@@ -153,8 +153,8 @@ def tables(report: Report) -> list[str]:
         "",
         *_next(report),
         "",
-        f"Greedy decoding of {PACE_WINDOWS} windows, every block behind the true text before it, read block by block: a forward",
-        "reveals all that is likelier than tau, at least one token. The forward that keeps a finished block is not counted.",
+        f"Greedy decoding of {PACE_WINDOWS} windows, every block after the true text before it, read block by block: a forward",
+        "reveals all tokens more likely than tau, at least one. The forward that caches a finished block is not counted.",
         "Right: the share of the tokens that are those of the file.",
         "",
         *_paces(report),

@@ -2,8 +2,8 @@
 
 The model is transformers' Qwen3, which is what an SDAR checkpoint holds, run over the sequence of `recipes.block_layout`:
 a masked token is predicted at its own place. Sizes of blocks, and clean copies with and without sight of their own block's
-later tokens, are mixed within a step: a decoder may ask for any of them. In blocks of one token the model says what a causal
-one says, so the causal model that training starts from also teaches it (Hinton et al., 2015, "Distilling the knowledge in a
+later tokens, are mixed within a step: a decoder may use any of them. In blocks of one token the model predicts as a causal
+one does, so the causal model that training starts from also teaches it (Hinton et al., 2015, "Distilling the knowledge in a
 neural network"). Nothing here knows of decoding.
 
 Legend: W = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
@@ -27,14 +27,14 @@ from recipes.causal import Shape
 from recipes.corpus import MASK_ID, TokenStream
 
 RMS_NORM_EPS, ROPE_THETA = 1e-6, 10_000.0
-PROBES, PROBE_LENGTH = 4, 256  # windows that tell how large a causal model's queries and keys are
+PROBES, PROBE_LENGTH = 4, 256  # windows that measure the size of a causal model's queries and keys
 TAUGHT = 0.75
-"""How much of a next-token loss is that against the causal model's law: it says far more than the one token that came."""
+"""The share of the teacher's distribution in the next-token loss; it carries more information than the true token."""
 MASK_DRAWS = 2  # the stream of random numbers that lays out and masks a step's windows; `Schedule.length` has 1
 
 
 def empty_model(shape: Shape) -> Qwen3ForCausalLM:
-    """A model in float32 whose weights are yet to be filled in; the global generator is left as it was."""
+    """A model in float32 whose weights must still be filled in; the global generator is unchanged."""
     config = Qwen3Config(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -56,7 +56,7 @@ def empty_model(shape: Shape) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def sizes_of(model: Qwen2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """How large a layer's queries and keys are over the tokens [W, L], under the names that Qwen3 gives to their sizes.
+    """The size of a layer's queries and keys over the tokens [W, L], under Qwen3's names for their scales.
 
     It is the root mean square over a head's columns, the mean of heads and tokens.
     """
@@ -79,10 +79,10 @@ def sizes_of(model: Qwen2ForCausalLM, ids: Tensor) -> dict[str, Tensor]:
 
 
 def model_from(start: Path, ids: Tensor) -> Qwen3ForCausalLM:
-    """A model with the weights of a causal one, from which training is much shorter than from nothing.
+    """A model with the weights of a causal one, which makes training much shorter.
 
-    What Qwen2 adds to queries, keys and values has no place in this layout and is dropped. Qwen3 scales every query and
-    key to a size of its own: to the mean size that those of the causal model have over some text `ids` [W, L], so that its
+    Qwen2's biases of queries, keys and values do not exist in this layout and are dropped. Qwen3 scales every query and
+    key to a learned size: it starts as the mean size in the causal model over some text `ids` [W, L], so that its
     attention is nearly as sharp.
     """
     model, source = empty_model(absorbing.shape_of(start)), causal.load_model(start, torch.device("cpu"))
@@ -121,7 +121,7 @@ def masked_logits(model: Qwen3ForCausalLM, ids: Tensor, masked: Tensor, visible:
 
 
 def next_token_law(teacher: Qwen2ForCausalLM, windows: Tensor) -> Tensor:
-    """The causal model's law of every token of the windows [W, L] but the first, as probabilities [W * (L - 1), V]."""
+    """The causal model's distribution of every token of the windows [W, L] but the first, as probabilities [W * (L - 1), V]."""
     with torch.no_grad(), loop.autocast(windows.device):
         logits = teacher(input_ids=windows[:, :-1]).logits
     law: Tensor = logits.float().softmax(-1).flatten(0, 1)
@@ -129,7 +129,7 @@ def next_token_law(teacher: Qwen2ForCausalLM, windows: Tensor) -> Tensor:
 
 
 def token_nats(logits: Tensor, batch: Batch, teacher: Qwen2ForCausalLM | None) -> Tensor:
-    """The cross-entropy of every masked token [R]; where a block is one token, in TAUGHT parts with the teacher's law."""
+    """The cross-entropy of every masked token [R]; in blocks of one token the teacher's distribution has share TAUGHT."""
     nats = functional.cross_entropy(logits, batch.ids[batch.masked], reduction="none")
     if teacher is None or not batch.single.any():
         return nats
@@ -150,7 +150,7 @@ def weighted_loss(model: Qwen3ForCausalLM, batch: Batch, teacher: Qwen2ForCausal
 class Trainer(loop.Trainer[Qwen3ForCausalLM]):
     """Draws windows of packed files, lays them out, masks them and scores what is masked.
 
-    From step `teach_from` on the model that training started from teaches what it says of the next token.
+    From step `teach_from` on the starting model's next-token distribution is a target, too.
     """
 
     def __init__(

@@ -26,14 +26,14 @@ def save_model(out: Path, model: Qwen2ForCausalLM, shape: Shape, tokenizer: Path
 
 
 def write_beside(out: Path, config: dict[str, Any], tokenizer: Path) -> None:
-    """All of a model folder but its weights: `config`, what of it ends a text, and the files of the `tokenizer`'s folder."""
+    """Write a model folder without weights: `config`, generation_config.json, and the `tokenizer`'s files."""
     write_config(out, config)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, out / name)
 
 
 def write_config(out: Path, config: dict[str, Any]) -> None:
-    """The model folder `out` with config.json and what of it ends a text."""
+    """Make the model folder `out` with config.json and generation_config.json."""
     out.mkdir(parents=True, exist_ok=True)
     ends = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     loop.write_json(out / "config.json", config)
@@ -41,7 +41,7 @@ def write_config(out: Path, config: dict[str, Any]) -> None:
 
 
 def copy_with_weights(source: Path, out: Path, model: Qwen2ForCausalLM) -> None:
-    """The model folder `source` again, with the weights of `model`."""
+    """Copy the model folder `source`, with the weights of `model`."""
     out.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json", *TOKENIZER_FILES):
         shutil.copyfile(source / name, out / name)

@@ -1,4 +1,4 @@
-"""Distils a causal model into one that Jacobi decoding serves in fewer forwards, and writes its model folder.
+"""Distils a causal model so that Jacobi decoding needs fewer forwards, and writes its model folder.
 
     python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 8:8,16:8]
 
@@ -6,7 +6,7 @@ Every round decodes prompts from the training files with the model so far, in a 
 greedy, `output.trace: steps`), and trains it on the trajectories that the job's traces hold: progressive consistency
 distillation (pcLLM, section 3.1). A round `n:w` has blocks of n tokens and noise schedules of w blocks. Then the model
 before and after are measured on held-out prompts, again by jobs. WORK (by default DIR-work) keeps jobs, checkpoints and
-the rounds' models: run the same command again to go on where it was.
+the rounds' models: run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def draw_prompts(
     prompts = {f"{row:06d}": ids for row, ids in enumerate(stream.ids[index])}
     text = "".join(json.dumps({"id": name, "tokens": ids.tolist()}) + "\n" for name, ids in prompts.items())
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != text:  # a job is refused where its input was written again
+    if not path.exists() or path.read_text() != text:  # a job refuses an input with a new date
         path.write_text(text)
     return Prompts(prompts, path)
 
 
 def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *, new_tokens: int, trace: bool) -> Store:
-    """Complete every prompt greedily in a batch job, or find that done; the run directory. RuntimeError where it fails."""
+    """Complete every prompt greedily in a batch job, unless done; returns the run directory. RuntimeError if it fails."""
     spec = JobSpec.model_validate(
         {
             "name": run.name,
@@ -93,7 +93,7 @@ def decode(model: Path, prompts: Prompts, decoder: dict[str, Any], run: Path, *,
 def distil(
     flags: argparse.Namespace, source: Path, found: list[Trajectory], prepared: corpus.Prepared, work: Path, one: Round
 ) -> distillation.Trainer | None:
-    """One round of training from the model in `source`; None where the minutes ran out."""
+    """One round of training from the model in `source`; None if time ran out."""
     device, pace = loop.set_up(flags)
     plan = plan_from(flags, one)
     model = causal.load_model(source, device).train()
@@ -142,7 +142,7 @@ def run_round(
     decoder = {"kind": "jacobi", "block_size": n, "window": "fixed"}
     run = decode(source, prompts, decoder, work / "trajectories", new_tokens=new_tokens, trace=True)
     found = trajectories.read(run, prompts.ids)
-    # A later command may go on with other flags: the README tells what each round was trained with.
+    # A later command may continue with other flags: the README states the settings of each round.
     loop.write_json(work / "plan.json", describe_round(flags, one))
     trainer = distil(flags, source, found, prepared, work, one)
     if trainer is None:
@@ -163,9 +163,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--versions", type=int, default=3, help="noisy versions of each")
     parser.add_argument("--window", type=int, help="blocks that share noisy context; all of them by default")
     parser.add_argument(
-        "--clean-weight", type=float, default=1.0, help="of the AR loss on the trajectories' fixed points"
+        "--clean-weight", type=float, default=1.0, help="weight of the AR loss on the trajectories' fixed points"
     )
-    parser.add_argument("--text-weight", type=float, default=1.0, help="of the source model's law on the corpus")
+    parser.add_argument(
+        "--text-weight", type=float, default=1.0, help="weight of the corpus loss against the source model"
+    )
     parser.add_argument("--measured", type=int, default=64, help="held-out prompts to measure with")
     flags = parser.parse_args(arguments)
     flags.work = flags.checkpoint_dir or flags.out.with_name(flags.out.name + "-work")

@@ -121,7 +121,7 @@ def tokenise(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile]) -> Tok
 
 @dataclass(frozen=True)
 class Prepared:
-    """What both training and evaluation need."""
+    """The data that both training and evaluation need."""
 
     tokenizer: PreTrainedTokenizerFast
     train: TokenStream

@@ -2,9 +2,9 @@
 
 A step's loss is L_consistency + w_clean * L_AR + w_text * L_text. The first is the cross-entropy of the model at a block's
 noisy copy against itself, detached, at the clean copy, over the rows from the first divergence on (pcLLM, equation 8,
-with clean context for the teacher); the second, on prompts and clean copies, keeps the model at the text that it was to
-reach (equation 9). The third is not in the paper: the cross-entropy against the law of the model that all began with, on
-windows of the corpus. A small model's greedy text is far less varied than the corpus, and trained on it alone the model
+with clean context for the teacher); the second, on prompts and clean copies, keeps the model at the text that it should
+reach (equation 9). The third is not in the paper: the cross-entropy against the distribution of the model that all began with, on
+windows of the corpus. A small model's greedy text is far less varied than the corpus; trained on it alone, the model
 forgets what else it knew.
 """
 
@@ -60,7 +60,7 @@ def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
 
 
 def text_loss(model: Qwen2ForCausalLM, source: Qwen2ForCausalLM, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of the model's law against the source's at every token of `windows` [B, L]."""
+    """Mean cross-entropy in nats of the model's distribution against the source's at every token of `windows` [B, L]."""
     with loop.autocast(windows.device):
         with torch.no_grad():
             law = source(input_ids=windows).logits.float().softmax(-1)

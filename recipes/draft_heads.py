@@ -1,8 +1,8 @@
-"""Trains the draft heads on a frozen model: what a stale row, or a chain of states, lacks of the fresh row's law.
+"""Trains the draft heads on a frozen model, to correct stale rows towards the fresh row's distribution.
 
-Target of both heads is the fresh row's law p at temperature 1, everything before it teacher-forced; the losses are those of
-head_training.py. The mask token is impossible under both laws. The word embeddings and the tied output are the model's own
-and stay as they are.
+Target of both heads is the fresh row's distribution p at temperature 1, everything before it teacher-forced; the losses are
+those of head_training.py. The mask token is impossible under both distributions. The word embeddings and the tied output are the
+model's own and stay as they are.
 
 Legend: N = query rows of a batch, in decoding order within each window; D = width, V = vocabulary.
 """
@@ -26,7 +26,7 @@ from recipes.two_stream import Canvas, QueryRows, TwoStream
 
 CHAIN_STEPS = 5
 MAX_AGE = 10
-# Ages 1 to 5 are what a fused pass with five drafts asks for; older rows stand in when a pass has few cut points.
+# A fused pass with five drafts needs ages 1 to 5; older rows are used when a pass has few cut points.
 AGE_SHARES = (0.2, 0.17, 0.15, 0.13, 0.11, 0.06, 0.05, 0.05, 0.04, 0.04)
 
 
@@ -89,7 +89,7 @@ def log_law(model: TwoStream, hidden: Tensor) -> Tensor:
 
 
 def markov_rows(rows: Rows, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [n] of the rows with something unseen before them, and how many ranks they have not seen [n]."""
+    """Indices [n] of the rows with unseen ranks before them, and the number of these ranks [n]."""
     own = rows.canvas.rank.flatten()[rows.query.index]
     unseen = own - limit.flatten()[rows.query.index]
     chosen = (unseen > 0).nonzero().squeeze(1)
@@ -184,7 +184,7 @@ def train_heads(
         ).to(device)
 
     def loss_of(step: int) -> Tensor:
-        # Another seed than the model's training, so that the windows and masks are other ones.
+        # A different seed from the model's training, so that the windows and masks differ.
         windows = training_batch(
             stream, plan.masks, seed=plan.seed + 1_000_003, step=step, count=plan.count, length=plan.length
         )

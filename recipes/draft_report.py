@@ -1,4 +1,4 @@
-"""Measures a draft head of `specdiff` on held-out files, and says so in the README of the drafter's folder."""
+"""Measures a draft head of `specdiff` on held-out files, and writes the figures into the drafter's README."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BATCH_ROWS = 1024
 
 @dataclass(frozen=True)
 class Drafted:
-    """What decoding held-out prompts took: drafts accepted a round, tokens a forward of the target, forwards of the drafter."""
+    """Decoding held-out prompts: drafts accepted per round, tokens per forward of the target, forwards of the drafter."""
 
     accepted: float
     tokens_per_forward: float
@@ -116,7 +116,7 @@ def decode(pair: Pair, stream: TokenStream, case: Case, heads: DraftHeads | None
 
 
 def measure(pair: Pair, heads: DraftHeads, stream: TokenStream, *, limit: int | None = 48) -> HeadReport:
-    """Everything the README says; `limit` windows, where given, are decoded and four times as many scored."""
+    """All figures of the README; with `limit`, that many windows are decoded and four times as many scored."""
     rows = held_out_rows(pair, stream, limit=None if limit is None else 4 * limit)
     bare, headed = (acceptance_by_place(pair, rows, which) for which in (None, heads))
     decoded = {
@@ -134,16 +134,16 @@ def section(target: str, settings: dict[str, str], report: HeadReport) -> list[s
     return [
         HEADING,
         "",
-        f"For `specdiff` in front of `{target}`: it corrects the law of each draft for those before it in the same forward, and",
-        "for what the target says differently. Trained by `python -m recipes.specdiff_head` on rows of both frozen models. With",
+        f"For `specdiff` with target `{target}`: it corrects each draft for those before it in the same forward,",
+        "and for differences from the target. Trained by `python -m recipes.specdiff_head` on rows of both frozen models. With",
         "another target it may help less; it never changes a text.",
         "",
-        "Mean of sum_v min(p, q) at temperature 1 of the masks behind held-out texts, true tokens before each:",
+        "Mean of sum_v min(p, q) at temperature 1 of the masks after held-out texts, true tokens before each:",
         "",
         *_place_table(report),
         "",
         f"Drafts accepted a round of gamma = {GAMMA}, and in brackets tokens for each forward of the target, over",
-        f"{LENGTH - NUM_PROMPT} tokens behind the first {NUM_PROMPT} of held-out windows:",
+        f"{LENGTH - NUM_PROMPT} tokens after the first {NUM_PROMPT} of held-out windows:",
         "",
         *_decoded_table(report),
         "",

@@ -36,7 +36,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Quality:
-    """Over some held-out windows: bits per byte, nats per token, share of tokens that are the law's mode, tokens."""
+    """Over some held-out windows: bits per byte, nats per token, share of tokens that are the distribution's mode, tokens."""
 
     bits_per_byte: float
     nats_per_token: float

@@ -1,4 +1,4 @@
-"""Trains a small causal model on to fill in the middle of a text, and writes its model folder.
+"""Trains a causal model further to fill in the middle of a text, and writes its model folder.
 
     python -m recipes.fim --out DIR [--start FOLDER] [--steps N] [--checkpoint-dir CK]
 

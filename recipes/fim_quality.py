@@ -69,7 +69,7 @@ def window_texts(tokenizer: PreTrainedTokenizerFast, stream: TokenStream, count:
 
 
 def one_line(rng: np.random.Generator, text: str) -> Line | None:
-    """A whole line of the text that says something, drawn at random; None where there is none."""
+    """A random whole line of the text that is not blank; None if there is none."""
     lines = text.split("\n")
     starts = np.cumsum([0, *(len(line) + 1 for line in lines)])
     inner = [place for place in range(1, len(lines) - 1) if sum(map(str.isalnum, lines[place])) >= 3]
@@ -82,7 +82,7 @@ def one_line(rng: np.random.Generator, text: str) -> Line | None:
 
 @torch.no_grad()
 def greedy(model: Qwen2ForCausalLM, prompt: Sequence[int], ended: Callable[[list[int]], bool]) -> list[int]:
-    """What the model says after the prompt, up to where it has `ended`, its end token left out, or MOST_NEW tokens."""
+    """The model's greedy completion until it has `ended` (without the end token), at most MOST_NEW tokens."""
     said: list[int] = []
     ids, past = torch.tensor([list(prompt)], device=model.device), None
     while len(said) < MOST_NEW and not ended(said):
@@ -103,7 +103,7 @@ def fim_prompt(tokenizer: PreTrainedTokenizerFast, line: Line, most: int) -> lis
 
 
 def exact_infill(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> Exact:
-    """Each line asked for with what stands before and after it."""
+    """Fill in each line from the text before and after it."""
     most = model.config.max_position_embeddings - MOST_NEW
     said = (greedy(model, fim_prompt(tokenizer, line, most), lambda ids: False) for line in lines)
     hits = sum(text_of(tokenizer, ids) == line.middle for ids, line in zip(said, lines, strict=True))
@@ -111,9 +111,9 @@ def exact_infill(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, li
 
 
 def exact_left(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> Exact:
-    """Each line asked for with what stands before it alone; how many line ends it says before the line is no matter.
+    """Fill in each line from the text before it alone; line ends generated before the line are ignored.
 
-    Indentation shares a token with the line ends before it, so these are left to the model to say.
+    Indentation shares a token with the line ends before it, so the model generates these.
     """
 
     def text(ids: list[int]) -> str:
@@ -130,7 +130,7 @@ def exact_left(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, line
 
 @torch.no_grad()
 def surprise(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> float:
-    """Nats a token that the model gives the true lines and their ends, asked for with what stands before and after them."""
+    """Nats per token of the true lines and their ends, given the text before and after them."""
     most, nats, count = model.config.max_position_embeddings - MOST_NEW, 0.0, 0
     for line in lines:
         prompt, wanted = fim_prompt(tokenizer, line, most), [*encode(tokenizer, line.middle)[: MOST_NEW - 1], EOS_ID]
@@ -142,7 +142,7 @@ def surprise(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines:
 
 
 def surprises(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: Sequence[Line]) -> dict[str, float]:
-    """`surprise` beside the line's own text, beside none after it, and beside that of another line."""
+    """`surprise` with the line's own suffix, with an empty one, and with that of another line."""
     others = [replace(line, after=lines[(place - 7) % len(lines)].after) for place, line in enumerate(lines)]
     return {
         "its own": surprise(model, tokenizer, lines),
@@ -177,7 +177,7 @@ def tables(report: Report) -> Iterator[str]:
     for way, exact in report.exact.items():
         yield f"| {way} | {exact.hits} | {exact.lines} | {exact.share:.1%} |"
     yield ""
-    yield "Nats a token of the true lines, by the text that stands after the hole:"
+    yield "Nats per token of the true lines, by the text after the hole:"
     yield ""
     yield "| text after the hole | nats |"
     yield "|---|---|"

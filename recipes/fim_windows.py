@@ -1,4 +1,4 @@
-"""Training rows for filling in the middle: a window of a file, cut in three, its middle moved behind its end.
+"""Training rows for filling in the middle: a window of a file, cut in three, its middle moved to the end.
 
     text      def f(x):\\n | return x | \\nf(1)\\n
     row       <|fim_prefix|> def f(x):\\n <|fim_suffix|> \\nf(1)\\n <|fim_middle|> return x </s>
@@ -75,13 +75,13 @@ def fim_row(
 
 
 def pieces(text: str, hole: tuple[int, int]) -> tuple[str, str, str]:
-    """What stands before the hole, in it, and after it."""
+    """The text before the hole, in it, and after it."""
     start, end = hole
     return text[:start], text[start:end], text[end:]
 
 
 def fit(prefix: Sequence[int], suffix: Sequence[int], room: int) -> tuple[list[int], list[int]]:
-    """What of a prefix and a suffix fits into `room` tokens: each has half, and what the other leaves of its half."""
+    """Cut a prefix and a suffix to `room` tokens: each gets half, plus what the other leaves unused."""
     before = min(len(prefix), max(room - len(suffix), room - room // 2))
     return list(prefix[len(prefix) - before :]), list(suffix[: room - before])
 

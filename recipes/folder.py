@@ -68,7 +68,7 @@ def save_model(folder: Path, model: TwoStream, tokenizer: PreTrainedTokenizerFas
 
 
 def load_model(folder: Path, device: torch.device) -> TwoStream:
-    """The stored model in float32: the heads are trained and the figures measured on what is shipped."""
+    """The stored model in float32: heads are trained and figures measured on the shipped weights."""
     config = json.loads((folder / "config.json").read_text())
     model = TwoStream(Shape(**{name: config[name] for name in Shape.__dataclass_fields__}))
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
@@ -83,7 +83,7 @@ def save_draft_heads(folder: Path, heads: DraftHeads, kind: HeadKind = "assd") -
 
 @dataclass(frozen=True)
 class Report:
-    """What the README says: `quality[length][revealed]`, `acceptance[revealed][drafter]` per count of unseen tokens."""
+    """The README's figures: `quality[length][revealed]`, `acceptance[revealed][drafter]` per count of unseen tokens."""
 
     settings: dict[str, str]
     held_out_paths: list[str]
@@ -104,7 +104,7 @@ def readme(name: str, report: Report) -> str:
             "",
             "## Held-out quality",
             "",
-            "Random positions masked, decoded from left to right with the true tokens before each: the joint law of",
+            "Random positions masked, decoded from left to right with the true tokens before each: the joint probability of",
             "sequential decoding.",
             "",
             *_quality_table(report.quality),

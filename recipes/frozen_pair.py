@@ -1,8 +1,8 @@
-"""What a frozen pair of models says of the masks behind a text: the drafter of each mask, the target of each token.
+"""Hidden states of a frozen drafter and target at the masks after a text, to train and measure draft heads.
 
-A window of the packed files is a text whose last tokens are masked, as `specdiff` shows it to its drafter. Both models run as
-they do there, through the decoders' own backbones. What is kept of a mask is a *row*: both hidden states and the true tokens
-before it. A draft head is trained on rows alone, so each costs its forwards once.
+A window of the packed files is a text whose last tokens are masked, as `specdiff` gives it to its drafter. Both models run as
+they do there, through the decoders' own backbones. Each mask gives a *row*: both hidden states and the true tokens
+before it. A draft head is trained on rows alone, so each row costs its forwards only once.
 
 Legend: N rows, B windows, L tokens of a window, T tokens of the stream, D width, V vocabulary.
 """
@@ -50,17 +50,17 @@ class Pair:
 
     @property
     def mask_id(self) -> int:
-        """What stands for a token that the drafter is to fill in."""
+        """The id of a token that the drafter must fill in."""
         assert self.drafter.info.mask_id is not None, "a drafter without a mask token"
         return self.drafter.info.mask_id
 
     def never(self) -> list[int]:
-        """The ids that are impossible under both laws: what one of the models never says, the mask included."""
+        """The ids that are impossible under both distributions: what one of the models never says, the mask included."""
         return sorted({*self.target.info.suppressed, *self.drafter.info.suppressed, self.mask_id})
 
 
 def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
-    """Load both models; ValueError where they are not what they should be, or have vocabularies of different sizes."""
+    """Load both models; ValueError if their kinds are wrong or their vocabularies differ in size."""
     infos = inspect_model(target), inspect_model(drafter)
     if infos[1].mask_id is None or infos[0].kind != "causal":
         raise ValueError(
@@ -73,7 +73,7 @@ def load_pair(target: Path, drafter: Path, dtype: str = "float32") -> Pair:
 
 def _load(folder: Path, info: ModelInfo, dtype: str) -> Frozen:
     model = cast(TokenBackbone, load_backbone(folder, dtype=dtype))
-    # The output layer by what it does: where its weights lie is the backbone's own business.
+    # Recover the output layer from its outputs, since each backbone stores its weights differently.
     bias_1V = model.logits(torch.zeros(1, model.width, dtype=model.dtype, device=model.device)).float()
     output_DV = model.logits(torch.eye(model.width, dtype=model.dtype, device=model.device)).float() - bias_1V
     return Frozen(model, info, output_DV, bias_1V[0])
@@ -155,7 +155,7 @@ def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_BL: Te
 class Windows:
     """Which windows to read: so many tokens a batch, of these lengths in these shares, with up to `most_masks` masks each.
 
-    A forward costs what its window's length says, whatever of it is masked: so windows are short and most masks many.
+    The cost of a forward depends on its window's length, not on its masks: so windows are short and have many masks.
     """
 
     batch_tokens: int = 2048
@@ -168,7 +168,7 @@ class Windows:
         rng = np.random.default_rng([seed, step, 3])
         length = int(rng.choice(self.lengths, p=self.length_shares))
         starts = rng.integers(0, len(ids_T) - length + 1, size=max(1, self.batch_tokens // length))
-        # The larger of two even draws: from one on, but rather many.
+        # The larger of two uniform draws: at least one mask, but rather many.
         num_masks = rng.integers(1, min(self.most_masks, length - 1) + 1, size=(2, len(starts))).max(0)
         return ids_T[starts[:, None] + np.arange(length)], num_masks
 
@@ -191,11 +191,11 @@ def collect_rows(
     return join(parts)
 
 
-# ---- laws --------------------------------------------------------------------------------------------------------
+# ---- distributions ---------------------------------------------------------------------------------------------------
 
 
 def target_law(pair: Pair, rows: PairRows) -> Tensor:
-    """Log-probabilities [N, V] of the target in float32 at temperature 1, without what the drafter can't say."""
+    """Log-probabilities [N, V] of the target in float32 at temperature 1, without ids that the drafter cannot predict."""
     return pair.target.log_law(rows.target, pair.never())
 
 

@@ -1,6 +1,6 @@
-"""What the trainings of draft heads share: the schedule, the two losses, the loop.
+"""Shared by the trainings of draft heads: the schedule, the two losses, the loop.
 
-A head learns to draft what the target would say: KL(p, q) first, and in the last part of the training -log sum_v min(p(v),
+A head learns to predict like the target: KL(p, q) first, and in the last part of the training -log sum_v min(p(v),
 q(v)), which is minus the log of the acceptance of speculative sampling itself (Leviathan et al. 2023, section 3). Knows neither
 models nor heads.
 
@@ -31,7 +31,7 @@ class HeadSchedule:
         return self.learning_rate * min(1.0, (step + 1) / self.warmup, 2 * (self.steps - step) / self.steps)
 
     def by_acceptance(self, step: int) -> bool:
-        """Whether a step's loss is that of the acceptance."""
+        """Whether a step uses the acceptance loss."""
         return step >= self.steps * (1 - self.acceptance_share)
 
 
@@ -41,10 +41,10 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def head_loss(log_p: Tensor, log_q: Tensor, *, by_acceptance: bool) -> Tensor:
-    """Mean over rows of KL(p, q), or of minus the log of the acceptance; both laws have the same impossible tokens."""
+    """Mean over rows of KL(p, q), or of minus the log of the acceptance; both distributions have the same impossible tokens."""
     if by_acceptance:
         return -acceptance(log_p, log_q).clamp_min(1e-6).log().mean()
-    # What is -inf in both counts nothing; 0 * (-inf) would be NaN.
+    # Ids that are -inf in both count 0; 0 * (-inf) would be NaN.
     difference = (log_p - log_q).nan_to_num(nan=0.0)
     return (log_p.exp() * difference).sum(-1).mean()
 

@@ -2,7 +2,7 @@
 
 A step is a function of the weights, the optimiser's moments and (seed, step), so a run that was interrupted and resumed
 from a checkpoint ends with the same bits as one that was not (same machine, thread count and flags). What a step's batch
-and loss are, a recipe says by deriving from `Trainer`.
+and loss are, a recipe defines by deriving from `Trainer`.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Trainer(ABC, Generic[ModelT]):
         write_json(folder / "checkpoint.json", state)
 
     def restore(self, folder: Path) -> bool:
-        """Continue from `folder` where it has a checkpoint; says whether it had one."""
+        """Continue from `folder` if it has a checkpoint; returns whether it had one."""
         path = folder / "checkpoint.safetensors"
         if not path.exists():
             return False
@@ -189,7 +189,7 @@ def write_json(path: Path, value: object) -> None:
 
 @dataclass
 class Pace:
-    """When to log, to checkpoint and to stop; minutes count from the start of this process's training."""
+    """When to log, to checkpoint and to stop; minutes count from the start of training in this process."""
 
     log_every: int = 50
     checkpoint_minutes: float = 3.0
@@ -234,7 +234,7 @@ def run_visibly(trainer: Trainer[ModelT], folder: Path | None, pace: Pace) -> bo
         done = run(trainer, folder, pace, report)
         progress.update(task, completed=trainer.step)
     if not done:
-        Console().print("stopped before the last step; run again with the same --checkpoint-dir to go on")
+        Console().print("stopped before the last step; run again with the same --checkpoint-dir to continue")
     return done
 
 
@@ -247,14 +247,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=int)
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--decay-share", type=float, default=0.3, help="share of the steps over which the rate falls")
-    parser.add_argument("--checkpoint-dir", type=Path, help="keep the training's state here, and go on from it")
+    parser.add_argument("--checkpoint-dir", type=Path, help="keep the training's state here, and continue from it")
     parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
     parser.add_argument("--minutes", type=float, help="stop (resumably) after this many minutes of training")
     parser.add_argument("--log-every", type=int, default=50)
 
 
 def describe_machine(threads: int) -> dict[str, str]:
-    """What the training ran on, for a model's README."""
+    """The hardware and software of the training, for a model's README."""
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {threads} cores"
     return {"hardware": hardware, "versions": f"torch {torch.__version__}"}
 
@@ -262,7 +262,7 @@ def describe_machine(threads: int) -> dict[str, str]:
 def schedule_of(flags: argparse.Namespace, *, steps: int, batch_tokens: int, learning_rate: float) -> Schedule:
     """The schedule of a model that starts from a causal one: most of its steps have windows of 256 tokens or more.
 
-    Flags that are given come before these numbers.
+    Flags that are given override these numbers.
     """
     return Schedule(
         steps=flags.steps or steps,

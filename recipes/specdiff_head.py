@@ -3,9 +3,9 @@
     python -m recipes.specdiff_head --drafter DIR [--target DIR] [--rows N] [--steps N]
 
 Both models are frozen. First they are asked about the masks behind pieces of the corpus (frozen_pair.py), then the head is
-trained on what they said: from the drafter's row of a mask and the true tokens before it to the target's law. DIR then holds
-draft_head.json and draft_head.safetensors, and its README a section with acceptances on held-out files. The tokenizer is the
-drafter's. The same seed, flags, thread count and Python give the same head.
+trained on what they said: from the drafter's row of a mask and the true tokens before it to the target's distribution. DIR then
+holds draft_head.json and draft_head.safetensors, and its README a section with acceptances on held-out files. The tokenizer is
+the drafter's. The same seed, flags, thread count and Python give the same head.
 """
 
 from __future__ import annotations
