@@ -153,7 +153,7 @@ class Quality:
 
 @torch.no_grad()
 def quality(model: Loaded, requests: Sequence[Request], texts: Mapping[int, list[int]]) -> Quality:
-    """Score texts token by token, each given all that is left of it, by the law of block size 1 at temperature 1."""
+    """Score texts token by token, each given all that is to its left, by the distribution of block size 1 at temperature 1."""
     nats, hits, count = 0.0, 0, 0
     for request in requests:
         if request.index not in texts:
@@ -168,7 +168,7 @@ def quality(model: Loaded, requests: Sequence[Request], texts: Mapping[int, list
 
 
 def law_of_one(model: Loaded, prompt: list[int], tokens_G: Tensor) -> Tensor:
-    """The log law of each token at block size 1, given those before it, float64 [G, V].
+    """The log-probabilities of each token at block size 1, given those before it, float64 [G, V].
 
     In one forward: the text runs causally; where a mask is asked for its own token, one stands beside each token, which sees
     the text before that and itself.

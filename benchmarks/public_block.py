@@ -139,7 +139,7 @@ class PublicBlock:
         return logits_TV
 
     def _copies(self, sample: _Sample, start: int, filled_T: Tensor) -> Tensor:
-        """What each place of the block says given what is left of it alone: the rows of a second copy, all masks, [T, V]."""
+        """What each place of the block says given what is to its left alone: the rows of a second copy, all masks, [T, V]."""
         size = len(filled_T)
         eye, below = torch.eye(size, device=self._device), torch.ones(size, size, device=self._device).tril()
         seen = torch.cat([torch.cat([below, below - eye]), torch.cat([torch.zeros_like(eye), eye])], 1)

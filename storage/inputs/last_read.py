@@ -67,7 +67,7 @@ class Stretches:
     ) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
         """Yield the wanted rows (sorted) with their numbers, batch by batch; rows beyond the end are passed over.
 
-        `open_` gives the table's batches from its front. What it raises goes through, and the table is read anew next time.
+        `open_` gives the table's batches from its front. What it raises goes through, and the table is read again next time.
         """
         if not rows:
             return
