@@ -128,7 +128,11 @@ def test_shards_of_half_precision_are_read(tmp_path, dtype):
         ("qwen2", {"layer_types": TYPES}, "layer_types holds sliding_attention, but sliding_window is null"),
         ("gpt_neo", {"window_size": 0}, "window_size = 0; allowed"),
         ("llama", {"rope_scaling": {"type": "longrope"} | YARN}, "rope type 'longrope'|short_factor"),
-        ("qwen3", old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}), "turn whole heads"),
+        (
+            "qwen3",
+            old_rope({"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
+            "whole heads are rotated",
+        ),
         ("llama", {"num_attention_heads": 0}, "family 'llama': num_attention_heads = 0"),
         ("qwen2", {"pad_token_id": 61}, "Padding_idx must be within"),
         ("llama", {"text_config": {"hidden_size": 32}}, "it has text_config"),
