@@ -1,1 +1,1 @@
-"""Where rows come from and results go. Knows nothing of models."""
+"""Reads inputs, stores files and commits results. Knows nothing of models."""

@@ -1,4 +1,4 @@
-"""The errors that cross the seams: one for the user, one for a row, one for a store that can't be reached."""
+"""The errors shared by all packages: for users, for rows, for stores and for damaged runs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StoreError(Exception):
 
 
 class DamagedRun(StoreError):
-    """A file of a run directory can't be understood: the exit code is 2. Says which, why, in one line, and what helps."""
+    """A file of a run directory is damaged: the exit code is 2. The message gives the file, the reason and a remedy."""
 
     def __init__(self, place: str, reason: object, remedy: str) -> None:
         super().__init__(place, " ".join(str(reason).split()).rstrip("."), remedy)
@@ -58,19 +58,19 @@ class DamagedRun(StoreError):
 
 
 def brief(text: str) -> str:
-    """As much of what stands in an input as a message can bear, in quotes."""
+    """A value from an input, quoted and cut to a length that fits a message."""
     return repr(text) if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]!r}... ({len(text):,} characters)"
 
 
 def listed(names: Iterable[str]) -> str:
-    """The first of many names from an input, in quotes, and how many more there are."""
+    """The first few of many names from an input, quoted, and how many more there are."""
     known = list(names)
     more = f" and {len(known) - MOST_NAMES:,} more" if len(known) > MOST_NAMES else ""
     return ", ".join(map(brief, known[:MOST_NAMES])) + more if known else "nothing"
 
 
 def printable(text: str) -> str:
-    """The text with control characters, and what else a terminal might obey, written as escapes; tabs and line ends stay."""
+    """The text with control characters and terminal sequences escaped; tabs and line ends stay."""
     if text.isprintable():
         return text
     kept = [one if one.isprintable() or one in "\t\n" else one.encode("unicode_escape").decode() for one in text]

@@ -34,7 +34,7 @@ class _Point:
 
 
 def failpoint(name: str) -> None:
-    """Return at once, unless the environment names this point and this is the hit that it names."""
+    """Run the action if the environment names this point and this hit; else return at once."""
     text = os.environ.get(VARIABLE)
     if not text:
         return

@@ -1,4 +1,4 @@
-"""Tables as Parquet files: how ours are written, and read with every page checked against its checksum. Knows no schema."""
+"""Writes and reads our Parquet files, with a checksum check of every page. Knows no schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from storage.soundness import THREADS
 
 KEY_PREFIX = "draftmill."
-"""Leads the names of our Parquet key-value metadata: schema_version, fingerprint, unit, pass, code_version, counts."""
+"""Prefix of our Parquet metadata keys: schema_version, fingerprint, unit, pass, code_version, counts."""
 
 _DICTIONARY_COLUMNS = [
     "unit",
@@ -41,9 +41,9 @@ def write_parquet(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 
 def parquet_writer(sink: Any, schema: pa.Schema, metadata: Mapping[str, str]) -> pq.ParquetWriter:
-    """A writer of one such file, into which tables of `schema` go one after the other, a row group each.
+    """A writer of one such file, which takes tables of `schema` one after the other, each as a row group.
 
-    Used as a context manager it publishes a whole file even where an exception unwinds it: `sink` must not be a store.
+    As a context manager it completes the file even on an exception, so `sink` must not be a store.
     """
     own = {f"{KEY_PREFIX}{key}": value for key, value in metadata.items()}
     return pq.ParquetWriter(

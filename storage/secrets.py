@@ -1,6 +1,6 @@
-"""Takes secrets out of a text before it reaches a log, a result file or a screen. The last line of defence, not the first:
+"""Removes secrets from a text before it reaches a log, a result file or a screen.
 
-nothing of ours puts a secret into a message, but the words of other libraries, of templates and of servers pass through.
+This is the last line of defence: our own messages contain no secrets, but those of other libraries, templates and servers may.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from storage.errors import printable
 
 HIDDEN = "[hidden]"
 MIN_CHARS = 8
-"""A shorter value is no secret worth the name, and would be found in many an innocent word."""
+"""Shorter values are not treated as secrets: they would match ordinary words."""
 
 _NAMES = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|PRIVATE_KEY", re.IGNORECASE)
 _USER_INFO = re.compile(r"(\w+://)[^/\s@'\"]+@")
@@ -24,7 +24,7 @@ _SIGNED = re.compile(
 
 
 def redacted(text: str) -> str:
-    """The text without what the environment keeps under a secret's name, passwords in URLs, and signatures behind them."""
+    """The text without values of secret environment variables, passwords in URLs, and URL signatures."""
     for secret in _secrets():
         text = text.replace(secret, HIDDEN)
     text = _USER_INFO.sub(rf"\1{HIDDEN}@", text)
@@ -32,16 +32,16 @@ def redacted(text: str) -> str:
 
 
 def presentable(text: str) -> str:
-    """The text as it may be shown or kept: without secrets, and without what a terminal might obey."""
+    """The text in a form safe to show or store: without secrets and terminal sequences."""
     return printable(redacted(text))
 
 
 def _secrets() -> list[str]:
-    """Values of the environment, longest first: one may be a part of another."""
+    """Secret values of the environment, longest first, since one may be part of another."""
     values = {os.environ.get(name, "") for name in os.environ if _is_secret(name)}
     return sorted((value for value in values if len(value) >= MIN_CHARS), key=len, reverse=True)
 
 
-@lru_cache(maxsize=4096)  # every line of a log asks, about the same names
+@lru_cache(maxsize=4096)  # called for every log line with the same names
 def _is_secret(name: str) -> bool:
     return _NAMES.search(name) is not None

@@ -1,9 +1,9 @@
-"""Whether Arrow data from outside can be read at all, and how: what must not end the process.
+"""Checks Arrow data from outside before it is read, since damaged data could crash the process.
 
-An offset that points nowhere does, and so would a thread of Arrow's.
+Invalid offsets crash the process; so can Arrow's own threads.
 
-The IPC format has no checksums, so a flipped bit may stand anywhere. What is only a strange *value* (bytes that are no UTF-8, a
-time of day beyond the day) is sound: it fails its own row, later.
+The IPC format has no checksums, so any bit may be flipped. Data that only has an invalid *value* (bytes that are not UTF-8, a
+time of day above 24 hours) is sound: it fails its own row, later.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pyarrow as pa
 _types = pa.types
 
 THREADS = False
-"""Whether Arrow reads in threads of its own. They let go of Python's bytes a little after the reader has got its table; where the
-interpreter ends just then, it is aborted, and a job that is done ends with a signal.
+"""Whether Arrow reads in its own threads. They release Python's bytes slightly after the reader gets its table; if the
+interpreter exits at that moment it is aborted, and a finished job ends with a signal.
 """
 
 
 def check_sound(batch: pa.RecordBatch) -> None:
-    """Return if every value of the batch can be reached; raises pa.ArrowInvalid where the memory of one can't."""
+    """Return if every value of the batch is in valid memory; else raise pa.ArrowInvalid."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid:

@@ -1,7 +1,7 @@
-"""What an input holds, as a hash: how a file that was only touched or copied is known again. Local files alone; on S3 the etag
-says it, and a listing tells that for nothing.
+"""Hashes of local input files, which recognise a file that was only touched or copied.
 
-A file is read once when the job is planned, which reads it anyway, and again only where its date has changed since.
+On S3 the etag does this, and a listing contains it. A file is hashed when the job is planned, which reads it anyway, and again
+only if its date has changed since.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from storage.inputs.inputs import STDLIB, local_path
 
 _CHUNK_BYTES = 2**20
 _MOST_THREADS = 4
-"""Hashing lets go of the interpreter's lock; disks gain nothing from more."""
+"""Hashing threads. Hashing releases the interpreter's lock; disks gain nothing from more threads."""
 
 
 def hashed(files: Sequence[InputFile], *, most_bytes: int | None = None) -> list[InputFile]:
-    """Return the files, local ones with the SHA-256 of their content; those beyond `most_bytes` without, known by their date.
+    """Return the files, local ones with the SHA-256 of their content; those above `most_bytes` are identified by date alone.
 
     Raises UserError where a file has changed since it was listed.
     """
@@ -35,9 +35,9 @@ def num_bytes_to_hash(files: Iterable[InputFile], most_bytes: int | None = None)
 
 
 def recognised(files: Sequence[InputFile], known: Mapping[str, InputFile]) -> list[InputFile]:
-    """Return the files, each with its hash where an earlier listing (name -> file) has one.
+    """Return the files, each with its hash if an earlier listing (name -> file) has one.
 
-    One of the same size and date is taken to be the same; of another date it is read. A file of another size stays as it is.
+    A file with the same size and date counts as the same; with another date it is hashed. With another size it stays as it is.
     """
     return _each(files, lambda file: _recognised(file, known.get(file.name)))
 

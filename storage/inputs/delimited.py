@@ -1,4 +1,4 @@
-"""The csv reader: records under a header line, each with its byte offset, and recovery behind a broken record."""
+"""The csv reader: records under a header line, each with its byte offset, and recovery after a broken record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from storage.inputs.rows import MAX_ROW_BYTES, Row, failed
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """A record's fields, or why it has none."""
+    """A record's fields, or the reason why it cannot be read."""
 
     row: int
     offset: int
@@ -27,12 +27,12 @@ class _Record:
 def csv_reader(delimiter: str) -> Reader:
     """Return a reader, for one file, of delimited records under a header line.
 
-    All values are strings; blank lines are no rows.
+    All values are strings; blank lines are skipped.
 
     A record whose quotes don't end fails alone: reading goes on at the next line.
     """
 
-    header: list[str] | None = None  # kept, since a unit starts once for each of its rows
+    header: list[str] | None = None  # cached, since a unit may start the reader once per row
 
     def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
         nonlocal header
@@ -50,19 +50,19 @@ def csv_reader(delimiter: str) -> Reader:
 
 
 def header_of(stream: BufferedReader, delimiter: str) -> list[str]:
-    """The column names of a stream that stands at its front; UserError where they can't be used."""
+    """Read the column names at the start of a stream; UserError if they can't be used."""
     return _header(_Lines(stream, 0), delimiter)
 
 
 def other_delimiter(header: list[str]) -> str | None:
-    """What a header of a single column has in its name that more often stands between names; None where nothing does."""
+    """A likely delimiter inside the name of a header's only column; None if there is none."""
     if len(header) != 1:
         return None
     return next((character for character in (";", "\t", "|", ",") if character in header[0]), None)
 
 
 def _header(source: _Lines, delimiter: str) -> list[str]:
-    """The column names, read from the front; `source` then stands behind them."""
+    """Read the column names from the start; `source` is then after them."""
     record = next(_records(source, delimiter, 0), None)
     if record is None:
         return []
@@ -92,7 +92,7 @@ def _has_surrogates(text: str) -> bool:
 
 
 def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
-    """Yield every record from where `source` stands."""
+    """Yield every record from the position of `source` on."""
     csv.field_size_limit(2**31 - 1)  # _Lines bounds a record; the module's own 128 kB would fail honest rows
     while first := source.next_line():
         if not first.strip(b"\r\n"):
@@ -109,7 +109,7 @@ def _records(source: _Lines, delimiter: str, row: int) -> Iterator[_Record]:
 
 
 def _decoded(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
-    """The record's lines as text; those behind the first are also kept in `used`, for another try."""
+    """The record's lines as text; those after the first are also kept in `used`, for another try."""
     size, line = 0, first
     while line:
         size += len(line)
@@ -122,7 +122,7 @@ def _decoded(source: _Lines, first: bytes, used: list[bytes]) -> Iterator[str]:
 
 
 class _Lines:
-    """Lines with their ends, and the offset behind the last one; lines may be pushed back."""
+    """Lines with their ends, and the offset after the last one; lines may be pushed back."""
 
     def __init__(self, stream: BufferedReader, offset: int) -> None:
         self.offset = offset
@@ -130,7 +130,7 @@ class _Lines:
         self._again: deque[bytes] = deque()
 
     def next_line(self) -> bytes:
-        """The next line, b"" at the end; one beyond MAX_ROW_BYTES comes cut, just long enough to be refused."""
+        """The next line, b"" at the end; a line above MAX_ROW_BYTES is cut, but long enough to be rejected."""
         if self._again:
             line = self._again.popleft()
             self.offset += len(line)

@@ -1,5 +1,7 @@
-"""Columns that lie inside others: `meta.lang` is the field `lang` of the struct (or JSON object) `meta`, unless a column has just
-that name, dots and all, which then wins.
+"""Reads nested columns by dotted names, such as `meta.lang`.
+
+`meta.lang` is the field `lang` of the struct (or JSON object) `meta`. A column whose name is exactly `meta.lang` takes
+precedence.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ _ABSENT: Final = object()
 
 
 def field_of(values: Mapping[str, Any], name: str) -> Any:
-    """The value of a column or of a field inside of one; None where there is none."""
+    """The value of a column or of a field inside of one; None if it does not exist."""
     found = _find(values, name)
     return None if found is _ABSENT else found
 
@@ -31,30 +33,30 @@ def _find(values: Mapping[str, Any], name: str) -> Any:
 
 
 def _splits(name: str) -> Iterable[tuple[str, str]]:
-    """(`a.b`, `c`), (`a`, `b.c`): the ways to read a dotted name as a column and what lies inside of it."""
+    """(`a.b`, `c`), (`a`, `b.c`): the ways to split a dotted name into a column and a field inside of it."""
     parts = name.split(".")
     return ((".".join(parts[:end]), ".".join(parts[end:])) for end in range(len(parts) - 1, 0, -1))
 
 
 def lifted(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The row with each of these names that lies inside of another column as a column of its own."""
+    """The row with each of these nested names as a separate column."""
     more = {name: found for name in names if name not in values and (found := _find(values, name)) is not _ABSENT}
     return values | more if more else values
 
 
 def outer_columns(names: Sequence[str], columns: Iterable[str]) -> list[str]:
-    """Those of a table's column `names` that have to be read for these columns, in the table's order."""
+    """The table's columns, out of `names`, that must be read for these columns; in the table's order."""
     wanted = {found for column in columns if (found := _outer(names, column)) is not None}
     return [name for name in names if name in wanted]
 
 
 def _outer(names: Sequence[str], column: str) -> str | None:
-    """The column of a table that holds this one: itself, or the one that it lies in."""
+    """The column of a table that holds this one: itself, or the struct around it."""
     return column if column in names else next((outer for outer, _ in _splits(column) if outer in names), None)
 
 
 def lifted_batch(batch: pa.RecordBatch, columns: Sequence[str]) -> pa.RecordBatch:
-    """The batch with exactly these columns, as far as it has them; those inside of a struct stand by themselves."""
+    """The batch with exactly these columns, if it has them; fields of a struct become separate columns."""
     if set(batch.schema.names) <= set(columns):
         return batch
     arrays = {column: found for column in columns if (found := _array(batch, column)) is not None}
@@ -72,7 +74,7 @@ def _array(batch: pa.RecordBatch, column: str) -> pa.Array | None:
 
 
 def types_in(schema: pa.Schema, columns: Iterable[str]) -> dict[str, pa.DataType]:
-    """The types of those of the columns that a table of this schema has."""
+    """The types of these columns, if a table of this schema has them."""
     empty = pa.RecordBatch.from_pylist([], schema=schema)
     found = {column: _array(empty, column) for column in columns}
     return {column: array.type for column, array in found.items() if array is not None}

@@ -1,7 +1,7 @@
-"""`hf://DATASET?split=train&config=main&revision=v1`: a dataset on disk (`save_to_disk`) or of the hub.
+"""Hugging Face datasets, on disk (`save_to_disk`) or from the hub: `hf://DATASET?split=train&config=main&revision=v1`.
 
-The library `datasets` is imported only here, and only for a dataset of the hub (or a folder that it must prepare):
-that is then prepared once on each machine, memory-mapped, and read by row number.
+The library `datasets` is imported only here, and only for a dataset of the hub (or a folder that it must prepare). Such a
+dataset is prepared once on each machine, memory-mapped, and read by row number.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _list_hub(path: str, name: str, options: dict[str, str]) -> InputFile:
 
     try:
         splits = datasets.get_dataset_split_names(name, options.get("config"), revision=options.get("revision"))
-    except Exception as error:  # noqa: BLE001 - its errors have no common class; each means that the dataset can't be had
+    except Exception as error:  # noqa: BLE001 - its errors have no common class; each means that the dataset is unavailable
         raise UserError(f"{path} can't be loaded: {type(error).__name__}: {error}", field=FIELD) from None
     options = options | {"split": _chosen(path, options.get("split"), splits)}
     revision = options.get("revision") or _commit(name)
@@ -88,7 +88,7 @@ def _list_hub(path: str, name: str, options: dict[str, str]) -> InputFile:
 
 
 def _commit(name: str) -> str | None:
-    """The dataset's present commit, so that every machine reads the same; None for a folder, or without the hub."""
+    """The dataset's current commit, so that every machine reads the same version; None for a folder, or without the hub."""
     if os.path.isdir(name) or os.environ.get("HF_HUB_OFFLINE") == "1":
         return None
     from huggingface_hub import HfApi

@@ -1,4 +1,4 @@
-"""One input of a job, as plans and readers speak of it."""
+"""InputFile, the description of one input that plans and readers share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ FIELD = "input.path"
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One input, plain and JSON-able: where it is, which version of it, and how to read it.
+    """One input as plain JSON-able data: its location, its version, and how to read it.
 
-    `name` is relative to the input's root and stable when the data moves; row ids are made of it. `format` is one of
+    `name` is relative to the input's root and stable when the data moves; row ids contain it. `format` is one of
     jsonl, parquet, arrow, csv, txt, text (a whole file) and hf. `size` is in bytes (of hf in rows), `mtime_s` Unix
-    time; they and `etag` are None where the place doesn't say. `sha256` is that of the content, None where it is not known
-    (storage/inputs/contents.py). `delimiter` is that of a csv file, None for what its ending says.
+    time; they and `etag` are None if the place does not provide them. `sha256` is that of the content, None if unknown
+    (storage/inputs/contents.py). `delimiter` is that of a csv file; None takes the one of the file's ending.
     """
 
     uri: str

@@ -1,6 +1,6 @@
-"""From what a user writes under `input.path` to a sorted list of files, each with its format and its identity.
+"""Resolves `input.path` to a sorted list of files, each with its format and version.
 
-Knows the places (local, S3, Hugging Face, the interpreter's own sources) and the endings; opens nothing.
+Knows the places (local, S3, Hugging Face, the interpreter's own sources) and the file endings; opens no file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from storage.stores.verbs import S3Options, Stat
 
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384
-"""How the standard library is cut where the spec doesn't say: pieces that a small model's canvas holds."""
+"""The default piece size for the standard library: pieces that fit a small model's canvas."""
 
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 TABLE_FORMATS = frozenset({"parquet", "arrow", "hf"})
@@ -52,12 +52,12 @@ MOST_ALTERNATIVES = 1000
 def list_inputs(
     path: str | Sequence[str], *, s3: S3Options | None = None, delimiter: str | None = None
 ) -> list[InputFile]:
-    """Return the inputs at `path`, sorted by name, never an empty list; of several paths those of each in turn.
+    """Return the inputs at `path`, sorted by name, never an empty list; for several paths one after the other.
 
     A path is a file, a glob (`**` for any depth, `{a,b}` for either), a folder, the same under s3://, `hf://DATASET` or
-    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are passed over. A file
-    that several paths find is there once, and names are relative to what all paths have in common. `delimiter` is noted with
-    each csv file. Raises UserError if nothing matches, or a file's format is not known.
+    `builtin:python-stdlib`. In a folder hidden files, names with a leading `_` and unknown endings are skipped. A file
+    found by several paths is listed once, and names are relative to the paths' common part. `delimiter` is stored with
+    each csv file. Raises UserError if nothing matches, or a file's format is unknown.
     """
     paths = [path] if isinstance(path, str) else list(path)
     files = _together([_list_any(one, s3) for one in paths])
@@ -71,7 +71,7 @@ def list_inputs(
 
 
 def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
-    """What one path finds; a file or folder whose name has braces in it is meant before what they would stand for."""
+    """The files at one path; an existing file or folder with braces in its name takes precedence over expansion."""
     alternatives = expanded(path)
     if len(alternatives) == 1 or ("://" not in path and os.path.exists(os.path.expanduser(path))):
         return _list_one(path, s3)
@@ -79,7 +79,7 @@ def _list_any(path: str, s3: S3Options | None) -> list[InputFile]:
     for one in alternatives:
         try:
             found.append(_list_one(one, s3))
-        except NothingThere:  # of `{a,b}/*.{jsonl,csv}` not all four need be there
+        except NothingThere:  # of the four patterns in `{a,b}/*.{jsonl,csv}` not all must match
             if not _WILD.search(one):
                 raise
     if not found:
@@ -91,7 +91,7 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path == STDLIB:
         return _list_stdlib()
     if path.startswith("builtin:"):
-        raise UserError(f"{path!r} is not a builtin input: there is {STDLIB}", field=FIELD)
+        raise UserError(f"{path!r} is not a builtin input; allowed: {STDLIB}", field=FIELD)
     if path.startswith("hf://"):
         from storage.inputs.huggingface import list_dataset
 
@@ -104,11 +104,11 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
 
 
 class NothingThere(UserError):
-    """A path at which nothing is."""
+    """No file exists at a path."""
 
 
 def expanded(pattern: str) -> list[str]:
-    """`a.{csv,tsv}` -> `a.csv`, `a.tsv`, in that order and nested ones too; braces without a comma stand for themselves."""
+    """`a.{csv,tsv}` -> `a.csv`, `a.tsv`, in that order, also nested; braces without a comma are literal."""
     found = _BRACES.search(pattern)
     if found is None:
         return [pattern]
@@ -116,12 +116,12 @@ def expanded(pattern: str) -> list[str]:
     each = (f"{before}{choice}{after}" for choice in found[1].split(","))
     every = dict.fromkeys(whole for one in each for whole in expanded(one))
     if len(every) > MOST_ALTERNATIVES:
-        raise UserError(f"{pattern[:80]!r} stands for more than {MOST_ALTERNATIVES} paths", field=FIELD)
+        raise UserError(f"{pattern[:80]!r} expands to more than {MOST_ALTERNATIVES} paths", field=FIELD)
     return list(every)
 
 
 def _together(groups: list[list[InputFile]]) -> list[InputFile]:
-    """The files of several places, each once; their names begin where the places part."""
+    """The files of several places without duplicates; names are relative to the places' common part."""
     if len(groups) == 1:
         return groups[0]
     unique: dict[str, InputFile] = {}
@@ -136,12 +136,12 @@ def _together(groups: list[list[InputFile]]) -> list[InputFile]:
 
 
 def _root(file: InputFile) -> str:
-    """What a file's name is relative to, with a slash at its end."""
+    """The prefix that names are relative to, with a slash at its end."""
     return file.uri.removesuffix(file.name) if file.uri.endswith(f"/{file.name}") else f"{file.uri}/"
 
 
 def format_of(name: str) -> tuple[str, str | None] | None:
-    """Return (format, compression) by a file's endings, None if they say nothing. Columnar files aren't compressed."""
+    """Return (format, compression) by a file's endings, None if unknown. Columnar files aren't compressed."""
     suffixes = [suffix.lower() for suffix in PurePosixPath(name).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
@@ -180,12 +180,12 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _refuse(error: OSError) -> None:
-    # os.walk would pass over a folder that it may not read, and its rows would vanish quietly.
+    # os.walk would skip an unreadable folder, and its rows would be lost silently.
     raise UserError(f"{error.filename}: {error.strerror}", field=FIELD)
 
 
 def _printable(name: str) -> str:
-    """A name on disk may hold bytes that are no UTF-8; ids are made of it, so they are shown as \\udcXX."""
+    """A file's name with bytes that are not UTF-8 shown as \\udcXX, since ids contain names."""
     return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -224,20 +224,20 @@ def _list_stdlib() -> list[InputFile]:
     files = []
     for file in _local_files(root, _walk(root)):
         if file.name.endswith(".py") and not _NOT_STDLIB.intersection(file.name.split("/")[:-1]) and file.size:
-            # The date of installation says nothing of the content; the size does, roughly.
+            # The date of installation does not identify the content; the size does, roughly.
             files.append(replace(file, uri=f"{STDLIB}/{file.name}", mtime_s=None))
     return _checked(STDLIB, files)
 
 
 def local_path(file: InputFile) -> Path:
-    """Where a local or builtin input lies on this machine."""
+    """The path of a local or builtin input on this machine."""
     if file.uri.startswith(f"{STDLIB}/"):
         return Path(sysconfig.get_path("stdlib"), file.uri.removeprefix(f"{STDLIB}/"))
     return Path(file.uri)
 
 
 def _checked_folder(path: str, files: list[InputFile]) -> list[InputFile]:
-    """A folder's known files; refused where data rows and whole text files lie side by side, since one is a mistake."""
+    """A folder's known files; UserError if it mixes data files and text files, since one kind is probably a mistake."""
     known = [file for file in files if file.format and not _is_private(file)]
     known = [file for file in known if not file.name.lower().endswith(".json")]  # settings, more often than rows
     rows = [file for file in known if file.format in _ROW_FORMATS]
@@ -276,7 +276,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _is_private(file: InputFile) -> bool:
-    """`_SUCCESS`, `_delta_log/`: beside data, a leading `_` marks what is no data. In sources it is an honest name."""
+    """Whether a leading `_` marks metadata (`_SUCCESS`, `_delta_log/`); in source folders it is an ordinary name."""
     return file.format != "text" and any(part.startswith("_") for part in file.name.split("/"))
 
 

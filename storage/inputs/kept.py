@@ -1,7 +1,7 @@
-"""Columns of the inputs that are carried into the results (`input.keep`): their types, and their values in the struct `keep`.
+"""Input columns that are copied into the results (`input.keep`): their types, and their values in the struct `keep`.
 
-A column keeps the type that the inputs give it. Where files or rows differ so that no Arrow type takes all values as they are,
-it is JSON text, and its field's metadata says so. Knows no spec and no plan.
+A column keeps its type from the inputs. If files or rows differ so that no Arrow type holds all values unchanged, the column is
+JSON text, and its field's metadata says so. Knows no spec and no plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXACT: Final = 2**53
 
 MOST_FIELDS = 256
 MOST_DEPTH = 16
-"""Objects with more fields, over all rows, or deeper ones are mappings of data rather than records: JSON."""
+"""Objects with more fields (over all rows), or deeper ones, are mappings rather than records and become JSON."""
 
 _types = pa.types
 _SIMPLE: Final = (
@@ -39,13 +39,13 @@ _SCALARS: Final[Mapping[type, pa.DataType]] = {str: pa.string(), bool: pa.bool_(
 
 
 class KeptTypes:
-    """Finds the type of each kept column from what is seen of the inputs; memory does not grow with them."""
+    """Finds the type of each kept column from the inputs seen so far, in constant memory."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._columns = {name: _Column() for name in names}
 
     def see(self, values: Mapping[str, Any]) -> None:
-        """Take note of a row's values."""
+        """Add a row's values."""
         for name, column in self._columns.items():
             value = field_of(values, name)
             if value is not None:
@@ -54,12 +54,12 @@ class KeptTypes:
                 column.is_there = True
 
     def see_types(self, types: Mapping[str, pa.DataType]) -> None:
-        """Take note of a table's column types."""
+        """Add a table's column types."""
         for name, found in types.items():
             self._columns[name].see_type(found)
 
     def absent(self) -> list[str]:
-        """The columns that were nowhere."""
+        """The columns that no input has."""
         return [name for name, column in self._columns.items() if not column.is_there]
 
     def schema(self) -> pa.Schema:
@@ -68,7 +68,7 @@ class KeptTypes:
 
 
 class _Column:
-    """What was seen of one column: `found` is its type so far, None before there is any; `as_json` is for good."""
+    """The state of one column: `found` is its type so far, None before the first value; `as_json` is final once set."""
 
     def __init__(self) -> None:
         self.is_there = False
@@ -150,7 +150,7 @@ def _plain_type(found: pa.DataType) -> pa.DataType:
 
 
 def _family(found: pa.DataType) -> str:
-    """Types of different families have no common one that leaves values as they are."""
+    """The family of a type; types of different families have no common type that keeps values unchanged."""
     for name, is_one in (
         ("bool", _types.is_boolean),
         ("text", _is_text),
@@ -184,7 +184,7 @@ def _has_float(found: pa.DataType) -> bool:
 
 
 def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
-    """Whether values of the type come back from Python as they went in, and Parquet takes them."""
+    """Whether values of the type survive a round trip through Python, and Parquet supports them."""
     if _types.is_nested(found):
         known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found) or _types.is_map(found)
         inner = _inner(found)
@@ -193,7 +193,7 @@ def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
 
 
 def _comes_back(found: pa.DataType) -> bool:
-    """Whether a Parquet file gives the type back as it was written."""
+    """Whether the type survives a round trip through a Parquet file."""
     schema = pa.schema([pa.field("x", found)])
     return bool(read_parquet(write_parquet(schema.empty_table(), {})).schema.remove_metadata().equals(schema))
 
@@ -207,7 +207,7 @@ def names_read(names: Iterable[str]) -> dict[str, str]:
 
 
 def kept_values(values: Mapping[str, Any], schema: pa.Schema) -> dict[str, Any]:
-    """Return the row's values for the struct; RowError where one is not of the type that the plan has for its column."""
+    """Return the row's values for the struct; RowError if one does not have the type in the plan."""
     return {field.name: _kept(field_of(values, field.name), field) for field in schema}
 
 
@@ -219,13 +219,13 @@ def _kept(value: Any, field: pa.Field) -> Any:
     try:
         pa.array([value], type=field.type)
     except (pa.ArrowException, ValueError, OverflowError, TypeError) as error:
-        reason = f"the kept column {field.name!r} is no longer {field.type}, as when it was planned: {error}"
+        reason = f"the kept column {field.name!r} is not of type {field.type}, which the plan found: {error}"
         raise RowError("bad_row", "read", reason[:1000]) from None
     return value
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON has it: times as ISO 8601, bytes as text, and null for what is no finite number."""
+    """The value in JSON form: times as ISO 8601, bytes as text, and null for NaN and infinity."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -245,7 +245,7 @@ def is_json(field: pa.Field) -> bool:
 
 
 def told(values: Mapping[str, Any] | None, schema: pa.Schema) -> dict[str, Any] | None:
-    """The struct of a result row as JSON has it, with the values of JSON fields themselves in the place of their text."""
+    """The struct of a result row in JSON form, with JSON fields parsed instead of as text."""
     if values is None:
         return None
     return {
@@ -260,7 +260,7 @@ def told(values: Mapping[str, Any] | None, schema: pa.Schema) -> dict[str, Any] 
 
 
 def written(schema: pa.Schema | None) -> dict[str, Any] | None:
-    """The fields as `_plan.json` has them: each column's type in words, and the Arrow schema itself in base64."""
+    """The fields in the form of `_plan.json`: each column's type in words, and the Arrow schema in base64."""
     if schema is None:
         return None
     words = {field.name: "json" if is_json(field) else str(field.type) for field in schema}
@@ -268,7 +268,7 @@ def written(schema: pa.Schema | None) -> dict[str, Any] | None:
 
 
 def read(content: Mapping[str, Any] | None) -> pa.Schema | None:
-    """The inverse of `written`. Raises ValueError (pa.ArrowInvalid is one) where it is damaged."""
+    """The inverse of `written`. Raises ValueError (pa.ArrowInvalid is one) if it is damaged."""
     return None if content is None else from_bytes(base64.b64decode(content["schema"], validate=True))
 
 

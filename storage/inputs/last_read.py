@@ -1,7 +1,7 @@
-"""Stretches of tables: the batches that were read last, so that rows near each other are read once and not once for each unit.
+"""A cache of recently read table batches, so that neighbouring rows are read once and not once per unit.
 
-The rows of a unit lie anywhere in their window, and the next unit has others of the same window. A reader that begins at the
-front of a row group for each of them reads a large group hundreds of times. Nothing here knows files or formats.
+The rows of a unit lie anywhere in their window, and the next unit has other rows of the same window. A reader that starts at the
+front of a row group for each unit reads a large group hundreds of times. Nothing here knows files or formats.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 KEPT_BYTES = 256 * 2**20
-"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have."""
+"""More than the texts of most windows have (jobs/packing.WINDOW_TOKENS)."""
 
 Batches = Iterator[pa.RecordBatch]
 
 
 @dataclass(slots=True)
 class Stretch:
-    """A table that is read from its front: what was read last of it, each batch with its first row, and what comes next."""
+    """A table that is read from its front: its last batches, each with its first row, and the iterator of the next ones."""
 
     ahead: Batches
     kept: deque[tuple[int, pa.RecordBatch]] = field(default_factory=deque)
@@ -30,11 +30,11 @@ class Stretch:
 
     @property
     def start(self) -> int:
-        """The first row that is still there."""
+        """The first row that is still cached."""
         return self.kept[0][0] if self.kept else self.end
 
     def advance(self) -> bool:
-        """Read one batch more; false at the end."""
+        """Read one more batch; False at the end."""
         batch = next(self.ahead, None)
         if batch is None:
             return False
@@ -44,14 +44,14 @@ class Stretch:
         return True
 
     def drop(self) -> int:
-        """Forget the batch that was read first; returns its bytes."""
+        """Drop the oldest batch; returns its bytes."""
         _, batch = self.kept.popleft()
         self.num_bytes -= batch.nbytes
         return int(batch.nbytes)
 
 
 class Stretches:
-    """The stretches that were read last, `kept_bytes` of them in all and at least one batch."""
+    """The most recently read stretches, `kept_bytes` in all and at least one batch."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -65,9 +65,9 @@ class Stretches:
     def pick(
         self, table: Hashable, rows: Sequence[int], open_: Callable[[], Batches]
     ) -> Iterator[tuple[pa.RecordBatch, Sequence[int]]]:
-        """Yield the wanted rows (sorted) with their numbers, batch by batch; rows beyond the end are passed over.
+        """Yield the wanted rows (sorted) with their numbers, batch by batch; rows beyond the end are skipped.
 
-        `open_` gives the table's batches from its front. What it raises goes through, and the table is read again next time.
+        `open_` gives the table's batches from its front. Its exceptions propagate, and the table is read again next time.
         """
         if not rows:
             return
@@ -82,7 +82,7 @@ class Stretches:
         self._stretches[table] = stretch
 
     def _make_room(self, current: Stretch) -> None:
-        """Forget the longest unused stretches, then the front of the one that is being read."""
+        """Drop the least recently used stretches, then the front of the one that is being read."""
         total = current.num_bytes + self.num_bytes
         while total > self._kept_bytes and self._stretches:
             total -= self._stretches.popitem(last=False)[1].num_bytes

@@ -1,7 +1,7 @@
-"""Readers of byte streams: jsonl, txt and whole text files (csv has a module of its own). Every bad line is a Row with an error.
+"""Readers of byte streams: jsonl, txt and whole text files (csv: delimited.py). A bad line becomes a Row with an error.
 
-Each reader can start at any row whose byte offset is known, and yields from there what it would have yielded when
-started at the front; this is what makes a plan's (row, offset) enough to read a single row again.
+Each reader can start at any row whose byte offset is known, and then yields the same rows as when started at the front. So a
+plan's (row, offset) is enough to read a single row again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where to begin: `row` is the one that starts at byte `offset`."""
+    """Where to start: row `row`, which starts at byte `offset`."""
 
     row: int = 0
     offset: int = 0
 
 
 Reader = Callable[[BufferedReader, Start], Iterator[Row]]
-"""Yields the rows of a stream that stands at `start.offset`."""
+"""Yields the rows of a stream that is positioned at `start.offset`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ def _jsonl_row(line: Line) -> Row:
 def openai_request(values: dict[str, Any]) -> dict[str, Any]:
     """Lift the id, and `prompt` or `messages`, out of an OpenAI batch request.
 
-    Other objects stay as they are, and all of a request stays beside what is lifted. A list of one prompt, which that API allows,
-    is the prompt. Where the body is no object the request has its id all the same, by which its failure is looked up.
+    Other objects stay as they are. The request's own fields are kept beside the lifted ones. A list of one prompt, which that
+    API allows, is the prompt. If the body is not an object, the id is lifted all the same, so that the failure can be looked up
+    by id.
     """
     if not is_openai_request(values):
         return values
@@ -109,7 +110,7 @@ def is_openai_request(values: Mapping[str, Any]) -> bool:
 
 
 def _refuse_lone_surrogates(values: Any) -> None:
-    # JSON can write half of a UTF-16 pair; such a string can't be stored or tokenized. Raises UnicodeEncodeError.
+    # JSON can contain half of a UTF-16 pair; such a string can't be stored or tokenized. Raises UnicodeEncodeError.
     json.dumps(values, ensure_ascii=False).encode("utf-8")
 
 
@@ -123,7 +124,7 @@ def txt_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
 
 
 def _text_row(row: int, offset: int, text: str) -> Row:
-    """A row of text decoded with surrogateescape: bytes that are no UTF-8 show as surrogates, and fail the row."""
+    """A row of text decoded with surrogateescape: bytes that are not UTF-8 become surrogates, and fail the row."""
     try:
         text.encode("utf-8")
     except UnicodeError as error:
@@ -143,8 +144,8 @@ def whole_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
 def piece_reader(chunk_chars: int) -> Reader:
     """Return a reader that cuts a text into rows of at most `chunk_chars` characters.
 
-    It cuts behind the last line end that fits, and inside a line only where the line alone is longer. The pieces join
-    to the text, except that pieces of white space only are no rows.
+    It cuts after the last line end that fits, and inside a line only if the line alone is longer. The pieces join
+    to the text, except that pieces of only white space are skipped.
     """
 
     def rows(stream: BufferedReader, start: Start) -> Iterator[Row]:

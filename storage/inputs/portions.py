@@ -1,6 +1,6 @@
-"""How much the texts of a batch are once each row has its own copy, and portions of it that memory holds.
+"""Cuts batches into portions that fit into memory once each row has its own copy of shared texts.
 
-In a columnar file a text that many rows share may stand once: a few kilobytes can name terabytes.
+A columnar file may store a text once that many rows share: a few kilobytes can stand for terabytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from storage.inputs.rows import MAX_ROW_BYTES
 
 PORTION_BYTES = MAX_ROW_BYTES
-"""No more than a row may have: a longer one is then a portion of its own."""
+"""At most the size limit of a row: a longer row is then a separate portion."""
 
 _types = pa.types
 
@@ -25,7 +25,7 @@ def row_bytes(batch: pa.RecordBatch) -> NDArray[np.int64]:
     sizes = np.zeros(batch.num_rows, dtype=np.int64)
     for column in batch.columns:
         if _types.is_dictionary(column.type) and is_bytes(column.type.value_type):
-            # A dictionary may hold a null, and an index may be one.
+            # A dictionary may hold a null, and an index may be null.
             lengths = pc.fill_null(pc.binary_length(column.dictionary), 0)
             sizes += pc.fill_null(lengths.take(column.indices), 0).to_numpy(zero_copy_only=False)
         elif is_bytes(column.type):

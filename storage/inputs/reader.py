@@ -1,6 +1,6 @@
-"""Inputs to rows: all of them in order, or the few that a unit needs. The face of the readers for everyone else.
+"""Reads rows of inputs, all in order or the few that a unit needs; the public interface of all readers.
 
-One bad row is one Row with an error; an exception means that an input as a whole is gone, damaged or unreadable.
+A bad row is a Row with an error; an exception means that a whole input is missing, damaged or unreadable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Places = Sequence[tuple[int, int | None]]
 """Rows of a file: number, and offset where there is one."""
 
 _caches = Lock()
-"""Guards the open files that read_rows keeps, which have one position each."""
+"""Protects the open files that read_rows caches, since each has one position."""
 
 _SPOOLS = Spools()
 
@@ -59,8 +59,8 @@ def iterate(
     """Yield every row of the file in order, one at a time: memory does not grow with the file.
 
     `columns` (task column -> file column, or `a.b` for a field of one) lets columnar files leave the others unread; values keep
-    the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most so many characters. Raises UserError if the
-    file is gone or damaged as a whole.
+    the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most that many characters. Raises UserError if
+    the file is missing or damaged as a whole.
     """
     try:
         if file.format in TABLE_FORMATS:
@@ -81,11 +81,11 @@ def read_rows(
     chunk_chars: int | None = None,
     s3: S3Options | None = None,
 ) -> Iterator[Row]:
-    """Yield exactly the rows asked for, in the order asked for, each as `iterate` yielded it.
+    """Yield exactly the requested rows, in the requested order, each as `iterate` yielded it.
 
     `rows` holds (row, offset) of earlier Rows; with offsets only the bytes needed are read. A row that is not there
     any more is a Row with an error. Open files, row groups and blocks are cached between calls, within fixed bounds.
-    Raises UserError if the file is gone or damaged as a whole.
+    Raises UserError if the file is missing or damaged as a whole.
     """
     wanted = sorted(set(rows), key=lambda item: item[0])
     try:
@@ -104,10 +104,10 @@ def read_rows(
 def fetched_ahead(
     wanted: Iterable[tuple[InputFile, Places]], *, s3: S3Options | None
 ) -> Iterator[tuple[InputFile, Places]]:
-    """Yield files with places in them, as they come, each while what the next ones need is fetched from S3.
+    """Yield files with places in them, in order, while the data of the next ones is fetched from S3.
 
-    Small files are fetched whole, of large ones the parts around the offsets; of large tables and compressed files nothing,
-    since where in them a row lies is not known.
+    Small files are fetched whole, large ones only around the offsets; large tables and compressed files are not fetched ahead,
+    since the position of a row in them is unknown.
     """
 
     def blocks(one: tuple[InputFile, Places]) -> Iterable[Block]:
@@ -122,7 +122,7 @@ def fetched_ahead(
 
 
 def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:
-    """The rows, with the wanted columns that are fields of others beside these (storage/inputs/fields.py)."""
+    """The rows, with wanted nested fields added as separate columns (storage/inputs/fields.py)."""
     inner = [name for name in (columns or {}).values() if "." in name]
     for row in rows:
         if inner and row.values is not None:
@@ -135,7 +135,7 @@ def _projection(columns: Mapping[str, str] | None) -> Columns:
 
 
 def _refuse_json_array(file: InputFile, stream: BufferedReader) -> None:
-    """A .json file may hold one array, of which every line would fail: better say so at once."""
+    """Raise UserError if a .json file holds one array, since each of its lines would fail."""
     if ".json" in PurePosixPath(file.name.lower()).suffixes and stream.peek(1).lstrip(BOM).lstrip()[:1] == b"[":
         raise UserError(f"{file.uri} holds a JSON array; give one object a line (jq -c '.[]')", field=FIELD)
 
@@ -151,7 +151,7 @@ def _reader(file: InputFile, chunk_chars: int | None) -> Reader:
 
 
 def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) -> dict[str, pa.DataType] | None:
-    """The types of those of the columns that a columnar file has; None for other files, whose rows say them one by one."""
+    """The types of these columns in a columnar file; None for other files, whose rows have types of their own."""
     if file.format not in TABLE_FORMATS:
         return None
     try:
@@ -161,12 +161,12 @@ def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) 
 
 
 def delimiter_of(file: InputFile) -> str:
-    """What stands between the fields of a csv file."""
+    """The delimiter of a csv file."""
     return file.delimiter or ("\t" if ".tsv" in file.name.lower() else ",")
 
 
 def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
-    """What to say of the first csv file whose header looks as if another delimiter stood in it; empty where none does."""
+    """A hint about the first csv file whose header seems to have another delimiter; empty if there is none."""
     for file in files:
         if file.format == "csv":
             with open_stream(file, s3=s3) as stream:
@@ -181,7 +181,7 @@ def delimiter_hint(files: Iterable[InputFile], s3: S3Options | None) -> str:
 def _pick_stream_rows(
     file: InputFile, wanted: Sequence[tuple[int, int | None]], reader: Reader, s3: S3Options | None
 ) -> Iterator[Row]:
-    """Jump to each row where all have offsets, else read from the front to the last of them."""
+    """Seek to each row if all have offsets, else read from the front to the last of them."""
     if any(offset is None for _, offset in wanted):
         numbers = {row for row, _ in wanted}
         with open_stream(file, s3=s3) as front:

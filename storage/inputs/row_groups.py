@@ -1,4 +1,4 @@
-"""Row groups of Parquet files, one batch in memory at a time, however large a group is and whatever its rows share."""
+"""Reads row groups of Parquet files, one batch in memory at a time, for groups of any size."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from storage.stores.verbs import S3Options
 BATCH_BYTES = 8 * 2**20
 BATCH_ROWS = 4096
 SHARED_BYTES = 64 * 2**20
-"""The most that a batch may have if all of its rows share the longest of the texts that they may share."""
+"""The most bytes of a batch if all of its rows share the longest text in the dictionaries."""
 
 DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What reading a damaged container raises; the last for the name of a column that is no UTF-8."""
+"""Exceptions on reading a damaged container; the last one for a column name that is not UTF-8."""
 
 Columns = tuple[str, ...] | None
-"""The file's columns to read, None for all; those that it lacks are passed over."""
+"""The file's columns to read, None for all; missing ones are skipped."""
 
 
 def num_groups(file: InputFile, s3: S3Options | None) -> int:
@@ -43,7 +43,7 @@ def group_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
 
 
 def groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Iterator[tuple[int, int, list[int]]]:
-    """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are passed over."""
+    """Yield (group, its first row, the wanted rows in it) for sorted rows; those beyond the end are skipped."""
     starts = _starts(file, s3)
     inside = [row for row in rows if row < starts[-1]]
     for group, numbers in groupby(inside, key=lambda row: bisect_right(starts, row) - 1):
@@ -51,7 +51,7 @@ def groups_of(file: InputFile, rows: Sequence[int], s3: S3Options | None) -> Ite
 
 
 def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
-    """Yield a row group's batches; ArrowInvalid where it has not the rows that its footer says."""
+    """Yield a row group's batches; ArrowInvalid if its row count differs from the footer's."""
     opened = _opened(file, s3)
     about = opened.metadata.row_group(group)
     names = _leaves(opened, columns)
@@ -62,12 +62,12 @@ def group_batches(file: InputFile, group: int, columns: Columns, s3: S3Options |
     for batch in opened.iter_batches(batch_size=max(1, rows), row_groups=[group], columns=names, use_threads=THREADS):
         found += batch.num_rows
         yield batch
-    if found != about.num_rows:  # a damaged page may end a column early, without a word
-        raise pa.ArrowInvalid(f"{found} rows, where the footer says {about.num_rows}")
+    if found != about.num_rows:  # a damaged page may end a column early without an error
+        raise pa.ArrowInvalid(f"{found} rows, but the footer says {about.num_rows}")
 
 
 def _leaves(opened: pq.ParquetFile, columns: Columns) -> list[str] | None:
-    """What to read of the file: of a column inside of a struct that field alone, whatever else the struct holds."""
+    """The columns to read from the file; of a struct only the wanted field."""
     names = opened.schema_arrow.names
     if columns is None or not any("." in column for column in columns):
         return present(names, columns)
@@ -79,7 +79,7 @@ def _leaves(opened: pq.ParquetFile, columns: Columns) -> list[str] | None:
 
 
 def present(names: list[str], columns: Columns) -> list[str] | None:
-    """Those of the names that the columns are, or lie in; None for all."""
+    """The names that are these columns or contain them; None for all."""
     return None if columns is None else outer_columns(names, columns)
 
 
@@ -95,7 +95,7 @@ def _starts(file: InputFile, s3: S3Options | None) -> list[int]:
 def _longest_shared(file: InputFile, group: int, columns: Columns, s3: S3Options | None) -> int:
     """Bytes of the longest texts in the dictionaries of a row group, one of each column added up; of its first row at least.
 
-    A chunk's dictionary stands in front of its values, and is read whole for the first of them.
+    A chunk's dictionary precedes its values, and is read whole for the first value.
     """
     texts = [field.name for field in _opened(file, s3).schema_arrow if is_bytes(field.type)]
     found = present(texts, columns)
@@ -121,7 +121,7 @@ def _opened(file: InputFile, s3: S3Options | None) -> pq.ParquetFile:
 
 @lru_cache(maxsize=4)
 def _coded(file: InputFile, names: tuple[str, ...], s3: S3Options | None) -> pq.ParquetFile:
-    """The same with texts as dictionaries. Only for a look: reading on, a dictionary grows to all that its group has."""
+    """The same with texts as dictionaries. Only for inspection: while reading, a dictionary grows to that of its whole group."""
     metadata = _opened(file, s3).metadata
     source = open_bytes(file, s3=s3)
     return pq.ParquetFile(source, metadata=metadata, read_dictionary=list(names), pre_buffer=False, buffer_size=2**20)

@@ -1,4 +1,4 @@
-"""The Row, which every reader yields, and the bounds that keep one row from taking the machine."""
+"""Row, the type that every reader yields, and the size limits of a row."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_ROW_BYTES = 64 * 2**20
 
 @dataclass(slots=True)
 class Row:
-    """One row of an input: its values by the file's own column names, or the error that took their place.
+    """One row of an input: its values by the file's own column names, or an error instead.
 
-    `row` counts from 0 in its file: lines for jsonl and txt (blank jsonl lines are counted, though they are no rows),
+    `row` counts from 0 in its file: lines for jsonl and txt (blank jsonl lines are counted, but yield no rows),
     records for the others. `offset` is in bytes where the (decompressed) file can be read from there, else None.
     """
 
@@ -27,7 +27,7 @@ class Row:
 
 
 def default_id(file: InputFile, row: int) -> str:
-    """The id of a row that names none: the file's name below the input's root, and the row."""
+    """The id of a row without its own: the file's name below the input's root, and the row."""
     return f"{file.name}:{row}"
 
 
@@ -37,6 +37,6 @@ def failed(row: int, offset: int | None, kind: str, message: str) -> Row:
 
 
 def damaged(file: InputFile, row: int, reason: object) -> UserError:
-    """The container itself is broken: what follows is lost, and rows must not vanish quietly."""
+    """The error of a broken container: later rows are lost, which must not happen silently."""
     said = printable(" ".join(str(reason).split()))[:500]
     return UserError(f"{file.uri}: damaged or not {file.format} after row {row}: {said}", field=FIELD)

@@ -1,7 +1,7 @@
-"""Input bytes as one buffered stream, wherever they lie: local disk or S3, plain or compressed.
+"""Opens inputs as buffered byte streams: local disk or S3, plain or compressed.
 
-Memory is flat: a stream holds one buffer, and S3 blocks are kept up to a fixed size. Compressed files that are read at
-random have a module of their own (storage/inputs/spools.py).
+Memory is constant: a stream holds one buffer, and S3 blocks are cached up to a fixed size. Compressed files that are read at
+random positions are in storage/inputs/spools.py.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ BUFFER_BYTES = 2**20
 UNPACKED_BYTES = 2**30
 MAX_RATIO = 256
 """A compressed input may unpack to UNPACKED_BYTES, and beyond that to MAX_RATIO times its own size. Texts and logs stay far
-below; a file that was made to fill a disk or a day does not."""
+below; a file made to fill a disk does not."""
 
 
 def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
-    """Return the file's bytes as they lie, seekable. Raises StoreError, or FileNotFoundError as NotFound."""
+    """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError."""
     if file.uri.startswith("s3://"):
         return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
     try:
@@ -54,12 +54,12 @@ def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedR
 
 AHEAD_BLOCKS = 2
 PLACES = 8
-"""Places of an object at which it may be read at once."""
+"""The number of positions of an object that may be read in parallel."""
 
 
 class _Decompressed(io.RawIOBase):
-    """gzip (of any number of members) or zstd (of any number of frames), which unlike the standard library's readers
-    notices that a stream was cut short."""
+    """gzip (any number of members) or zstd (any number of frames); unlike the standard library's readers it detects a
+    truncated stream."""
 
     def __init__(self, file: InputFile, source: io.BufferedReader) -> None:
         self._file, self._source = file, source
@@ -90,13 +90,13 @@ class _Decompressed(io.RawIOBase):
 
 def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
     sizes = f"{packed:,} bytes of {file.compression} unpack to {unpacked:,} and more, over {MAX_RATIO} times as much"
-    return UserError(f"{file.uri}: {sizes}; if that is meant, unpack the file first", field=FIELD)
+    return UserError(f"{file.uri}: {sizes}; if that is intended, unpack the file first", field=FIELD)
 
 
 class RangeFile(io.RawIOBase):
     """An object of a store as a seekable file; its blocks are shared with others (storage/stores/blocks.py).
 
-    Where one block is read after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
+    When blocks are read one after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
     one for each column.
     """
 
@@ -147,7 +147,7 @@ class RangeFile(io.RawIOBase):
 def open_object(store: Store, name: str) -> io.BufferedReader:
     """Return an object as a seekable stream that fetches only the blocks it needs; NotFound if there is none.
 
-    For a Parquet file of which a reader needs one row group.
+    For example for a Parquet file of which a reader needs one row group.
     """
     stat = store.stat(name)
     if stat is None:
@@ -166,7 +166,7 @@ def _object(file: InputFile, s3: S3Options | None) -> tuple[Store, str, str | No
 
 
 def blocks_at(file: InputFile, offsets: Iterable[int], s3: S3Options | None) -> list[Block]:
-    """The blocks of a file on S3 that are needed to read from these offsets; of a local file none."""
+    """The blocks of a file on S3 that are needed to read from these offsets; none for a local file."""
     if not file.uri.startswith("s3://"):
         return []
     assert file.size is not None, "a listing on S3 tells sizes"

@@ -1,8 +1,8 @@
-"""Compressed files that can be read at random: what was unpacked last is kept in temporary files, and unpacked once.
+"""Random access to compressed files: recently unpacked content is kept in temporary files.
 
-A compressed file can only be unpacked from its front. The units of a window lie in one stretch of it and the next window lies
-behind, so a reader that goes on where it stands unpacks a file once, whatever its size; only who goes back further than
-what is kept makes it begin again.
+A compressed file can only be unpacked from its front. The units of a window lie in one stretch of it, and the next window comes
+after it, so a reader that continues from its position unpacks a file once, whatever its size. It starts again only if a read
+goes back further than the kept content.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from storage.inputs.sources import open_stream
 from storage.stores.verbs import S3Options
 
 KEPT_BYTES = 4 * 2**30
-"""On the disk for temporary files, for each process that reads."""
+"""Bytes of temporary files per reading process."""
 
 PIECE_BYTES = 64 * 2**20
 HEAD_BYTES = 2**20
-"""The front of a file is kept for as long as the file is open: a csv's header line stands there."""
+"""Bytes at the start of a file that are kept while it is open: a csv file's header is there."""
 
 READ_BYTES = 2**18
 SEEK_BUFFER_BYTES = 2**16
-"""Rows at random places are mostly short: more would be read for each and thrown away."""
+"""Rows at random places are mostly short: larger reads would be discarded."""
 
 MOST_FILES = 64
 
 
 @dataclass(slots=True)
 class Piece:
-    """Bytes [start, end) of the content, in an unnamed file, or in memory where the disk takes no more."""
+    """Bytes [start, end) of the content, in an unnamed file, or in memory if the disk is full."""
 
     start: int
     end: int
@@ -42,7 +42,7 @@ class Piece:
 
 
 class Unpacked(io.RawIOBase):
-    """The content of a compressed file, seekable. `kept_bytes` and the head stay of it at most."""
+    """The content of a compressed file, seekable. Keeps at most `kept_bytes` and the head."""
 
     def __init__(self, file: InputFile, s3: S3Options | None, kept_bytes: int) -> None:
         self._source = (file, s3)
@@ -79,7 +79,7 @@ class Unpacked(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """See io.RawIOBase; where the end is nobody knows."""
+        """See io.RawIOBase; seeking from the end is not supported, since it is unknown."""
         assert whence in {io.SEEK_SET, io.SEEK_CUR}
         self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
         return self._position
@@ -117,7 +117,7 @@ class Unpacked(io.RawIOBase):
                 self._stream = open_stream(self._source[0], s3=self._source[1])
             data = self._stream.read(READ_BYTES)
         except (OSError, UserError, StoreError):
-            self._begin_again()  # lest what comes next look like the end
+            self._begin_again()  # otherwise the next read would look like the end
             raise
         self._at_end = not data
         room = HEAD_BYTES - len(self._head.getbuffer())
@@ -136,7 +136,7 @@ class Unpacked(io.RawIOBase):
         while not _written(last, data):
             if len(self._pieces) > 1:
                 self._drop()
-            else:  # better this much memory than a job that ends
+            else:  # using memory is better than failing the job
                 last.start, last.end, last.file = self._end, self._end, io.BytesIO()
         last.end += len(data)
 
@@ -158,7 +158,7 @@ def _unnamed_file() -> IO[bytes]:
 
 
 def _written(piece: Piece, data: bytes) -> bool:
-    """Write behind the piece's end; false if the disk is full."""
+    """Append to the piece; False if the disk is full."""
     try:
         piece.file.seek(piece.end - piece.start)
         view = memoryview(data)
@@ -170,7 +170,7 @@ def _written(piece: Piece, data: bytes) -> bool:
 
 
 class Spools:
-    """The compressed files that were read last, `kept_bytes` of them in all."""
+    """The most recently read compressed files, `kept_bytes` in all."""
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -189,5 +189,5 @@ class Spools:
 
     @property
     def num_bytes(self) -> int:
-        """How much is kept of all files."""
+        """The bytes kept of all files."""
         return sum(unpacked.num_bytes for unpacked, _ in self._open.values())

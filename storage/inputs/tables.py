@@ -1,6 +1,6 @@
-"""Readers of columnar inputs: Parquet, Arrow (file and stream) and Hugging Face datasets, one batch in memory at a time.
+"""Readers of columnar inputs: Parquet, Arrow (file and stream) and Hugging Face datasets, one batch at a time.
 
-A value that has no Python form (a time out of range, bytes that are no UTF-8 in a string column) fails its row alone.
+A value that has no Python form (a time out of range, invalid UTF-8 in a string column) fails its row alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STRETCHES = Stretches()
 
 
 def table_rows(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[Row]:
-    """Yield every row; UserError if the file is damaged, after the rows in front of the damage."""
+    """Yield every row; UserError if the file is damaged, after the rows before the damage."""
     row = 0
     try:
         for batch in map(sound, _batches(file, columns, s3)):
@@ -48,7 +48,7 @@ def table_rows(file: InputFile, columns: Columns, s3: S3Options | None) -> Itera
 
 
 def pick_table_rows(file: InputFile, rows: Sequence[int], columns: Columns, s3: S3Options | None) -> Iterator[Row]:
-    """Yield the rows of these numbers (sorted, each once); numbers beyond the end are passed over."""
+    """Yield the rows of these numbers (sorted, unique); numbers beyond the end are skipped."""
     try:
         if file.format == "parquet":
             for group, first, inside in groups_of(file, rows, s3):
@@ -108,12 +108,12 @@ def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> I
             for first in range(0, batch.num_rows, BATCH_ROWS):
                 yield wanted.slice(first, BATCH_ROWS)
         if not is_file and source.tell() != source.size():
-            # Zeros, and a second stream behind the first, look like the end of the stream.
-            raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes behind the end of the stream")
+            # Zeros, and a second stream after the first, look like the end of the stream.
+            raise pa.ArrowInvalid(f"{source.size() - source.tell()} bytes after the end of the stream")
 
 
 def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
-    # Mapped memory makes passing over batches free.
+    # Skipping batches is free with mapped memory.
     if not file.uri.startswith("s3://") and file.size:
         return pa.memory_map(str(local_path(file)))
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
@@ -128,13 +128,13 @@ def _picked(
 
 
 def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: Columns) -> Iterator[Row]:
-    """The rows of a batch or table, as many at a time as memory holds."""
+    """The rows of a batch or table, in portions that fit into memory."""
     first = 0
     for read in table.to_batches() if isinstance(table, pa.Table) else (table,):
         batch = read if columns is None else lifted_batch(read, columns)
         sizes = row_bytes(batch)
         for start, stop in portions(sizes):
-            if sizes[start] > MAX_ROW_BYTES:  # then it is alone
+            if sizes[start] > MAX_ROW_BYTES:  # then it is alone in its portion
                 yield failed(numbers[first + start], None, "bad_row", too_long_message("row"))
             else:
                 yield from _portion_rows(batch.slice(start, stop - start), numbers[first + start : first + stop])
@@ -142,7 +142,7 @@ def _rows_of(table: pa.RecordBatch | pa.Table, numbers: Sequence[int], columns: 
 
 
 def _portion_rows(batch: pa.RecordBatch, numbers: Sequence[int]) -> Iterator[Row]:
-    """The rows of a batch, one by one where the batch as a whole has no Python form."""
+    """The rows of a batch, one by one if the whole batch has no Python form."""
     try:
         values = batch.to_pylist()
     except (ValueError, OverflowError, TypeError, NotImplementedError, pa.ArrowException):

@@ -5,7 +5,7 @@ nothing of how rows were made. Names in a run directory:
 
     data/unit-00000017.parquet      traces/unit-00000017.parquet      _manifest.json      _SUCCESS
     commits/unit-00000017.00000003a1b2c3d4.json     only on a store that ignores conditions: which of a unit's files
-                                    counts, on record of a driver of epoch 3. Of several records the highest epoch's counts
+                                    counts, recorded by a driver of epoch 3. Of several records the highest epoch's counts
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CommittedUnit:
     bytes: int
     sha256: str
     exact: bool | None = None
-    """Whether its worker's results are the same to the bit in any batch; None where a file of an earlier version tells not."""
+    """Whether its worker's results have the same bits in any batch; None if unknown (files of earlier versions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ class Manifest:
 
     @property
     def exact(self) -> bool | None:
-        """Whether every unit's results are the same to the bit in any batch; None where that is not known of all."""
+        """Whether every unit's results have the same bits in any batch; None if that is unknown for a unit."""
         return all_exact(unit.exact for unit in self.units)
 
 
 def all_exact(parts: Iterable[bool | None]) -> bool | None:
-    """True if all are, False if one is not, else None: not known."""
+    """True if all are, False if one is not, else None (unknown)."""
     found = set(parts)
     return False if False in found else None if None in found or not found else True
 
@@ -106,10 +106,10 @@ def commit_unit(
     trace: pa.Table | None = None,
     exact: bool | None = None,
 ) -> CommittedUnit:
-    """A unit is committed once: afterwards its file is there, whole and checked, and these are that file's facts.
+    """A unit is committed once: afterwards its file exists, whole and checked; returns that file's facts.
 
-    If another attempt was first, its file stays and its facts come back. Raises ForeignUnit if the name is held by
-    another job. `conditional=False` (a store that fails `probe`) writes a name of this attempt's own; then the driver
+    If another attempt was first, its file stays and its facts are returned. Raises ForeignUnit if the name is held by
+    another job. `conditional=False` (a store that fails `probe`) writes to a name unique to this attempt; then the driver
     decides with `record_commit`. The trace is written before the data, so that a committed unit has one.
     """
     counts = _counts(table) | ({} if exact is None else {"exact": str(exact).lower()})
@@ -132,7 +132,7 @@ def commit_unit(
 
 
 def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = None) -> CommittedUnit:
-    """Return the facts of a committed file, from the store's metadata where it has them, else by reading it whole.
+    """Return the facts of a committed file, from the store's metadata if it has them, else by reading the file.
 
     `expected` (fingerprint, unit, pass) must be the file's own, or ForeignUnit. Raises StoreError if it is damaged.
     """
@@ -144,14 +144,14 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
         found = _read_facts(store, name)
     for key, value in (expected or {}).items():
         if found.get(key) != value:
-            raise ForeignUnit(f"{store.url}/{name} is another job's: its {key} is {found.get(key)!r}, not {value!r}")
+            raise ForeignUnit(f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}")
     return _facts(int(found["unit"]), stat, found, found["sha256"])
 
 
 def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
-    """Return the units that are committed, from one listing and nothing else, with the names of what commits them.
+    """Return the committed units, from a single listing, with the names of the objects that commit them.
 
-    Of several records of a unit the last in the order of names counts, which has the highest epoch.
+    Of several records of a unit the last by name counts, which has the highest epoch.
     """
     done = DoneUnits(unit_name)
     for stat in store.list("data/" if conditional else "commits/"):
@@ -161,10 +161,10 @@ def done_units(store: Store, *, conditional: bool = True) -> DoneUnits:
 
 
 def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> CommittedUnit:
-    """The first record of a unit under an epoch stays: returns the facts on record. Only the driver calls it.
+    """The first record of a unit under an epoch stays; returns the recorded facts. Only the driver calls it.
 
-    For a store that ignores conditions, where a unit may have several files and this says which one counts. No record is
-    ever written over: a driver that wakes up after its lease was taken over adds one of a lower epoch, which counts nothing.
+    For a store that ignores conditions: a unit may have several files, and the record says which one counts. No record is
+    ever overwritten: a driver that wakes up after its lease was taken over adds one of a lower epoch, which is ignored.
     """
     unit = f"commits/unit-{committed.unit:08d}"
     found = [stat.name for stat in store.list(f"{unit}.")]
@@ -176,11 +176,11 @@ def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> 
 
 
 def read_record(store: Store, name: str) -> CommittedUnit:
-    """The facts of a unit that `record_commit` wrote; DamagedRun if they can't be understood."""
+    """The facts of a unit that `record_commit` wrote; DamagedRun if they are damaged."""
     try:
         return CommittedUnit(**json.loads(store.get(name)))
     except (ValueError, TypeError) as error:
-        raise DamagedRun(f"{store.url}/{name}", error, "delete it, and the next run does its unit again") from None
+        raise DamagedRun(f"{store.url}/{name}", error, "delete it, and the next run repeats its unit") from None
 
 
 def write_manifest(
@@ -194,8 +194,8 @@ def write_manifest(
 ) -> Manifest:
     """Write `_manifest.json` and then `_SUCCESS`, or raise StoreError and write neither: totals must equal the plan's.
 
-    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, whenever
-    it lost it: what it looked at before may have changed since. Idempotent.
+    `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, even if
+    it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
     listed = tuple(sorted(committed, key=lambda item: item.unit))
     manifest = Manifest(fingerprint, SCHEMA_VERSION, listed)
@@ -208,12 +208,12 @@ def write_manifest(
 
 
 def is_closed(store: Store) -> bool:
-    """Whether the manifest and `_SUCCESS` are both there; one of them alone is as good as none, and written again."""
+    """Whether the manifest and `_SUCCESS` both exist; one of them alone does not count, and is written again."""
     return store.exists(MANIFEST) and store.exists(SUCCESS)
 
 
 def read_manifest(store: Store) -> Manifest | None:
-    """Return the manifest, None if the job has not finished; DamagedRun if it can't be understood."""
+    """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
     if not store.exists(MANIFEST):
         return None
     try:
@@ -233,7 +233,7 @@ def _counts(table: pa.Table) -> dict[str, str]:
 
 
 def _checked_file(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
-    """The table as a Parquet file that was read back, checksums verified, and found equal in schema and row count."""
+    """The table as a Parquet file, read back to verify checksums, schema and row count."""
     own = table.schema.remove(table.schema.get_field_index(KEEP)) if KEEP in table.schema.names else table.schema
     assert own.equals(SCHEMA), "a unit's table has the schema of records.SCHEMA, and columns of the inputs"
     data = write_parquet(table, metadata)
@@ -246,7 +246,7 @@ def _checked_file(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
 
 def _write_trace(store: Store, name: str, data: bytes) -> None:
     failpoint("commit.before_trace")
-    with suppress(AlreadyExists):  # an earlier attempt's trace, of the same tokens
+    with suppress(AlreadyExists):  # an earlier attempt's trace of the same tokens
         store.create(name, data)
 
 
@@ -276,10 +276,10 @@ def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
 
 
 def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None) -> None:
-    """Create, or replace what was left by a driver before; of two at once, one raises LeaseLost.
+    """Create, or replace what an earlier driver left; of two drivers at once, one raises LeaseLost.
 
-    First the look, then the lease, then the write on condition of the look: however long a driver stands still in between,
-    it replaces nothing that a later one has written.
+    It reads the object, checks the lease, then writes if the object is unchanged: however long a driver pauses in between,
+    it never replaces what a later one has written.
     """
     found = store.stat(name)
     if found is not None and store.get(name) == data:
@@ -292,11 +292,11 @@ def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None) -> 
         else:
             store.replace(name, data, etag=found.etag)
     except (AlreadyExists, Conflict):
-        raise LeaseLost(f"another driver has written {store.url}/{name} meanwhile") from None
+        raise LeaseLost(f"another driver has written {store.url}/{name} in the meantime") from None
 
 
 def _manifest_json(manifest: Manifest) -> bytes:
-    """One unit a line, so that a large manifest can be searched and compared with plain tools."""
+    """Write one unit per line, so that a large manifest can be searched and compared with plain tools."""
     sums = {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
     totals = {"units": len(manifest.units)} | sums
     head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}

@@ -1,4 +1,4 @@
-"""Which units of a run are committed: a byte a unit, however many there are."""
+"""The set of committed units of a run, in one byte per unit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ BLOCK = 2**16
 
 
 class DoneUnits(Mapping[int, str]):
-    """The units that are committed, each with the name of the object that commits it.
+    """The committed units, each with the name of the object that commits it.
 
-    A name is kept only where it is not the one that `usual` gives.
+    A name is stored only if it differs from the one that `usual` gives.
     """
 
     def __init__(self, usual: Callable[[int], str]) -> None:
@@ -20,7 +20,7 @@ class DoneUnits(Mapping[int, str]):
         self._count = 0
 
     def add(self, unit: int, name: str) -> None:
-        """Enter a unit; of several names the last counts."""
+        """Add a unit; of several names the last counts."""
         self._count += unit not in self
         if unit // BLOCK not in self._there:
             self._there[unit // BLOCK] = bytearray(BLOCK)

@@ -1,7 +1,7 @@
-"""One driver per run directory: `_lease.json` with owner, epoch and expiry, moved on by conditional replacement.
+"""The lease that allows one driver per run directory: `_lease.json`, updated by conditional replacement.
 
 A lease keeps two drivers from wasting each other's work; it does not make commits safe (conditional creation does),
-so a driver that wakes up late can lose work but never spoil any. Clocks of two drivers should agree to well under ttl.
+so a driver that wakes up late can lose work but never damage any. Clocks of two drivers should agree to well under the ttl.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEASE = "_lease.json"
 
 
 class LeaseHeld(StoreError):
-    """Another driver works in this run directory: `owner`, until `expires_at_s` (Unix time) unless it renews."""
+    """Another driver holds this run directory: `owner`, until `expires_at_s` (Unix time) unless it renews."""
 
     def __init__(self, owner: str, expires_at_s: float) -> None:
         super().__init__(owner, expires_at_s)
@@ -68,7 +68,7 @@ class Lease:
             return
 
     def withdraw(self) -> None:
-        """As `release`, and where nothing else was ever in the store, nothing is."""
+        """Like `release`, but delete the lease file if nothing else was ever in the store."""
         if self.epoch > 1 or [stat.name for stat in islice(self.store.list(), 2)] != [LEASE]:
             return self.release()
         with suppress(LeaseLost):
@@ -76,7 +76,7 @@ class Lease:
             self.store.delete(LEASE)
 
     def check(self) -> None:
-        """Return if the lease is still ours and in time, as the store has it now; else LeaseLost."""
+        """Return if the store's current lease is ours and has not expired; else raise LeaseLost."""
         if self.clock() >= self.expires_at_s or not self._is_ours():
             raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) is no longer ours")
 
@@ -85,7 +85,7 @@ class Lease:
         return found is not None and (found.owner, found.epoch) == (self.owner, self.epoch)
 
     def _write(self, expires_at_s: float) -> None:
-        if not self._is_ours():  # a store that ignores conditions would not say so
+        if not self._is_ours():  # a store that ignores conditions would not report a conflict
             raise LeaseLost(f"the lease of {self.store.url} (epoch {self.epoch}) was taken over")
         content = _Content(self.owner, self.epoch, expires_at_s)
         try:
@@ -166,7 +166,7 @@ def _read(store: Store) -> tuple[_Content | None, Stat | None]:
     try:
         found = json.loads(store.get(LEASE))
         return _Content(found["owner"], found["epoch"], found["expires_at_s"]), stat
-    except NotFound:  # withdrawn between the two looks
+    except NotFound:  # deleted between the two reads
         return None, None
     except (ValueError, KeyError, TypeError):
         raise DamagedRun(f"{store.url}/{LEASE}", "it is not a lease", "if no job runs here, delete it") from None

@@ -1,4 +1,4 @@
-"""The result schema, explicit and versioned, and its Parquet form. Knows nothing of where files go.
+"""The versioned schema of results, and building and reading tables of it. Knows nothing of where files go.
 
 Only nullable columns are ever added; SCHEMA_VERSION grows when one is.
 """
@@ -19,7 +19,7 @@ from storage.stores.verbs import Store
 
 SCHEMA_VERSION = 4
 _ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4}
-"""The version that brought a column; the others are as old as the schema."""
+"""The version that added a column; the other columns are in every version."""
 
 
 
@@ -88,7 +88,7 @@ SCHEMA: pa.Schema = pa.schema(
 
 
 def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
-    """The schema as a version up to SCHEMA_VERSION has it, with the struct `keep` of these fields, if there are any."""
+    """The schema of a version up to SCHEMA_VERSION, with the struct `keep` of these fields, if there are any."""
     fields = [field for field in SCHEMA if _ADDED.get(field.name, 1) <= version]
     return pa.schema(fields if keep is None else [*fields, pa.field(KEEP, pa.struct(list(keep)))])
 
@@ -129,7 +129,7 @@ TIMING_COLUMNS = frozenset(
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
 
-    A map (`metrics`, `nfe_kinds`) may be a dict. A key that is no column, or a null where none may be, is our own mistake:
+    A map (`metrics`, `nfe_kinds`) may be a dict. An unknown column, or a null in a required one, is a bug of ours:
     AssertionError.
     """
     names = set(schema.names)
@@ -183,5 +183,5 @@ def read_results(
 
 def damaged(store: Store, name: str, error: Exception) -> DamagedRun:
     """The error of a unit's file that can't be read."""
-    remedy = "delete it, _manifest.json and _SUCCESS, and the next run does its unit again"
+    remedy = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
     return DamagedRun(f"{store.url}/{name}", error, remedy)

@@ -1,1 +1,1 @@
-"""Bytes under names: a local folder, memory, S3, with the same guarantees."""
+"""Stores of named bytes with the same guarantees: a local folder, memory, S3."""

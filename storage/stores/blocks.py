@@ -1,7 +1,7 @@
-"""Blocks of objects in a store: kept within a bound of bytes, and fetched ahead by a few threads.
+"""A bounded cache of blocks of store objects, filled ahead by a few threads.
 
-Each access of an object store takes its time, however little it asks for. Rows of a unit lie in many places, perhaps in a
-thousand files, so the places are asked for together. Nothing here knows rows or formats.
+Each access to an object store has a high latency, even for few bytes. Rows of a unit lie in many places, perhaps in a
+thousand files, so the places are fetched in parallel. Nothing here knows rows or formats.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 4 * 2**20
 KEPT_BYTES = 40 * BLOCK_BYTES
-"""More than the texts of a window (jobs/packing.WINDOW_TOKENS) mostly have: its units read the same blocks in turn."""
+"""More than the texts of most windows (jobs/packing.WINDOW_TOKENS), whose units read the same blocks in turn."""
 
 AHEAD_BYTES = 8 * BLOCK_BYTES
 AHEAD = 64
-"""Blocks that are asked for before they are needed, at most, and of so many bytes."""
+"""The most blocks that are fetched ahead, and their most bytes."""
 
 THREADS = 16
 ENTRY_BYTES = 2**10
-"""What a block costs beside its bytes: there may be very many very small files."""
+"""The overhead of a block beside its bytes, which matters for very many small files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Block:
 
 
 class Blocks:
-    """The blocks that were used last, `kept_bytes` of them. One that is being fetched is fetched once, whoever asks for it."""
+    """The most recently used blocks, `kept_bytes` in all. Parallel requests for a block share one fetch."""
 
     def __init__(self, *, kept_bytes: int = KEPT_BYTES, threads: int = THREADS) -> None:
         self._kept_bytes = kept_bytes
@@ -71,7 +71,7 @@ class Blocks:
         return future.result()
 
     def fetch(self, block: Block) -> None:
-        """Let a thread fetch the block, if nobody does."""
+        """Let a thread fetch the block, unless it is cached or being fetched."""
         future, is_new = self._future(block)
         if is_new:
             self._queue.put((block, future))
@@ -89,9 +89,9 @@ class Blocks:
     def _fetch(self, block: Block, future: Future[bytes]) -> None:
         try:
             data = block.read()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, others may wait for this
+        except BaseException as error:  # noqa: BLE001 - others may wait for this block, whatever the error
             with self._lock:
-                self._futures.pop(block, None)  # the next one to ask tries again
+                self._futures.pop(block, None)  # the next request tries again
             future.set_exception(error)
             return
         future.set_result(data)
@@ -102,7 +102,7 @@ class Blocks:
                 self._bytes -= len(self._futures.pop(oldest).result()) + ENTRY_BYTES
 
     def _staff(self) -> None:
-        # Daemons: whoever stops the program does not wait for what was fetched on the chance that it is needed.
+        # Daemons: the program can exit without waiting for speculative fetches.
         with self._lock:
             if self._threads < self._most_threads:
                 self._threads += 1
@@ -118,7 +118,7 @@ BLOCKS = Blocks()
 
 
 def ahead(items: Iterable[T], blocks_of: Callable[[T], Iterable[Block]], *, blocks: Blocks = BLOCKS) -> Iterator[T]:
-    """Yield the items, each while the blocks of the next ones are on their way."""
+    """Yield the items while the blocks of the next ones are being fetched."""
     waiting: deque[tuple[T, int, int]] = deque()
     count = num_bytes = 0
     for item in items:

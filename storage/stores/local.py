@@ -63,7 +63,7 @@ class LocalStore:
         return self._stat(name, path)
 
     def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
-        """See Store. Replacers are kept apart by a lock that the system drops when its holder dies."""
+        """See Store. A lock, which the system releases when its holder dies, serialises replacements."""
         path = self._path(name)
         try:
             with _translated(path), _locked(path):
@@ -78,7 +78,7 @@ class LocalStore:
         folder = prefix.rpartition("/")[0]
         for name in self._names(folder):
             if name.startswith(prefix):
-                # A file may go between the listing and the look; then it is not there.
+                # A file may be deleted between the listing and the stat; then skip it.
                 with suppress(FileNotFoundError):
                     yield self._stat(name, self.root / name)
 
@@ -101,19 +101,19 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def sweep(self, *, older_s: float = 3600.0) -> None:
-        """Delete the temporary files that killed writers left; no living one takes so many seconds over a file."""
+        """Delete the temporary files of killed writers; no live writer takes that many seconds for a file."""
         for folder, _, files in os.walk(self.root):
             for name in files:
                 if name.startswith(TEMPORARY):
                     path = Path(folder, name)
-                    with suppress(OSError):  # what can't be deleted does no harm
+                    with suppress(OSError):  # files that can't be deleted do no harm
                         if time.time() - path.stat().st_mtime > older_s:
                             path.unlink()
 
     def tidy(self) -> None:
-        """Remove the folders that this store made and that are empty again, the root and those above it too."""
+        """Remove the folders that this store made and that are empty again, including the root and its parents."""
         while self._made:
-            with suppress(OSError):  # something lies in it
+            with suppress(OSError):  # not empty
                 self._made.pop().rmdir()
 
     def _path(self, name: str) -> Path:
@@ -140,7 +140,7 @@ class LocalStore:
 
     @contextmanager
     def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
-        """A synced file with the data, in the folder of `path`; gone afterwards, if it was not renamed."""
+        """A synced temporary file with the data, in the folder of `path`; deleted afterwards unless renamed."""
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
             with _translated(path):
@@ -152,7 +152,7 @@ class LocalStore:
                 temporary.unlink()
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder and those above it, durably."""
+        """Make a folder and its parents durably."""
         if folder.is_dir():
             return
         self._make_folder(folder.parent)
@@ -163,7 +163,7 @@ class LocalStore:
 
 
 def _order(entry: os.DirEntry[str]) -> str:
-    # As S3 sorts whole names, a folder sorts with its slash.
+    # S3 sorts whole names, so a folder sorts with its slash.
     return f"{entry.name}/" if entry.is_dir() else entry.name
 
 
@@ -172,7 +172,7 @@ def _linked(temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # A network file system may do the work and lose the answer; two names for our file tell.
+        # A network file system may do the work and lose the answer; a link count of two shows it.
         return temporary.stat().st_nlink > 1
     except OSError as error:
         raise UserError(f"{path}: this file system can't link files ({error.strerror}); choose another place") from None
@@ -199,7 +199,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of the file that has this name now; a file that was replaced meanwhile has a lock of its own."""
+    """Hold the lock of the file that has this name now; a file that was replaced in the meantime has another lock."""
     while True:
         with path.open("r+b") as file:
             if fcntl is not None:
@@ -211,7 +211,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _translated(path: Path) -> Iterator[Path]:
-    """Turn the system's errors into ours: NotFound, UserError where the user must act, else StoreError."""
+    """Turn the system's errors into ours: NotFound, UserError if the user must act, else StoreError."""
     try:
         yield path
     except FileNotFoundError:

@@ -72,7 +72,7 @@ class MemoryStore:
             self._objects.pop(name, None)
 
     def _set(self, name: str, data: bytes, metadata: dict[str, str] | None) -> Stat:
-        # A random part keeps two writes of equal bytes apart, as a version does.
+        # A random part distinguishes two writes of equal bytes, like a version.
         etag = f"{hashlib.sha256(data).hexdigest()[:16]}-{secrets.token_hex(4)}"
         stat = Stat(checked_name(name), len(data), etag, dict(metadata or {}))
         self._objects[name] = (bytes(data), stat)

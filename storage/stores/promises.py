@@ -1,7 +1,7 @@
-"""Asking a store for many things: in order, while the next ones are on their way.
+"""Runs many store requests in parallel and yields the answers in order.
 
-A request to an object store takes some tens of milliseconds, however little it asks for: ten thousand unit files, read one
-after the other, are a quarter of an hour.
+A request to an object store takes some tens of milliseconds, even for few bytes: ten thousand unit files, read one after the
+other, take a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 AHEAD = 16
-"""Requests under way at once, and the most answers that wait to be taken."""
+"""Parallel requests, and the most answers that wait for the caller."""
 
 
 def promised(store: Store, items: Iterable[T], ask: Callable[[T], R]) -> Iterator[tuple[T, Future[R]]]:
-    """Yield each item, in order, with the promise of `ask(item)`, whose `result()` is waited for, or raises what `ask` raised.
+    """Yield each item, in order, with the promise of `ask(item)`; its `result()` waits, or raises what `ask` raised.
 
-    `ask` is called in threads where the store is far away; elsewhere when its turn has come.
+    For a remote store `ask` runs in threads; otherwise when the item's turn comes.
     """
     if store.url.startswith("s3://"):
         yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
@@ -36,9 +36,7 @@ def promised(store: Store, items: Iterable[T], ask: Callable[[T], R]) -> Iterato
 def side_by_side(
     items: Iterable[T], ask: Callable[[T], R], *, threads: int, ahead: int
 ) -> Iterator[tuple[T, Future[R]]]:
-    """The same in so many threads, wherever the answers come from. Items are taken by the caller's, `ahead` of them at most
-    before the first answer is.
-    """
+    """The same in `threads` threads, for any store. Items are pulled in the caller's thread, at most `ahead` of the results."""
     with ThreadPoolExecutor(threads, thread_name_prefix="promises") as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()
         try:
@@ -48,7 +46,7 @@ def side_by_side(
                     yield waiting.popleft()
             while waiting:
                 yield waiting.popleft()
-        finally:  # whoever takes no more does not wait for what has not begun
+        finally:  # if the caller stops early, cancel the requests that have not started
             for _, promise in waiting:
                 promise.cancel()
 

@@ -1,8 +1,8 @@
 """A store under s3://bucket/prefix, through boto3: single PUTs, conditional where the verb says so.
 
 Conditional multipart completion is not used here: a widespread server overwrites silently there (exports, which may be of any
-size, go through upload.py). Retries are ours (tenacity), boto3's are off, so that a lost answer is seen for what it is: each
-conditional write carries a token of its own, and a refusal by an object with that token is our own success.
+size, go through upload.py). Retries are ours (tenacity) and boto3's are off, so that a lost answer can be recognised: each
+conditional write carries a unique token, and if the existing object has that token, our write has succeeded.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ T = TypeVar("T")
 
 
 class _BeyondEnd(StoreError):
-    """A range begins at or behind the object's end."""
+    """A range begins at or after the object's end."""
 
 
 class S3Store:
-    """A bucket, or a prefix in one. `sleep` (seconds) is what waits between attempts."""
+    """A bucket, or a prefix in one. `sleep` (seconds) waits between attempts."""
 
     def __init__(self, url: str, options: S3Options, *, sleep: Callable[[float], None] = time.sleep) -> None:
         bucket, _, prefix = url.removeprefix("s3://").partition("/")
@@ -85,7 +85,7 @@ class S3Store:
                 raise self.failed(name, error) from None
             found = self.stat(name)
             if found is None:
-                raise StoreError(f"{self.where(name)} was refused as existing, but is not there") from None
+                raise StoreError(f"{self.where(name)} was refused as existing, but does not exist") from None
             if found.metadata.get(TOKEN) != token:
                 raise AlreadyExists(found) from None
             return found
@@ -147,7 +147,7 @@ class S3Store:
     # ---- for uploads in parts, too
 
     def ask(self, operation: str, name: str, **arguments: Any) -> Any:
-        """The answer to a request, with retries; ClientErrors that stay come out as they are, for the caller to judge."""
+        """The answer to a request, with retries; persistent ClientErrors are raised unchanged for the caller to handle."""
         function = getattr(self._client, operation)
         return self._retried(name, lambda: function(Bucket=self._bucket, **arguments))
 
@@ -157,7 +157,7 @@ class S3Store:
 
     @property
     def with_checksums(self) -> bool:
-        """Whether SHA-256 checksums go with what is written."""
+        """Whether writes carry SHA-256 checksums."""
         return self._options.checksums != "when_required"
 
     def where(self, name: str) -> str:
@@ -165,7 +165,7 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
     def failed(self, name: str, error: ClientError) -> Exception:
-        """Our error for one of S3's: NotFound, UserError where the user must act, else StoreError."""
+        """Our error for one of S3's: NotFound, UserError if the user must act, else StoreError."""
         code = str(error.response["Error"].get("Code", ""))
         if code == "NoSuchBucket":
             return UserError(f"{self.url}: there is no bucket {self._bucket!r}")
@@ -181,13 +181,13 @@ class S3Store:
 
     def _read(self, name: str, **arguments: str) -> bytes:
         def read(**call: Any) -> bytes:
-            # The body is read inside the attempt: it may break off, which boto3 doesn't retry.
+            # The body is read inside the attempt: it may break off, and boto3 doesn't retry that.
             return bytes(self._client.get_object(**call)["Body"].read())
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
 
     def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
-        """PutObject with retries; ClientErrors that stay come out as they are, for the verb to judge."""
+        """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
         return self.ask("put_object", name, Key=self.key(name), Body=data, Metadata=metadata, **checksum, **condition)
@@ -199,7 +199,7 @@ class S3Store:
             raise self.failed(name, error) from None
 
     def _retried(self, name: str, attempt: Callable[[], T]) -> T:
-        """Try up to ATTEMPTS times, waiting exponentially with jitter, while the failure may pass."""
+        """Try up to ATTEMPTS times, with exponential waits and jitter, while the failure may be temporary."""
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_WAIT_S),
@@ -239,7 +239,7 @@ def _client(options: S3Options) -> Any:
         request_checksum_calculation=checksums,
         response_checksum_validation=checksums,
     )
-    # A session of its own: boto3's default one is not safe to share between threads.
+    # Use a separate session: boto3's default one is not safe to share between threads.
     if options.endpoint and "@" in options.endpoint:
         raise UserError("an endpoint may not carry credentials; give them in the environment", field="s3.endpoint")
     session = boto3.session.Session()
@@ -250,7 +250,7 @@ def _client(options: S3Options) -> Any:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Timeouts, resets, broken bodies, 5xx, 429 and a conditional write that met another one on the way."""
+    """Whether an error may be temporary: timeouts, resets, broken bodies, 5xx, 429, conflicting conditional writes."""
     if isinstance(error, ClientError):
         code = error.response["Error"].get("Code", "")
         return status_of(error) >= 500 or status_of(error) == 429 or code in _PASSING
@@ -258,12 +258,12 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def status_of(error: ClientError) -> int:
-    """The HTTP status of an answer that refuses."""
+    """The HTTP status of an error answer."""
     return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
 
 
 def _etag(answer: Any) -> str:
-    return str(answer["ETag"]).strip('"')  # one server takes If-Match only without the quotes
+    return str(answer["ETag"]).strip('"')  # one server accepts If-Match only without the quotes
 
 
 def sha256(data: bytes | bytearray) -> str:

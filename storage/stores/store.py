@@ -1,4 +1,4 @@
-"""Opens a store by its URL, and asks it whether it honours conditional writes."""
+"""Opens a store by its URL, and probes whether it honours conditional writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
     if scheme == "memory":
         return MemoryStore(rest)
     if scheme == "s3":
-        # boto3 takes a third of a second to import, which a job on local disk need not wait for.
+        # Importing boto3 takes a third of a second, which a job on local disk can save.
         from storage.stores.s3 import S3Store
 
         return S3Store(url, s3 or S3Options())
@@ -30,15 +30,15 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
 
 
 def sweep(store: Store) -> None:
-    """Delete what killed writers of a run left half written. Only a local folder can hold such: S3 has an object whole or not
-    at all, and no upload in parts is begun in a run (exports are, which see to their own: storage/stores/upload.py).
+    """Delete half-written files of killed writers. Only a local folder can have any: objects on S3 are whole or absent, and
+    runs start no multipart uploads (exports do, and clean up their own: storage/stores/upload.py).
     """
     if isinstance(store, LocalStore):
         store.sweep()
 
 
 def tidy(store: Store) -> None:
-    """Remove the folders that `store` made and that are empty again; only a local folder has any."""
+    """Remove the folders that `store` made and that are empty again; only a local store has any."""
     if isinstance(store, LocalStore):
         store.tidy()
 

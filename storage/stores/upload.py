@@ -1,11 +1,11 @@
-"""A file of any size that is written to S3 as it comes, in parts, and appears under its name whole or not at all.
+"""Streams a file of any size to S3 in parts; it appears under its name whole or not at all.
 
     with Upload(store, "answers.jsonl") as file:
         file.write(...)
 
-Memory holds one part. The name is taken by the request that completes the upload, or by a single PutObject where there is no
-more than one part. An exporter that is killed leaves parts that no listing of objects shows and that cost money: whoever
-writes to that name next calls `abort_orphans`. Knows nothing of rows.
+Memory holds one part. The request that completes the upload takes the name, or a single PutObject if there is only one part.
+A killed exporter leaves parts that no listing of objects shows and that cost money; the next writer of that name removes them
+with `abort_orphans`. Knows nothing of rows.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from storage.stores.verbs import AlreadyExists
 PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000
 PARTS_OF_A_SIZE = 150
-"""After so many parts they grow by another PART_BYTES: 10,000 make 5.2 TiB, more than an object may have; the last has 1 GiB."""
+"""After this many parts they grow by PART_BYTES: 10,000 parts make 5.2 TiB, above S3's limit; the last has 1 GiB."""
 
 ORPHAN_S = 3600.0
-"""A younger upload may be another exporter's that is at work."""
+"""A younger upload may belong to a running exporter."""
 
 _NOT_LISTED = frozenset({403, 405, 501})
-"""The answers of stores that list no uploads, or not for us."""
+"""Error codes of stores that cannot list uploads, or deny it."""
 
 _log = logging.getLogger(__name__)
 
 
 class Upload:
-    """One object under way, as a binary file that is only written, and never twice in a place.
+    """One object in progress, as a write-only, append-only binary file.
 
-    Leaving the block publishes it; an exception, an interrupt too, leaves nothing. With `overwrite` it replaces what has the
-    name; without, AlreadyExists is raised, at the end where the name was taken meanwhile. A failed write ends the upload.
+    Leaving the `with` block publishes it; an exception or interrupt leaves nothing. With `overwrite` it replaces what has the
+    name; without, AlreadyExists is raised, at the end if the name was taken in the meantime. A failed write ends the upload.
     """
 
     def __init__(self, store: S3Store, name: str, *, overwrite: bool = False, part_bytes: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Upload:
         self._ended = False
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Take the bytes, and send each part that is full once more is to come. Raises StoreError, or UserError."""
+        """Take the bytes, and send each full part when more data follows. Raises StoreError, or UserError."""
         self._check_open()
         rest = memoryview(data).cast("B")
         count = len(rest)
@@ -71,13 +71,13 @@ class Upload:
         return count
 
     def publish(self) -> None:
-        """Give the object its name. Raises AlreadyExists where it is taken and may not be overwritten."""
+        """Give the object its name. Raises AlreadyExists if it is taken and may not be overwritten."""
         self._check_open()
         self._or_nothing(self._complete if self._upload_id else self._put)
         self._end()
 
     def close(self) -> None:
-        """Give up what is not published: nothing is left of it. Does nothing after `publish`."""
+        """Abort an unpublished upload and remove its parts. Does nothing after `publish`."""
         upload_id = self._upload_id
         self._end()
         if upload_id is not None:
@@ -85,11 +85,11 @@ class Upload:
 
     @property
     def closed(self) -> bool:
-        """Whether it is published or given up."""
+        """Whether it is published or aborted."""
         return self._ended
 
     def flush(self) -> None:
-        """Nothing: what is no whole part can't be sent yet."""
+        """Do nothing: an incomplete part can't be sent yet."""
 
     def tell(self) -> int:
         """Bytes written."""
@@ -153,11 +153,11 @@ class Upload:
         write(self._name, bytes(self._buffer))
 
     def _complete(self) -> None:
-        """Put the parts together. An answer that was lost, and a second one that refuses, are a success if the object is ours."""
+        """Complete the upload. If an answer was lost and the retry is refused, it is a success if the object is ours."""
         self._send_part()
         store, name = self._store, self._name
         found = None if self._overwrite else store.stat(name)
-        if found is not None:  # a server that ignores the condition below would write over it
+        if found is not None:  # a server that ignores the condition below would overwrite it
             raise AlreadyExists(found)
         condition = {} if self._overwrite else {"IfNoneMatch": "*"}
         parts = {"Parts": self._parts}
@@ -183,9 +183,9 @@ class Upload:
     def _refused(self, error: ClientError) -> Exception:
         where = self._store.where(self._name)
         if _code(error) == "NoSuchUpload":
-            return StoreError(f"{where}: somebody else has ended the upload; the file is not written")
+            return StoreError(f"{where}: another process has ended the upload; the file is not written")
         if status_of(error) == 412:
-            return StoreError(f"{where} was refused as existing, but is not there")
+            return StoreError(f"{where} was refused as existing, but does not exist")
         return self._store.failed(self._name, error)
 
 
@@ -200,14 +200,14 @@ def part_size(number: int, part_bytes: int) -> int:
 def abort_orphans(store: S3Store, name: str) -> int:
     """Abort the uploads to this very name that were begun more than ORPHAN_S ago, and return how many there were.
 
-    Raises UserError where there is no such bucket. A store that lists no uploads, or not for us, is left as it is.
+    Raises UserError if there is no such bucket. Does nothing on a store that cannot list uploads, or denies it.
     """
     try:
         found = list(_uploads(store, name))
     except ClientError as error:
         if status_of(error) not in _NOT_LISTED:
             raise store.failed(name, error) from None
-        _log.warning("%s: can't look for what killed exporters left (%s)", store.where(name), _code(error))
+        _log.warning("%s: can't look for parts that killed exporters left (%s)", store.where(name), _code(error))
         return 0
     old = [upload_id for upload_id, age_s in found if age_s > ORPHAN_S]
     for upload_id in old:
@@ -235,12 +235,12 @@ def _clock_s(answer: Any) -> float:
 
 
 def _abort(store: S3Store, name: str, upload_id: str) -> None:
-    """End an upload; where that can't be done now, the next exporter to this name will."""
+    """Abort an upload; if that fails, the next exporter to this name will do it."""
     try:
         store.ask("abort_multipart_upload", name, Key=store.key(name), UploadId=upload_id)
     except (StoreError, UserError, ClientError) as error:
         if not isinstance(error, ClientError) or status_of(error) != 404:
-            _log.warning("%s: the parts of an upload are left (%s)", store.where(name), error)
+            _log.warning("%s: the parts of an upload could not be removed (%s)", store.where(name), error)
 
 
 def _code(error: ClientError) -> str:

@@ -1,7 +1,7 @@
-"""What a store is: a few verbs over a place where bytes live, and the nouns they speak of.
+"""The Store interface: a few verbs over named bytes, and their types and errors.
 
 Each verb's first sentence is its guarantee. Names are relative, with `/` between parts (`data/unit-00000017.parquet`).
-Knows no place in particular (local.py, memory.py, s3.py) and nothing of what the bytes mean.
+Knows no particular store (local.py, memory.py, s3.py) and nothing of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from storage.errors import StoreError
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What a store knows of one object without reading it.
+    """The facts about one object that need no read of its content.
 
     `size` is in bytes, `mtime_s` is Unix time. `etag` changes when the content does. `metadata` is what `create` was
-    given, where the store keeps it (S3 and memory; not local disk) and the verb had it at hand (not `list`).
+    given, if the store keeps it (S3 and memory; not local disk) and the verb returns it (not `list`).
     """
 
     name: str
@@ -43,7 +43,7 @@ class S3Options:
 
 
 class AlreadyExists(StoreError):
-    """The name is taken; `stat` says by what. For a writer that finds its own work, this means done."""
+    """The name is taken by the object in `stat`. For a writer that finds its own work, this means done."""
 
     def __init__(self, stat: Stat) -> None:
         super().__init__(stat)
@@ -62,11 +62,11 @@ class Conflict(StoreError):
 
 
 class Store(Protocol):
-    """Bytes by name. Failures that may pass are retried inside; what is raised is a StoreError."""
+    """Bytes by name. Temporary failures are retried inside; other failures raise StoreError."""
 
     @property
     def url(self) -> str:
-        """Where this is, as the user wrote it; never with credentials."""
+        """The store's URL as the user wrote it; never with credentials."""
         ...
 
     def __hash__(self) -> int: ...
@@ -108,7 +108,7 @@ class Store(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """After it returns the name is free; deleting what is not there is no error."""
+        """After it returns the name is free; deleting a missing object is no error."""
         ...
 
 

@@ -265,7 +265,7 @@ def test_a_file_that_unpacks_without_end_is_refused(
     assert len(data) > 256 * len(packed)
     (tmp_path / f"a.jsonl.{ending}").write_bytes(packed)
     (file,) = list_inputs(str(tmp_path / f"a.jsonl.{ending}"))
-    with pytest.raises(UserError, match="if that is meant, unpack the file first"):
+    with pytest.raises(UserError, match="if that is intended, unpack the file first"):
         for _ in iterate(file):
             pass
     monkeypatch.setattr(sources, "UNPACKED_BYTES", len(data))

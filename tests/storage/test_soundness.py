@@ -60,7 +60,7 @@ def test_a_table_that_ends_early_is_a_damaged_file(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", less)
     for read in (lambda: list(iterate(file)), lambda: list(read_rows(file, [(3, None)]))):
-        with pytest.raises(UserError, match="3 rows, where the footer says 4"):
+        with pytest.raises(UserError, match="3 rows, but the footer says 4"):
             read()
 
 

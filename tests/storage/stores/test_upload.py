@@ -173,14 +173,14 @@ def test_an_upload_that_somebody_else_ended_is_a_failure(
     file.write(DATA)
     if request_of != END:
         upload_module._abort(s3_store, NAME, str(file._upload_id))
-    with pytest.raises(StoreError, match="somebody else has ended the upload"):
+    with pytest.raises(StoreError, match="another process has ended the upload"):
         file.publish()
     assert s3_store.get(NAME) == b"old" and pending(s3_store) == [] and "are left" not in caplog.text
 
 
 def test_a_completion_that_is_refused_by_nothing_is_a_failure(s3_store: S3Store, s3_server: S3Server) -> None:
     s3_server.fail("412", *END)
-    with pytest.raises(StoreError, match="refused as existing, but is not there"):
+    with pytest.raises(StoreError, match="refused as existing, but does not exist"):
         upload(s3_store)
     assert pending(s3_store) == [] and not s3_store.exists(NAME)
 
@@ -235,7 +235,7 @@ def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logge
     s3_server.fail("403", *SECOND)
     with pytest.raises(UserError, match="AccessDenied"):
         upload(s3_store)
-    assert "the parts of an upload are left" in caplog.text and pending(s3_store) == [s3_store.key(NAME)]
+    assert "the parts of an upload could not be removed" in caplog.text and pending(s3_store) == [s3_store.key(NAME)]
 
 
 # ---- what has the name already
@@ -340,6 +340,6 @@ def test_a_store_that_lists_no_uploads_is_written_all_the_same_and_a_missing_buc
     s3_store: S3Store, s3_server: S3Server, s3_options: S3Options, caplog: pytest.LogCaptureFixture
 ) -> None:
     s3_server.fail("403", "GET", "uploads")
-    assert abort_orphans(s3_store, NAME) == 0 and "can't look for what killed exporters left" in caplog.text
+    assert abort_orphans(s3_store, NAME) == 0 and "can't look for parts that killed exporters left" in caplog.text
     with pytest.raises(UserError, match="no-such-bucket-here"):
         abort_orphans(S3Store("s3://no-such-bucket-here", s3_options), NAME)
