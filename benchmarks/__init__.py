@@ -1,1 +1,1 @@
-"""What is measured, each beside other software or its limit."""
+"""Benchmarks, each against other software or against a theoretical limit."""

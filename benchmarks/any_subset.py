@@ -1,10 +1,10 @@
-"""Any-subset decoding: tokens/s and NFE per token of every decoder, over batch sizes, against the batch-1 loop of today.
+"""Any-subset decoding: tokens/s and NFE per token of every decoder, over batch sizes, against a public batch-1 loop.
 
     python -m benchmarks.any_subset speed     builtin model, batch sizes 1 .. 64, beside the public loop in the same run
     python -m benchmarks.any_subset nfe       NFE per token on held-out files, both acceptance rules, masks of three kinds
     python -m benchmarks.any_subset base      an XLNet-base-shaped random model at canvas length 512
 
-Prints tables with ratios measured side by side; it never fails on a slow machine. Times are of one process on one CPU or GPU.
+Prints tables with ratios measured side by side; a slow machine is no failure. Times are of one process on one CPU or GPU.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def measure(model: Loaded, name: str, requests: list[Request], *, rows: int, acc
 
 
 def run_loop(loop: PublicLoop, requests: list[Request], *, seconds: float) -> LoopResult:
-    """Run the public loop sample by sample for about `seconds`; a sample is finished once begun."""
+    """Run the public loop sample by sample for about `seconds`, and finish the last sample."""
     tokens = forwards = 0
     spent = 0.0
     for request in requests:
@@ -181,7 +181,7 @@ def speed(device: str, batches: list[int], samples: int, names: list[str], accep
 
 
 def _enough(requests: list[Request], rows: int) -> list[Request]:
-    """Few samples for few slots, so that small batches do not take all the time."""
+    """Fewer samples for fewer slots, so that small batches do not take most of the time."""
     return requests[: max(4, min(len(requests), 3 * rows))]
 
 
@@ -243,7 +243,7 @@ def base(device: str, batches: list[int], iterations: int, steps: int) -> None:
 
 
 def _steady(model: Loaded, name: str, requests: list[Request], steps: int) -> float:
-    """Tokens/s over `steps` forwards of full slots, the prefill left out on both sides of the comparison."""
+    """Tokens/s over `steps` forwards of full slots, without the prefill on both sides of the comparison."""
     settings, _ = VARIANTS[name]
     decoder = build_decoder(
         Setup(
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--decoders", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--acceptance", choices=["coupled", "rejection"], default="coupled")
-    parser.add_argument("--iterations", type=int, default=3, help="of the public loop at length 512")
+    parser.add_argument("--iterations", type=int, default=3, help="iterations of the public loop at length 512")
     parser.add_argument("--steps", type=int, default=12, help="forwards timed at length 512")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)

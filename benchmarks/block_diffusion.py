@@ -1,13 +1,13 @@
-"""Block diffusion: what static, dynamic and S2D2 decoding trade between speed and text, over block sizes and routers.
+"""Block diffusion: speed and text quality of static, dynamic and S2D2 decoding, over block sizes and routers.
 
     python -m benchmarks.block_diffusion
 
-`--quick` runs a little of it, to see that it works. Prompts are pieces of the standard library's held-out files; every side gets
-the same ones and writes the same number of tokens. Beside each decoder's speed stands what its text is worth to the same model
-at block size 1, its autoregressive mode: nats per token, and the share of its tokens that are that model's first choice. Speeds
-are given over two baselines of that mode: the papers', which takes two forwards a token, and one that takes one. With
-`--points FILE` every run is also written as a line of CSV, for a plot like the paper's Figure 3. Prints tables with ratios
-measured side by side; it never fails on a slow machine. Times are of one process on one CPU or GPU.
+`--quick` runs a small part, as a check. Prompts are pieces of the standard library's held-out files; every side gets the same
+ones and generates the same number of tokens. Beside each decoder's speed is the quality of its text under the same model at
+block size 1, its autoregressive mode: nats per token, and the share of tokens that are that model's first choice. Speeds are
+relative to two baselines of that mode: the papers' with two forwards per token, and one with one forward. With `--points FILE`
+every run is also written as a line of CSV, for a plot like the paper's Figure 3. Prints tables with ratios measured side by
+side; a slow machine is no failure. Times are of one process on one CPU or GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ BUILTIN = Path(decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"
 BASELINES = (TWO, ONE)
 LEGEND = """R=n: tokens per second with n slots. Rows: tokens that forwards ran, copies and drafts included. Nats per token and
-first choices are those of the model at block size 1, given all that is left of a token; same text: as at block size 1."""
+first choices are those of the model at block size 1, given all tokens to the left; same text: as at block size 1."""
 
 
 @dataclass(slots=True)
 class Bench:
-    """What is measured: the models, the public loop, the requests, and how; `points` are the lines of the CSV file."""
+    """The models, the public loop, the requests and the settings to measure; `points` are the lines of the CSV file."""
 
     model: Loaded
     other: Loaded | None
@@ -64,11 +64,11 @@ class Bench:
     points: list[list[Any]] = field(default_factory=list)
 
     def enough(self, rows: int) -> list[Request]:
-        """Few samples for few slots, so that small batches do not take all the time."""
+        """Fewer samples for fewer slots, so that small batches do not take most of the time."""
         return self.requests[: max(4, min(len(self.requests), 3 * rows))]
 
     def measured(self, settings: DecoderChoice, temperature: float, model: Loaded | None = None) -> list[Measured]:
-        """One decoder over the numbers of slots."""
+        """Run one decoder for each number of slots."""
         return [
             measure(model or self.model, settings, self.enough(rows), rows=rows, temperature=temperature)
             for rows in self.rows
@@ -91,7 +91,7 @@ def frontier(bench: Bench, temperature: float) -> None:
     for size in bench.blocks:
         print(f"\n### Blocks of {size}, temperature {temperature:g}\n")
         print(header("decoder", *columns))
-        # Once more, so that what is compared ran at about the same time.
+        # Run again, so that compared runs are close in time.
         baselines = _baselines(bench, temperature)
         for name, settings in decoders_of(size, bench.taus).items():
             runs = bench.measured(settings, temperature)
@@ -150,11 +150,11 @@ def _worth(found: Quality) -> Iterator[str]:
     yield f"{found.agreement:.3f}"
 
 
-# ---- what people run today -------------------------------------------------------------------------------------------
+# ---- the public loop -------------------------------------------------------------------------------------------------
 
 
 def public(bench: Bench) -> None:
-    """The public loop at batch 1, greedily, beside ours with the same settings; and ours with many slots."""
+    """The public loop at batch 1, greedy, beside ours with the same settings; and ours with many slots."""
     print("\n## What people run today: a loop at batch 1, temperature 0\n")
     ours = [f"ours, R={rows}" for rows in bench.rows]
     print(
@@ -172,7 +172,7 @@ def public(bench: Bench) -> None:
 
 
 def _pairs(bench: Bench, requests: list[Request]) -> Iterator[tuple[str, int, Generated, DecoderChoice]]:
-    """A decoder's name, its block size, what the public loop made of it, and our settings of the same."""
+    """A decoder's name, its block size, the public loop's result, and our settings for the same."""
     loop, tau = bench.loop, bench.taus[-1]
     loop.block_diffusion(requests[:1], block_size=4, tau=None)  # the first call is slow
     yield TWO, 1, loop.block_diffusion(requests, block_size=1, tau=None), one_by_one(fused=False)
@@ -227,7 +227,7 @@ def bench_of(flags: argparse.Namespace, requests: list[Request], other: Path | N
     """Load what is measured."""
     device = pick_device(flags.device)
     model = load(flags.model, device, decoder="s2d2")
-    # A model of its own: ours keeps its products packed, and so no module for another to run.
+    # Load a separate model: ours packs its weights, so its module cannot be shared.
     plain = cast(Any, load_backbone(flags.model, device=device, dtype="float64")).model.float()
     return Bench(
         model=model,

@@ -1,6 +1,6 @@
-"""What the block-diffusion benchmark runs: models, decoders by block size, one measured run, and how good its texts are.
+"""Parts of the block-diffusion benchmark: models, decoders by block size, measured runs, and quality of texts.
 
-Knows nothing of tables or of what ours is compared with.
+Knows nothing of tables or of other software.
 
 Legend: N samples, L positions of a canvas, G generated positions, T rows, D width, V vocabulary.
 """
@@ -29,7 +29,7 @@ from decoders.registry import build_decoder
 from decoders.settings import DECODERS
 
 TAU = 0.85
-"""What the paper's SDAR configurations reveal at without a verification."""
+"""The confidence at which the paper's SDAR configurations reveal tokens without a verification."""
 ROUTERS: dict[str, dict[str, Any]] = {
     "always": {"router": {"kind": "min_span"}},
     "span >= 2": {"router": {"kind": "min_span", "span": 2}},
@@ -59,7 +59,7 @@ def s2d2(size: int, router: str, **settings: Any) -> S2d2Settings:
 
 
 def one_by_one(*, fused: bool) -> DecoderChoice:
-    """Autoregressive decoding by the block-diffusion model: two forwards a token, or one that also keeps the token before."""
+    """Autoregressive decoding by the block-diffusion model: two forwards per token, or one that also caches the last token."""
     return block_diffusion(1, "static", causal_cache=True, fused=fused)
 
 
@@ -95,7 +95,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Totals):
-    """Totals of one run: `kinds` are forwards by what they were for, `token_rows` the rows that all of them ran."""
+    """Totals of one run: `kinds` are forwards by purpose, `token_rows` the rows of all of them."""
 
     kinds: dict[str, int]
     token_rows: int
@@ -110,7 +110,7 @@ def load(folder: Path, device: str, *, decoder: str) -> Loaded:
     """Load a checkpoint that `decoder` runs on."""
     info = inspect_model(folder)
     if DECODERS[decoder].runs_on != info.kind:
-        raise SystemExit(f"{folder} is of family {info.family!r}, on which {decoder!r} doesn't run")
+        raise SystemExit(f"{folder} is of family {info.family!r}, which decoder {decoder!r} does not support")
     return Loaded(cast(TokenBackbone, load_backbone(folder, device=device)), info)
 
 
@@ -140,7 +140,7 @@ def measure(
     )
 
 
-# ---- how good a text is ----------------------------------------------------------------------------------------------
+# ---- quality of a text -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,8 @@ def quality(model: Loaded, requests: Sequence[Request], texts: Mapping[int, list
 def law_of_one(model: Loaded, prompt: list[int], tokens_G: Tensor) -> Tensor:
     """The log-probabilities of each token at block size 1, given those before it, float64 [G, V].
 
-    In one forward: the text runs causally; where a mask is asked for its own token, one stands beside each token, which sees
-    the text before that and itself.
+    In one forward: the text runs causally; in models without a shift a mask beside each token predicts it, which sees
+    the text before the token, and itself.
     """
     device, mask_id = tokens_G.device, model.info.mask_id
     assert mask_id is not None, "a block-diffusion model without a mask"

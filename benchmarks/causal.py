@@ -1,13 +1,13 @@
-"""Causal decoding: tokens/s, forwards and acceptance of every decoder over batch sizes, beside what transformers offers.
+"""Causal decoding: tokens/s, forwards and acceptance of every decoder over batch sizes, beside transformers'.
 
-    python -m benchmarks.causal speed      every decoder over batch sizes, beside `generate`, assisted generation, Jacobi of today
+    python -m benchmarks.causal speed      every decoder over batch sizes, beside `generate`, assisted generation, public Jacobi
     python -m benchmarks.causal auto       `k: auto`, `block_size: auto` beside `autoregressive`: they should never be slower
     python -m benchmarks.causal distilled  tokens per forward of the Jacobi decoders before and after distillation
 
-`--quick` runs a little of it, to see that it works. Prompts are pieces of the standard library's held-out files; every side gets
-the same ones, greedy texts are compared. `--ends eos` lets a text end where the model says so, which a small one hardly does, and
-`blank` also at a blank line, so that texts of one batch differ in length as they do in most jobs. Prints tables with ratios
-measured side by side; it never fails on a slow machine. Times are of one process on one CPU or GPU.
+`--quick` runs a small part, as a check. Prompts are pieces of the standard library's held-out files; every side gets the same
+ones, and greedy texts are compared. `--ends eos` ends a text at the end token, which a small model rarely generates; `blank` also
+ends it at a blank line, so that texts of one batch differ in length as in most jobs. Prints tables with ratios measured side by
+side; a slow machine is no failure. Times are of one process on one CPU or GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def header(*names: str) -> str:
 
 
 def equal_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float:
-    """The share of texts that are the same on both sides, of those that both have."""
+    """The share of equal texts among those that both sides have."""
     both = one.keys() & other.keys()
     return sum(one[index] == other[index] for index in both) / max(len(both), 1)
 
@@ -63,7 +63,7 @@ def equal_share(one: dict[int, list[int]], other: dict[int, list[int]]) -> float
 
 
 def theirs(loops: PublicCausal, requests: list[Request], plan: Plan) -> dict[str, list[Generated]]:
-    """What transformers and the public Jacobi loop reach: `generate` at every batch size, the others at batch 1."""
+    """Measure transformers and the public Jacobi loop: `generate` at every batch size, the others at batch 1."""
     loops.stop_ids, loops.temperature, some = list(plan.stops.ids), plan.temperature, plan.enough(requests, 1)
     loops.generate(some[:1], rows=1)  # the first call is slow
     found = {
@@ -78,7 +78,7 @@ def theirs(loops: PublicCausal, requests: list[Request], plan: Plan) -> dict[str
 
 
 def speed(models: Models, loops: PublicCausal, requests: list[Request], plan: Plan) -> None:
-    """Tokens/s of theirs and ours over batch sizes, and the ratios between them."""
+    """Tokens/s of public code and ours over batch sizes, and the ratios between them."""
     public = theirs(loops, requests, plan)
     print(plan.title("What people run today"))
     print(header("", *(f"B={rows}" for rows in plan.batches), "forwards/token at the first"))
@@ -119,7 +119,7 @@ def _ratios(name: str, runs: list[Measured], public: dict[str, list[Generated]])
 
 
 def auto(models: Models, requests: list[Request], plan: Plan) -> None:
-    """Drafts by cost over `autoregressive`, both run in turns: the median of the ratios, and the smallest and largest."""
+    """`auto` over `autoregressive`, run alternately: the median of the ratios, and the smallest and largest."""
     print(plan.title("auto / autoregressive (limit: >= 1 within noise)"))
     print(header("decoder", *(f"B={rows}" for rows in plan.batches), "text"))
     for name in (name for name in VARIANTS if name.endswith("auto")):
@@ -175,7 +175,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plans(flags: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> list[Plan]:
-    """What the flags ask for, one plan for each kind of end and each temperature."""
+    """The plans for the flags, one for each kind of end and each temperature."""
     quick: bool = flags.quick
     return [
         Plan(

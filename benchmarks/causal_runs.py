@@ -1,6 +1,6 @@
-"""What the causal benchmarks run: models, prompts, decoders, and one measured run of a decoder over batch slots.
+"""Parts of the causal benchmarks: models, prompts, decoders, and measured runs of a decoder over batch slots.
 
-Knows nothing of tables or of what ours is compared with.
+Knows nothing of tables or of other software.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Models:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """What every run is measured by; `texts` are new tokens by request index."""
+    """The figures of every run; `texts` are new tokens by request index."""
 
     texts: dict[int, list[int]]
     seconds: float
@@ -121,7 +121,7 @@ class Plan:
         return f"\n## {what}: temperature {self.temperature:g}, up to {self.new_tokens} tokens, ended by {ends}\n"
 
     def enough(self, requests: list[Request], rows: int) -> list[Request]:
-        """Few samples for few slots, so that small batches do not take all the time."""
+        """Fewer samples for fewer slots, so that small batches do not take most of the time."""
         return requests[: max(4, min(len(requests), 3 * rows))]
 
 

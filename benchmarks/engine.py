@@ -1,11 +1,11 @@
-"""What the job costs beyond decoding: tokens/s of a whole job against the bare decode loop over the same samples.
+"""The overhead of a job beyond decoding: tokens/s of a whole job against the bare decode loop on the same samples.
 
     python -m benchmarks.engine [--limit N] [--shape tiny|base] [--set decoder.fused=rows ...]
 
 The bare loop runs in this process: the same decoder, slots and canvases, read and tokenized beforehand, nothing written. The
-job then runs with one worker and the same threads, and with the workers that `auto` gives. `--shape base` runs random weights
-in the recipe's base shape (8 layers of 512, 28 million parameters) instead of the model that ships. Beside the ratio stand
-the figures of how close the job came to its limits; the goals are those of the design (docs/decisions/project.md).
+job then runs with one worker and the same threads, and with the workers that `auto` chooses. `--shape base` runs random weights
+in the recipe's base shape (8 layers of 512, 28 million parameters) instead of the shipped model. The table also has the job's
+efficiency figures; the goals are those of the design (docs/decisions/project.md).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Masked diffusion: tokens/s, forwards and sequence-forwards of every decoder over batch sizes, beside the loop of today.
+"""Masked diffusion: tokens/s, forwards and sequence-forwards of every decoder over batch sizes, beside a public loop.
 
     python -m benchmarks.masked_diffusion speed     stepwise, threshold, ssd over batch sizes, beside the public loop at batch 1
-    python -m benchmarks.masked_diffusion specdiff  a diffusion drafter in front of a causal model, over gamma and steps
+    python -m benchmarks.masked_diffusion specdiff  a diffusion drafter for a causal model, over gamma and steps
 
-`--quick` runs a little of it, to see that it works. Canvases are pieces of the standard library's held-out files; the masks are a
+`--quick` runs a small part, as a check. Canvases are pieces of the standard library's held-out files; the masks are a
 completion's, and for `--holes` half of the tokens anywhere. Every side gets the same ones; texts of lossless decoders are
-compared. Prints tables with ratios measured side by side; it never fails on a slow machine.
+compared. Prints tables with ratios measured side by side; a slow machine is no failure.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ DECODERS: dict[str, tuple[DecoderChoice, str]] = {
     "threshold 0.9": (ThresholdSettings(kind="threshold"), ""),
     "threshold 0.9, dual cache": (ThresholdSettings(kind="threshold", cache="dual_strict"), ""),
 }
-"""Name -> settings, and the baseline whose texts it must give; empty for a lossy decoder."""
+"""Name -> settings, and the baseline whose texts it must reproduce; empty for a lossy decoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured(Totals):
-    """Totals of one run; `nodes` are sequence-forwards, what a large batch pays for; `commits[j]` iterations decided j tokens."""
+    """Totals of one run; `nodes` are sequence-forwards, the cost in a large batch; `commits[j]` iterations decided j tokens."""
 
     nodes: int
     iterations: int
@@ -120,12 +120,12 @@ def measure(
 
 
 def enough(requests: list[Request], rows: int) -> list[Request]:
-    """Few samples for few slots, so that small batches do not take all the time."""
+    """Fewer samples for fewer slots, so that small batches do not take most of the time."""
     return requests[: max(4, min(len(requests), 3 * rows))]
 
 
 def with_holes(requests: list[Request]) -> list[Request]:
-    """The same canvases, half of whose tokens are masked instead, anywhere."""
+    """The same canvases, with half of the tokens masked at random places instead."""
     found = []
     for request in requests:
         rng, canvas = np.random.default_rng(request.index), request.canvas[request.canvas != HOLE].copy()
@@ -229,7 +229,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--block-length", type=int, default=32, help="of `speed`, of all sides")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--holes", action="store_true", help="of `speed`: half of the tokens instead of a completion")
+    parser.add_argument(
+        "--holes", action="store_true", help="for `speed`: mask half of the tokens instead of a completion"
+    )
     parser.add_argument("--decoders", nargs="+", choices=list(DECODERS), default=list(DECODERS), help="of `speed`")
     parser.add_argument("--gamma", nargs="+", default=["4", "8", "16", "auto"], help="of `specdiff`")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 2], help="of `specdiff`")
@@ -267,7 +269,7 @@ def main() -> None:
     if flags.part == "specdiff":
         specdiff(load(flags.target, device), model, requests, flags)
         return
-    # A model of its own: ours keeps its products packed, and so no module for another to run.
+    # Load a separate model: ours packs its weights, so its module cannot be shared.
     plain = cast(Any, load_backbone(flags.model, device=device, dtype="float64")).model.float()
     speed(model, PublicMasked.of(plain, model.info, device), requests, flags)
 

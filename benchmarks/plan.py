@@ -1,4 +1,4 @@
-"""Planning ten million rows of synthetic lengths: how many a second, and whether memory stays flat.
+"""Planning of ten million rows with synthetic lengths: rows per second, and whether memory stays constant.
 
 Everything that planning does apart from reading and tokenizing: the search for duplicate ids, windows, sorting,
 units, the unit table on disk. Run from the checkout:
@@ -35,13 +35,13 @@ MEDIAN_TOKENS, SPREAD, LONGEST = 180, 0.7, 2048
 
 
 def synthetic_lengths(generator: np.random.Generator, count: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Canvas lengths as texts have them: log-normal, cut at the model's limit; int32 [count]."""
+    """Realistic canvas lengths: log-normal, cut at the model's limit; int32 [count]."""
     lengths = np.exp(generator.normal(np.log(MEDIAN_TOKENS), SPREAD, count))
     return np.clip(lengths, 1, LONGEST).astype(np.int32)
 
 
 def synthetic_rows(rows: int) -> Iterator[pa.Table]:
-    """Tables of ROW_SCHEMA as a survey of one large file yields them."""
+    """Tables of ROW_SCHEMA like those from a survey of one large file."""
     generator = np.random.default_rng(0)
     for start in range(0, rows, BATCH):
         numbers = np.arange(start, min(start + BATCH, rows), dtype=np.int64)

@@ -1,13 +1,13 @@
-"""What people run today for block diffusion: the published samplers' loop, one sample at a time.
+"""The public baseline for block diffusion: the published samplers' loop, one sample at a time.
 
-The baseline of the benchmarks. It goes about it as the public code of SDAR (Cheng et al., 2025) and of S2D2 (Han et al., 2026)
-does: a growing cache, cut back after every forward that isn't kept; every finished block run once more for its keys and values,
-the last one too; masks of the whole canvas made at once; a verification of the whole block in two copies; and the host asked at
-every step. At block size 1 it is what S2D2's speed-ups are measured against: two forwards a token. The network is transformers'
-Qwen3 with the checkpoint's own weights.
+It follows the public code of SDAR (Cheng et al., 2025) and of S2D2 (Han et al., 2026): a growing cache, cut back after every
+forward that isn't kept; every finished block, also the last one, runs once more for its keys and values; attention masks of the
+whole canvas are made at once; a verification runs the whole block in two copies; and every step synchronises with the host. At
+block size 1 it is the baseline of S2D2's speed-ups: two forwards per token. The network is transformers' Qwen3 with the
+checkpoint's own weights.
 
-S2D2's public code draws at random even at temperature 0. This loop accepts a draft if it is the verifier's choice, and takes that
-choice where it isn't, so that its text can be compared.
+S2D2's public code draws at random even at temperature 0. This loop accepts a draft if it is the verifier's choice, and else takes
+that choice, so that its text can be compared.
 
 Legend: L positions of the canvas, T tokens of a block, V vocabulary.
 """
@@ -30,7 +30,7 @@ from decoders.base import HOLE, ModelInfo, Request
 
 @dataclass(slots=True)
 class _Sample:
-    """One canvas of whole blocks, its cache, and the masks of the canvas: what drafts and what finished blocks see."""
+    """One canvas of whole blocks, its cache, and the attention masks of drafts and of finished blocks."""
 
     canvas_L: Tensor
     size: int
@@ -48,7 +48,7 @@ class PublicBlock:
 
     @classmethod
     def of(cls, module: Any, info: ModelInfo, device: str) -> PublicBlock:
-        """The loop over the weights of a Qwen3 `module`, which stays as it is."""
+        """The loop over the weights of a Qwen3 `module`, which is not changed."""
         assert info.mask_id is not None, "a block-diffusion model without a mask"
         config = type(module.config).from_dict(module.config.to_dict())
         config._attn_implementation = "sdpa"
@@ -60,7 +60,7 @@ class PublicBlock:
     def block_diffusion(
         self, requests: Sequence[Request], *, block_size: int, tau: float | None, causal_cache: bool = False
     ) -> Generated:
-        """Complete every canvas: per forward all tokens surer than `tau`, at least one; with `tau` null one."""
+        """Complete every canvas: per forward all tokens with confidence above `tau`, at least one; with `tau` None one."""
         return self._timed(requests, partial(self._decode, size=block_size, tau=tau, causal=causal_cache, verify=False))
 
     def s2d2(self, requests: Sequence[Request], *, block_size: int, causal_cache: bool = True) -> Generated:
@@ -114,7 +114,7 @@ class PublicBlock:
         block_T[chosen] = tokens_T[chosen]
 
     def _verify(self, sample: _Sample, start: int, drafts_T: Tensor) -> None:
-        """Replace the first run of masks by its accepted drafts and the token that corrects the first refused one."""
+        """Replace the first run of masks by its accepted drafts and the token that corrects the first rejected one."""
         block_T = sample.canvas_L[start : start + sample.size]
         masks = (block_T == self._mask_id).tolist()
         first = masks.index(True)
@@ -139,7 +139,7 @@ class PublicBlock:
         return logits_TV
 
     def _copies(self, sample: _Sample, start: int, filled_T: Tensor) -> Tensor:
-        """What each place of the block says given what is to its left alone: the rows of a second copy, all masks, [T, V]."""
+        """The predictions of each place from the tokens to its left alone: the rows of a second copy, all masks, [T, V]."""
         size = len(filled_T)
         eye, below = torch.eye(size, device=self._device), torch.ones(size, size, device=self._device).tril()
         seen = torch.cat([torch.cat([below, below - eye]), torch.cat([torch.zeros_like(eye), eye])], 1)

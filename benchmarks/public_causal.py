@@ -1,7 +1,7 @@
-"""What people run today for causal models: transformers' `generate`, its assisted generation, and Jacobi decoding at batch 1.
+"""The public baselines for causal models: transformers' `generate`, assisted generation, and batch-1 Jacobi decoding.
 
-The baselines of the benchmarks, each as its users run it: `generate` in static batches, padded on the left; assisted generation
-and prompt look-up at batch 1, since transformers refuses more; Jacobi decoding as the public code of its authors goes about it
+Each runs as its users run it: `generate` in static batches, padded on the left; assisted generation
+and prompt look-up at batch 1, since transformers refuses more; Jacobi decoding as in the public code of its authors
 (Hu et al., pcLLM: drafts drawn from the prompt, a growing cache cut back after every forward, batch 1, greedy only).
 
 Legend: L tokens of a draft.
@@ -52,7 +52,7 @@ class _Prompt:
 
 
 def _prompts(requests: Sequence[Request]) -> list[_Prompt]:
-    """The requests' prompts, the shortest first: what a static batch pads least."""
+    """The requests' prompts, the shortest first, which needs the least padding in static batches."""
     canvases = [(request.index, request.canvas[request.canvas >= 0].tolist(), request.canvas) for request in requests]
     prompts = [_Prompt(index, ids, len(canvas) - len(ids)) for index, ids, canvas in canvases]
     return sorted(prompts, key=lambda prompt: len(prompt.ids))
@@ -140,7 +140,7 @@ class PublicCausal:
     @torch.inference_mode()
     def _jacobi(self, prompt: _Prompt, block_size: int) -> list[int]:
         text, cache = list(prompt.ids), DynamicCache(config=self._model.config)
-        # The prompt and the first drafts go together: what is said of them is the first block's next state.
+        # The prompt and the first drafts run together: the predictions for the drafts are the first block's next state.
         drafts = self._greedy(text + random.choices(text, k=block_size), cache)[-block_size - 1 : -1]
         cache.crop(-block_size)
         while len(text) - len(prompt.ids) < prompt.max_new:
@@ -157,7 +157,7 @@ class PublicCausal:
         return self._ended(text[len(prompt.ids) :][: prompt.max_new])
 
     def _greedy(self, tokens_L: list[int], cache: DynamicCache) -> list[int]:
-        """What the model says after each of these tokens, which the cache takes in."""
+        """The model's next token after each of these tokens, which are added to the cache."""
         logits_LV: Tensor = self._model(
             torch.tensor([tokens_L], device=self._device), past_key_values=cache, use_cache=True
         ).logits[0]

@@ -1,6 +1,6 @@
-"""What people run today for any-subset speculation: a loop at batch 1 over two full XLNetLMHeadModel passes an iteration.
+"""The public baseline for any-subset speculation: batch 1, two full XLNetLMHeadModel passes per iteration.
 
-The baseline of the benchmarks. It follows the published algorithm (Guo and Ermon, ASSD, Algorithm 1) the way its authors run
+It follows the published algorithm (Guo and Ermon, ASSD, Algorithm 1) the way its authors run
 it: transformers' model, `perm_mask` and `target_mapping` over the whole canvas, nothing cached, torch's own random numbers.
 """
 

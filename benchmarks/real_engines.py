@@ -1,6 +1,6 @@
-"""A real model under several engines: ours, transformers' `generate` and continuous batching, ctranslate2. All greedy.
+"""The engines of `benchmarks.real`: ours, transformers' `generate` and continuous batching, ctranslate2; all greedy.
 
-Each engine decodes the same prompts to the same number of tokens, end tokens switched off, with so many rows at a time.
+Each engine decodes the same prompts to the same number of tokens, end tokens switched off, with a given number of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from decoders.registry import build_decoder
 
 Texts = dict[int, list[int]]
 Engine = Callable[[int], Texts]
-"""From how many rows at a time to new tokens by prompt."""
+"""A function from the number of rows to new tokens by prompt."""
 
 OURS: dict[str, DecoderChoice] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
@@ -139,7 +139,7 @@ class Engines:
         return texts
 
     def continuous(self, rows: int) -> Texts:
-        """transformers' continuous batching, which chooses its own batches: `rows` says nothing to it."""
+        """transformers' continuous batching, which chooses its own batches and ignores `rows`."""
         from transformers import GenerationConfig
 
         config = GenerationConfig(max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -148,7 +148,7 @@ class Engines:
 
     @cached_property
     def _paged(self) -> Any:
-        """A model of its own, since continuous batching gives it another attention."""
+        """A separate model, since continuous batching changes its attention."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
@@ -182,7 +182,7 @@ class Engines:
             max_length=self.new_tokens,
             sampling_topk=1,
             include_prompt_in_result=False,
-            end_token="<file_sep>",  # a token that no text of these has: none ends early
+            end_token="<file_sep>",  # a token that these texts never contain, so none ends early
         )
         return {index: list(one.sequences_ids[0]) for index, one in zip(order, found, strict=True)}
 

@@ -1,8 +1,8 @@
-"""`ssd` with `cache: dual_relaxed`: how many forwards it saves over `dual_strict`, and how often its text is another one.
+"""`ssd` with `cache: dual_relaxed`: forwards saved over `dual_strict`, and how often its text differs.
 
     python -m benchmarks.relaxed_cache [MODEL]        a masked-diffusion checkpoint with the builtin tokenizer; default mdm-tiny
 
-Both are held against `stepwise` with the same cache, whose text `dual_strict` has by construction. Half of the tokens of held-out
+Both are compared with `stepwise` with the same cache; `dual_strict` has its text by construction. Half of the tokens of held-out
 windows are masked. Prints one table; counts, not times.
 """
 
@@ -32,7 +32,7 @@ Cache = Literal["dual_strict", "dual_relaxed"]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """A model and what it is to fill in."""
+    """A model and the canvases to fill in."""
 
     backbone: TokenBackbone
     info: ModelInfo

@@ -1,12 +1,12 @@
-"""From command to first token and to the prompt back: seconds of wall and of CPU, child processes included.
+"""Start-up times of commands: wall and CPU seconds to the first token and to the end, with child processes.
 
     python -m benchmarks.startup [--repeats 3]
 
-Each command is a process of its own on builtin:ar-tiny: `--help`, `validate`, `status`, and a job of four prompts with
-32 tokens each, on a Ray of its own and with `--local`. Beside them stands the limit: a bare Python that imports torch
+Each command is a separate process on builtin:ar-tiny: `--help`, `validate`, `status`, and a job of four prompts with
+32 tokens each, on a new Ray and with `--local`. The limit is a bare Python that imports torch
 and one model class of transformers, loads the same weights and generates the same number of tokens. The first token's
-time is that of the earliest row (`started_at` + `prefill_s`). CPU seconds are polled from all descendants, so those of
-their last moment are missing. Other work on the machine shows in wall, hardly in CPU; the load at the start is printed.
+time is that of the earliest row (`started_at` + `prefill_s`). CPU seconds are polled from all descendants, so those in
+their last moment are missing. Other load on the machine affects wall time, but hardly CPU time; the initial load is printed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Took:
 
 
 def measure(command: list[str]) -> tuple[Took, float, str]:
-    """Run a command; returns what it took, its start in Unix time, and what it printed."""
+    """Run a command; returns its times, its start in Unix time, and its output."""
     # With this variable every process compiles what it imports again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began_s, began_unix_s = time.perf_counter(), time.time()
@@ -81,11 +81,11 @@ def look(root: psutil.Process, seconds: dict[int, float]) -> None:
             times = process.cpu_times()
             seconds[process.pid] = times.user + times.system
     except psutil.Error:
-        return  # one of them has just ended; its last figures stay
+        return  # a process has just ended; keep its last figures
 
 
 def first_token(run: Path) -> float:
-    """When the first token of a finished run was there, in Unix time."""
+    """The time of a finished run's first token, in Unix time."""
     store = open_store(str(run))
     manifest = read_manifest(store)
     assert manifest is not None
@@ -141,7 +141,7 @@ def main() -> None:
         folder = Path(name)
         write_job(folder)
         spec, run = str(folder / "job.yaml"), str(folder / "run")
-        measure(draftmill("run", spec, "--local", "--quiet"))  # byte code is there, and a run to look at
+        measure(draftmill("run", spec, "--local", "--quiet"))  # writes byte code, and a run for `status`
         for title, once in {
             "--help": lambda: measure(draftmill("--help"))[0],
             "status": lambda: measure(draftmill("status", run))[0],
