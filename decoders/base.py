@@ -162,9 +162,9 @@ class Decoder(Protocol):
 
 
 ModelKind = Literal["any_subset", "causal", "masked", "ancestral", "blocks"]
-"""What a model can be asked for: any-subset models for a token given any others, causal ones for the next token, masked-diffusion
-models for all masked tokens of a text (`ancestral`: those that diffuse in continuous time, MDLM and SEDD), block-diffusion models
-for the masked tokens of a block after finished blocks."""
+"""What a model predicts. Any-subset: a token given any others. Causal: the next token. Masked diffusion: all masked tokens of a
+text (`ancestral`: models that diffuse in continuous time, MDLM and SEDD). Block diffusion: the masked tokens of a block after
+finished blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,7 +122,7 @@ def tables(report: Report) -> list[str]:
         "",
         *_bounds(report),
         "",
-        f"Masked tokens of windows of {WINDOW}, each by itself: at random, and the last {SUFFIX}, by their place behind",
+        f"Masked tokens of windows of {WINDOW}, each by itself: at random, and the last {SUFFIX}, by their place after",
         "the text.",
         "",
         *_guesses(report),

@@ -5,7 +5,7 @@
 The corpus, its held-out files and the tokenizer are those of the builtin any-subset model, so that the two can be
 compared and the smaller of these models can draft for the larger. DIR then holds config.json, generation_config.json,
 model.safetensors, the tokenizer and a README with the measured quality. The same seed, flags, thread count and Python
-give the same model; with --checkpoint-dir an interrupted run goes on where it was.
+give the same model; with --checkpoint-dir an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     device, pace = loop.set_up(flags)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.tokenizer)

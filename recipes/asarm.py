@@ -4,7 +4,7 @@
 
 Corpus, tokenizer, two-stream training with the any-subset joint loss, draft heads on the frozen model, evaluation on
 held-out files; DIR then holds config.json, model.safetensors, the tokenizer, the draft heads and a README. The same
-seed, flags, thread count and Python give the same model; with --checkpoint-dir an interrupted run goes on where it was.
+seed, flags, thread count and Python give the same model; with --checkpoint-dir an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     device, pace = loop.set_up(flags)
     shape = SIZES[flags.size].shape

@@ -5,7 +5,7 @@
 It starts from the weights of a causal model that `recipes.ar` wrote, and has its shape and its tokenizer; the corpus and its
 held-out files are those of the other builtin models. DIR then holds config.json and model.safetensors in SDAR's layout,
 generation_config.json, the tokenizer and a README with the measured quality. The same seed, flags, thread count and Python
-give the same model; with --checkpoint-dir an interrupted run goes on where it was.
+give the same model; with --checkpoint-dir an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     device, pace = loop.set_up(flags)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.start)

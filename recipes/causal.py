@@ -2,7 +2,7 @@
 
 The model is transformers' Qwen2ForCausalLM itself. The files, each between a begin and an end token, stand in one stream
 in an order drawn from the seed; a window is any stretch of it and attends to all of itself, so it may cross from one
-file into another (the neighbours are drawn, so what stands before a begin token tells nothing). Nothing here knows of
+file into another (neighbours are random, so text before a begin token carries no information). Nothing here knows of
 decoding.
 
 Legend: B = windows, L = tokens of a window, T = tokens of the stream.

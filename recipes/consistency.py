@@ -175,7 +175,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.model)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)

@@ -28,7 +28,7 @@ from recipes.packing import Batch, Trajectory
 class Plan(loop.Schedule):
     """One round: `samples` trajectories and `batch_tokens` of corpus windows a step, noise ratios of `ratios` blocks.
 
-    A trajectory is packed with so many noisy `versions`. `window` is the number of blocks that share noisy context
+    A trajectory is packed with `versions` noisy versions. `window` is the number of blocks that share noisy context
     (packing.visibility; None: all of them).
     """
 

@@ -145,7 +145,7 @@ def draft_acceptance(
         starts = torch.arange(len(fresh), device=device)
         for step, (reached, state) in enumerate(chain_hidden(model, heads, rows, fresh, starts)):
             count("chain", step, acceptance(law[reached], log_law(model, state)))
-            aged = rows.offset >= step + 1  # younger rows cannot be that old
+            aged = rows.offset >= step + 1  # rows at smaller offsets cannot be that old
             corrected, chosen = markov_hidden(model, heads, rows, stale[step], limits[step + 1])
             keep = aged[chosen]
             count("markov", step, acceptance(law[chosen], log_law(model, corrected))[keep])

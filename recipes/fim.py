@@ -6,7 +6,7 @@ It starts from the weights of a causal model that `recipes.ar` wrote. Its tokeni
 embedding three more rows. A share of the rows stays plain text. The corpus and its held-out files are those of the other
 builtin models. DIR then holds config.json, generation_config.json, model.safetensors, the tokenizer and a README with the
 measured quality. The same seed, flags, thread count and Python give the same model; with --checkpoint-dir an interrupted
-run goes on where it was.
+run continues.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the recipe; 0 when the folder is complete, 3 where the minutes ran out (run it again to go on)."""
+    """Run the recipe; 0 when the folder is complete, 3 if time ran out (run it again to continue)."""
     flags = parse(arguments)
     device, pace = loop.set_up(flags)
     tokenizer = fim_folder.extended_tokenizer(flags.start)

@@ -55,7 +55,7 @@ class Pair:
         return self.drafter.info.mask_id
 
     def never(self) -> list[int]:
-        """The ids that are impossible under both distributions: what one of the models never says, the mask included."""
+        """The ids that are impossible under both distributions: those that one of the models suppresses, and the mask."""
         return sorted({*self.target.info.suppressed, *self.drafter.info.suppressed, self.mask_id})
 
 
@@ -153,7 +153,7 @@ def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_BL: Te
 
 @dataclass(frozen=True)
 class Windows:
-    """Which windows to read: so many tokens a batch, of these lengths in these shares, with up to `most_masks` masks each.
+    """Which windows to read: tokens per batch, lengths with their shares, and up to `most_masks` masks per window.
 
     The cost of a forward depends on its window's length, not on its masks: so windows are short and have many masks.
     """

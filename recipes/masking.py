@@ -139,7 +139,7 @@ def draw_mask(
 def query_limits(rng: np.random.Generator, masked: NDArray[np.bool_], stale_share: float) -> NDArray[np.int64]:
     """How many ranks each position's query row sees: its own rank, or for a `stale_share` of the rows 1 to 5 fewer.
 
-    A row never loses sight of the prompt.
+    A row always sees the prompt.
     """
     ranks = decoding_ranks(masked)
     lag = rng.integers(1, MAX_STALE + 1, size=masked.shape) * (rng.random(masked.shape) < stale_share)

@@ -1,6 +1,6 @@
-"""Packs Jacobi trajectories into one sequence per sample, in which noisy and clean copies of every block share a forward.
+"""Packs Jacobi trajectories: one sequence per sample with noisy and clean copies of every block.
 
-    prompt | noisy_0 | clean_0 | noisy_1 | clean_1 | ...      noisy_j and clean_j stand at the same positions
+    prompt | noisy_0 | clean_0 | noisy_1 | clean_1 | ...      noisy_j and clean_j have the same positions
 
     a row of       sees, at its own position or before it
     prompt         the prompt
@@ -10,7 +10,7 @@
 noisy_j is a state of block j's Jacobi iteration, clean_j its fixed point. With one window for all blocks this is the
 noise-conditioned mask of the paper (anonymous, "AR models can be faster and more accurate parallel decoders than
 diffusion LLMs", pcLLM, section 3.1, figure 1b); windows of one block give its clean-context mask (figure 1a). Several
-noisy versions of the whole sample, each blind to the others, can share its prompt and clean copies: the paper has one.
+noisy versions of the whole sample, which do not see each other, can share its prompt and clean copies: the paper has one.
 
 Legend: B = samples, L = rows of a packed sequence, P = prompt tokens, K = blocks, S = states of a block, n = its tokens.
 """
@@ -61,7 +61,7 @@ def noise(states: IDS) -> NDArray[np.float64]:
 
 
 def noisy_states(blocks: Sequence[IDS], ratios: NDArray[np.float64], offset: int = 0) -> list[IDS]:
-    """Per block j the state [n] whose noise ratio is nearest to `ratios[(j + offset) mod w]`, the earliest among equals."""
+    """Per block j the state [n] whose noise ratio is nearest to `ratios[(j + offset) mod w]`, the earliest on ties."""
     return [
         states[np.abs(noise(states) - ratios[(j + offset) % len(ratios)]).argmin()] for j, states in enumerate(blocks)
     ]

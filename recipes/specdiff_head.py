@@ -1,9 +1,9 @@
-"""Trains the Markov draft head of a masked-diffusion drafter in front of a causal model, and writes it into the drafter's folder.
+"""Trains the draft head of a masked-diffusion drafter for a causal target, and writes it into the drafter's folder.
 
     python -m recipes.specdiff_head --drafter DIR [--target DIR] [--rows N] [--steps N]
 
-Both models are frozen. First they are asked about the masks behind pieces of the corpus (frozen_pair.py), then the head is
-trained on what they said: from the drafter's row of a mask and the true tokens before it to the target's distribution. DIR then
+Both models are frozen. First both run on pieces of the corpus followed by masks (frozen_pair.py). Then the head learns to map
+the drafter's row of a mask and the true tokens before it to the target's distribution. DIR then
 holds draft_head.json and draft_head.safetensors, and its README a section with acceptances on held-out files. The tokenizer is
 the drafter's. The same seed, flags, thread count and Python give the same head.
 """
@@ -35,7 +35,7 @@ TARGET = Path(__file__).parent.parent / "decoders" / "builtin" / "ar-tiny"
 
 @dataclass(frozen=True)
 class HeadPlan(HeadSchedule):
-    """How to train the head: on how many rows, of which windows, and how many of them a step."""
+    """How to train the head: the number of rows, their windows, and the rows per step."""
 
     steps: int = 1200
     rows: int = 150_000
@@ -44,7 +44,7 @@ class HeadPlan(HeadSchedule):
     windows: Windows = field(default_factory=Windows)
 
     def batch(self, num_rows: int, step: int) -> Tensor:
-        """Which rows a step is made of: all of them in a new order again and again."""
+        """The rows of a step: each pass over all rows has a new order."""
         at = step * self.batch_rows + np.arange(self.batch_rows)
         index = np.empty(self.batch_rows, dtype=np.int64)
         for epoch in np.unique(at // num_rows):
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(flags.drafter)
     prepared = corpus.prepare(*corpus.split(corpus.standard_library()), tokenizer)
     plan, started = HeadPlan(steps=flags.steps, rows=flags.rows, seed=flags.seed), time.monotonic()
-    # Half the bits and twice the speed; what the head learns to correct is far larger than what is lost.
+    # Half the bits and twice the speed; the lost precision is far smaller than what the head corrects.
     pair = frozen_pair.load_pair(flags.target, flags.drafter, "bfloat16")
     heads = train_visibly(pair, causal.packed(prepared.train, plan.seed), plan)
     minutes = (time.monotonic() - started) / 60

@@ -1,8 +1,8 @@
 """Reads the Jacobi trajectories of a finished run: a `complete` job with decoder `jacobi` and `output.trace: steps`.
 
-Every iteration's trace gives the draft that it read and the tokens that it committed, so the states of a block are: what
-was committed of it before, then the draft. Drafts that end at the same position belong to one block, whose first state is
-its first draft and whose last one is what was committed. Knows the run directory's files, and nothing of jobs or models.
+Every iteration's trace gives the draft that it read and the tokens that it committed. So a state of a block is its committed
+tokens, then the draft. Drafts that end at the same position belong to one block; its first state is its first draft, its last
+state the committed tokens. Knows the run directory's files, and nothing of jobs or models.
 
 Legend: P = prompt tokens, S = states of a block, n = its tokens.
 """
@@ -22,7 +22,7 @@ from storage.stores.verbs import Store
 def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:
     """The trajectories of the samples that came back ok, in the order of `prompts` (sample id -> token ids [P]).
 
-    ValueError where the run has no traces, or where a prompt is not as long as the one that was decoded.
+    ValueError if the run has no traces, or if a prompt's length differs from the decoded one.
     """
     results = {row["id"]: row for row in _rows(run, "data/", ["id", "status", "tokens", "prompt_tokens"])}
     steps: dict[str, list[dict[str, Any]]] = {}
@@ -47,7 +47,7 @@ def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:
 def blocks_of(final: IDS, num_prompt: int, drafts: Sequence[tuple[int, Sequence[int]]]) -> list[IDS]:
     """The states [S, n] of every block of a sample, from `final` (prompt and completion) and its iterations' drafts.
 
-    A draft is its first position and its tokens; what of a block lies beyond the completion is left out, and so is a state
+    A draft is its first position and its tokens. Tokens of a block beyond the completion are left out, and so is a state
     that equals the one before it.
     """
     states: dict[int, list[tuple[int, Sequence[int]]]] = {}

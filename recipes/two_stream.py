@@ -1,7 +1,7 @@
 """A two-stream any-subset transformer with XLNet's parameters, written for training.
 
 The parameters are those of transformers' `XLNetLMHeadModel` under the same names, so the state dict is the checkpoint.
-The computation differs: query rows exist only where a token is predicted, what a row sees is one integer (a number of
+The computation differs: query rows exist only where a token is predicted, a row's visibility is one integer (a number of
 ranks), and a row that sees nothing has the zero vector as its attention output. XLNet: Yang et al. 2019, section 2.3;
 the visibility: Guo and Ermon, "Reviving Any-Subset Autoregressive Models", the density pass.
 

@@ -44,7 +44,7 @@ class RowError(Exception):
 
 
 class StoreError(Exception):
-    """A store did not do what was asked, after its retries: unreachable, full, or refused."""
+    """A store operation failed after its retries: the store is unreachable or full, or refused it."""
 
 
 class DamagedRun(StoreError):

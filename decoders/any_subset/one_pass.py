@@ -92,7 +92,7 @@ class OnePassDecoder(AnySubsetDecoder):
             self.budget = DraftBudget(self.state, self.k, rows=rows)
 
     def _num_rows(self, num_drafts: int) -> int:
-        """Content and query rows of an iteration in the middle of a sample whose windows have so many drafts."""
+        """Content and query rows of an iteration in the middle of a sample, for a number of drafts per window."""
         layout = _Layout(num_drafts, num_drafts, self._ends, self._chain)
         # `ends` has no cuts between the two ends.
         stale = layout.reaches() if not self._ends else layout.reaches()[:: max(num_drafts, 1)]

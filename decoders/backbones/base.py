@@ -83,7 +83,7 @@ class Model(Protocol):
     min_rows: int
     """Products over fewer rows than this are padded, so that results do not depend on the batch (invariance.py)."""
     exact: bool
-    """Whether a row has the same bits in any batch, beside any neighbour, as far as the self-test at start can tell."""
+    """Whether a row has the same bits in any batch, according to the self-test at start."""
     num_rows_computed: int
     """Token rows that the last forward computed, padding included."""
 

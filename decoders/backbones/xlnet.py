@@ -191,7 +191,7 @@ class XLNetBackbone:
         return self.cache.positions_SW
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
-        """Grow the cache to at least so many slots and columns, keeping what it holds; also the table of distances."""
+        """Grow the cache to at least this many slots and columns, and keep its content; also grow the table of distances."""
         self.resize(max(num_slots, self.cache.num_slots), max(num_columns, self.cache.num_columns))
 
     def resize(self, num_slots: int, num_columns: int) -> None:

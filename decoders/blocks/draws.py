@@ -57,7 +57,7 @@ class Draws:
         return self.uniform(slots_R, positions_R, noise.ACCEPT)
 
     def recover(self, mass_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
-        """Draw the tokens that replace refused drafts, in proportion to mass, [R]."""
+        """Draw the tokens that replace rejected drafts, in proportion to mass, [R]."""
         return inverse_cdf_draw(mass_RV, self.uniform(slots_R, positions_R, noise.RESIDUAL))
 
 

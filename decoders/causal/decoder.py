@@ -142,7 +142,7 @@ class CausalDecoder(SlotDecoder):
                 continue
             span = slice(int(self.state.prompt_S[slot]), int(self.state.decided_S[slot]))
             before = self.state.tokens_SW[slot, span].tolist()
-            # The text of a stop id is no part of the completion.
+            # The text of a stop id is not part of the completion.
             num_new = counts[row] - (finishes[row] == EOS)
             keep = stop_text.find([*before, *tokens_BT[row, :num_new].tolist()], len(before))
             if keep is not None:

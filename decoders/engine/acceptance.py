@@ -171,7 +171,7 @@ class Acceptance:
         return leading(is_draft_BA & (uniform_BA < log_ratio_BA.exp()))
 
     def replace(self, p_RV: Tensor, q_BKV: Tensor | None, window: Window, accepted_B: Tensor, part: slice) -> Tensor:
-        """Draw what follows the accepted drafts of some slots: from the residual where one was refused, else from p, [R].
+        """Draw the token after the accepted drafts of some slots: from the residual after a rejection, else from p, [R].
 
         `p_RV` are the target's distributions there, in the slots of `part`.
         """

@@ -15,7 +15,7 @@ LENGTH: Final = 0
 EOS: Final = 1
 STOP: Final = 2
 FINISHES: Final = ("length", "eos", "stop")
-"""`Outcome.finish` of LENGTH (all tokens that were asked for), EOS and STOP."""
+"""`Outcome.finish`: LENGTH (all requested tokens were generated), EOS or STOP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class NeverStops:
 def ending(tokens: Sequence[int], news: Sequence[tuple[int, int]], stops: Stops) -> tuple[int, int, int] | None:
     """Reveal `news` (place, token) one by one in a completion that has not ended yet.
 
-    Returns (how many to reveal until it ends, how many tokens of it to keep, EOS or STOP); None where it goes on.
+    Returns (how many to reveal until it ends, how many tokens of it to keep, EOS or STOP); None if it does not end.
     """
     canvas = list(tokens)
     known = _run(canvas)
@@ -61,7 +61,7 @@ def _end_of(text: Sequence[int], num_checked: int, stops: Stops) -> tuple[int, i
     """How many tokens to keep and why, where the text contains an end; the first one wins."""
     eos = next((place for place in range(num_checked, len(text)) if text[place] in stops.ids), None)
     if stops.text is not None:
-        # The text of an end token is no part of the completion.
+        # The text of an end token is not part of the completion.
         keep = stops.text.find(text[:eos], num_checked)
         if keep is not None:
             return keep, STOP

@@ -16,7 +16,7 @@ from decoders.engine.state import SlotState
 
 
 class PositionNoise:
-    """Noise [S, W, V] in float32, filled as it is asked for; nothing is kept where that would be more than `most` numbers.
+    """Noise [S, W, V] in float32, filled on demand; nothing is kept if that would be more than `most` numbers.
 
     By default these are as many as the state's `noise_bytes` allow.
     """

@@ -25,7 +25,7 @@ _CUTS, _COPY = (1, 2, 3, 5, 9), 8
 
 
 def lines_a_slot(rows_CB: Counts) -> Numbers:
-    """How many lines of attention a slot has, on average, where slots have so many rows each, [C]; see attention.cut_ragged.
+    """The average lines of attention per slot, given the rows of each slot, [C]; see attention.cut_ragged.
 
     The rectangle is as wide as the largest slot, or cut into a narrow one and copies of the slots that have more.
     """

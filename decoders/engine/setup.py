@@ -17,7 +17,7 @@ class Setup:
 
     A batch has at most `max_rows` samples and `max_tokens` cached columns. `heads` serve the any-subset decoders and `specdiff`,
     `stops` those that write from left to right, a `drafter` (a model of the same vocabulary) `speculative` and `specdiff`.
-    `drafter_info` says how long a text the drafter takes; without it, as long as the model's. With `trace` every outcome has the
+    `drafter_info` gives the drafter's longest text; without it, that of the model applies. With `trace` every outcome has the
     steps that led to it.
     """
 

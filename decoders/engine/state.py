@@ -38,7 +38,7 @@ def decoding_order(
     is_hole = canvas == HOLE
     prompt, holes = np.flatnonzero(~is_hole), np.flatnonzero(is_hole)
     if hole_order is not None:
-        assert np.array_equal(np.sort(hole_order), holes), "hole_order is no permutation of the holes"
+        assert np.array_equal(np.sort(hole_order), holes), "hole_order is not a permutation of the holes"
         holes = hole_order.astype(np.int64)
     return np.concatenate([prompt, holes]), len(prompt)
 
@@ -76,7 +76,7 @@ class Wide:
         return math.prod(self.data.shape[1:]) * self.data.element_size()
 
     def with_rows(self, num_rows: int) -> Tensor:
-        """The data with so many rows; new ones are zero."""
+        """The data with `num_rows` rows; new ones are zero."""
         if num_rows == self.data.shape[0]:
             return self.data
         data = self.data.new_zeros(num_rows, *self.data.shape[1:])

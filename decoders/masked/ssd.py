@@ -75,7 +75,7 @@ class SelfSpeculative(MaskedDecoder):
         return length if self.budget is not None else self._columns_of(length, self.most_nodes)
 
     def _columns_of(self, length: int, num_of_slot: int) -> int:
-        """How many columns a canvas and so many nodes take, the root included."""
+        """How many columns a canvas and its nodes take, the root included."""
         # The node that enters the next block runs two blocks.
         num_windows = num_of_slot - 1 + (self.crosses and num_of_slot > 1)
         return length + num_windows * self._stride(length)

@@ -29,7 +29,7 @@ def csv_reader(delimiter: str) -> Reader:
 
     All values are strings; blank lines are skipped.
 
-    A record whose quotes don't end fails alone: reading goes on at the next line.
+    Only the record itself fails if its quotes don't end: reading continues at the next line.
     """
 
     header: list[str] | None = None  # cached, since a unit may start the reader once per row

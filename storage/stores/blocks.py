@@ -33,7 +33,7 @@ ENTRY_BYTES = 2**10
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes of an object from `index` * BLOCK_BYTES on. `etag` tells versions apart; no request is bound to it."""
+    """The bytes of an object from `index` * BLOCK_BYTES on. `etag` distinguishes versions; requests do not depend on it."""
 
     store: Store
     name: str
