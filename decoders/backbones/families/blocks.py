@@ -86,7 +86,9 @@ def _own_experts(model: Any) -> Any:
 
     config = model.config
     if not 1 <= config.num_experts_per_tok <= config.num_experts:
-        raise ValueError(f"num_experts_per_tok = {config.num_experts_per_tok} of {config.num_experts} experts")
+        raise ValueError(
+            f"num_experts_per_tok = {config.num_experts_per_tok} of {config.num_experts} experts; allowed: 1 to all"
+        )
     for layer in model.model.layers:
         if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
             layer.mlp = SoftmaxMixture(

@@ -255,7 +255,7 @@ def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> A
         with empty_modules():
             return adapt(made(parsed))
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"model.path: config.json gives no {model_class}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"model.path: {model_class} rejects config.json: {type(error).__name__}: {error}") from error
 
 
 def weight_shapes(family: CausalFamily, config: Config) -> dict[str, tuple[int, ...]]:

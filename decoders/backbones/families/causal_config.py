@@ -251,7 +251,7 @@ def _mistral(parsed: Any) -> None:
     if parsed.head_dim is None:
         parsed.head_dim = parsed.hidden_size // parsed.num_attention_heads
     if parsed.head_dim < 1:
-        raise ValueError(f"{parsed.num_attention_heads} heads in a width of {parsed.hidden_size}")
+        raise ValueError(f"hidden_size {parsed.hidden_size} is too small for {parsed.num_attention_heads} heads")
     _rotary(parsed)
 
 
@@ -274,7 +274,9 @@ def _qwen_moe(parsed: Any) -> None:
     _qwen(parsed)
     parsed.mlp_only_layers = parsed.mlp_only_layers or []
     if not 1 <= parsed.num_experts_per_tok <= parsed.num_experts:
-        raise ValueError(f"num_experts_per_tok = {parsed.num_experts_per_tok} of {parsed.num_experts} experts")
+        raise ValueError(
+            f"num_experts_per_tok = {parsed.num_experts_per_tok} of {parsed.num_experts} experts; allowed: 1 to all"
+        )
     if min(parsed.decoder_sparse_step, parsed.moe_intermediate_size) < 1:
         raise ValueError("decoder_sparse_step or moe_intermediate_size is below 1")
 
