@@ -226,7 +226,7 @@ def test_damaged_or_missing_weights_are_a_clear_error(tmp_path):
     save_random(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ValueError, match="damaged or no safetensors"):
+    with pytest.raises(ValueError, match="damaged or not a safetensors file"):
         inspect_model(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match="only safetensors checkpoints are read"):

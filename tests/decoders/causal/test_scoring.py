@@ -89,7 +89,7 @@ def test_only_the_rows_that_are_needed_are_run_and_counted():
 @pytest.mark.parametrize(("canvas", "first"), [([0, 1], 0), ([0, 1], 2), ([0, -1], 1), ([0, 1], None)])
 def test_what_can_not_be_scored_is_refused(canvas, first):
     scorer = Scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), max_rows=2, max_tokens=64)
-    with pytest.raises(ValueError, match="a token in front of the first one that is scored"):
+    with pytest.raises(ValueError, match="must have no holes, and a token before the first scored one"):
         scorer.admit([Request(0, 0, np.asarray(canvas, dtype=np.int32), score_from=first)])
 
 
