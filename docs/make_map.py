@@ -1,6 +1,6 @@
 """Writes docs/map.md, a line for every Python file: the first line of its docstring.
 
-    python -m docs.make_map
+python -m docs.make_map
 """
 
 from __future__ import annotations

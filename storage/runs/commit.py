@@ -23,13 +23,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.runs.done import DoneUnits
 from storage.errors import DamagedRun, StoreError
 from storage.failpoints import failpoint
-from storage.runs.lease import Lease, LeaseLost
-from storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
 from storage.inputs.kept import KEEP
 from storage.parquet import parquet_metadata, read_parquet, write_parquet
+from storage.runs.done import DoneUnits
+from storage.runs.lease import Lease, LeaseLost
+from storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
 from storage.stores.verbs import AlreadyExists, Conflict, Stat, Store
 
 MANIFEST = "_manifest.json"
@@ -144,7 +144,9 @@ def read_unit(store: Store, name: str, *, expected: Mapping[str, str] | None = N
         found = _read_facts(store, name)
     for key, value in (expected or {}).items():
         if found.get(key) != value:
-            raise ForeignUnit(f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}")
+            raise ForeignUnit(
+                f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}"
+            )
     return _facts(int(found["unit"]), stat, found, found["sha256"])
 
 

@@ -9,18 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from storage.errors import DamagedRun
-from storage.stores.promises import promised
 from storage.inputs.kept import KEEP
 from storage.parquet import read_parquet
+from storage.stores.promises import promised
 from storage.stores.verbs import Store
 
 SCHEMA_VERSION = 4
 _ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4}
 """The version that added a column; the other columns are in every version."""
-
 
 
 STATUSES = ("ok", "failed", "skipped")
@@ -125,7 +123,6 @@ TIMING_COLUMNS = frozenset(
 """The columns that may differ between two runs of one job; all others are equal to the byte."""
 
 
-
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
 
@@ -152,16 +149,6 @@ def _column(values: list[Any], field: pa.Field) -> pa.Array:
 def _encodable(text: str) -> str:
     # Lone surrogates come from broken input (in ids and error messages) and have no UTF-8 form.
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-
-
-
-
-
-
-
-
 
 
 def read_results(

@@ -16,7 +16,12 @@ from docs.make_map import first_line, make_map, rooms
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEEL_PACKAGES = ["jobs", "actors", "decoders", "storage", "infra"]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"), ROOT / "benchmarks" / "RESULTS.md"]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *ROOT.glob("*/README.md"),
+    ROOT / "benchmarks" / "RESULTS.md",
+]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRACTS = {contract["name"] for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
 

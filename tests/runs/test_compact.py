@@ -23,8 +23,8 @@ from storage.runs.records import SCHEMA, table_from_rows
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import write_rows, write_spec
-from tests.storage.inputs.tables import result_row, unit_table
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
+from tests.storage.inputs.tables import result_row, unit_table
 
 
 @pytest.fixture(scope="module")

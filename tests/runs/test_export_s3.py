@@ -18,9 +18,9 @@ from storage.errors import UserError
 from storage.stores import upload
 from storage.stores.s3 import S3Store
 from storage.stores.verbs import S3Options
+from tests.runs.test_export import PROMPTS, batch
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server
-from tests.runs.test_export import PROMPTS, batch
 
 pytestmark = pytest.mark.s3
 

@@ -16,7 +16,17 @@ import yaml
 from jobs.cli import main
 from jobs.spec.job_spec import check_spec
 from storage.errors import UserError
-from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, results_of, run_here, save_model
+from tests.runs.causal_jobs import (
+    LONGEST,
+    ROOM,
+    TOKENIZER,
+    World,
+    job_spec,
+    make_world,
+    results_of,
+    run_here,
+    save_model,
+)
 
 PROMPTS = {
     "one": "def f(x):\n    return x\n",

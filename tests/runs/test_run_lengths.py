@@ -10,8 +10,8 @@ from jobs.commands.run import RunOptions, run_job
 from jobs.commands.status import status
 from jobs.commands.validate import validate
 from jobs.spec.job_spec import JobSpec
-from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.decoders.backbones.causal_models import random_tokens
+from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.runs.local_pool import without_ray
 
 LENGTHS = (16, 40, 90, 112, 130, 185, 250, 300, 383, 700, 1100, 1500)

@@ -18,8 +18,8 @@ from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from storage.errors import UserError
-from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
 from tests.conftest import ROOT
+from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
 
 ROWS: list[dict[str, Any]] = [
     {"id": "one", "prompt": "def f(x):\n    return x\n"},

@@ -10,8 +10,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.runs.records import SCHEMA, SCHEMA_VERSION, TIMING_COLUMNS, TRACE_SCHEMA, read_results, schema_of, table_from_rows
 from storage.parquet import parquet_metadata, read_parquet, write_parquet
+from storage.runs.records import (
+    SCHEMA,
+    SCHEMA_VERSION,
+    TIMING_COLUMNS,
+    TRACE_SCHEMA,
+    read_results,
+    schema_of,
+    table_from_rows,
+)
 from storage.stores.store import open_store
 from tests.storage.inputs.tables import failed_row, result_row, unit_table
 
