@@ -36,7 +36,7 @@ def merged_folder(base: Path, base_hash: str, adapter: Path, digest: str) -> Pat
             field=FIELD,
         )
     versions = [importlib.metadata.version(name) for name in ("transformers", "peft")]
-    name = hashlib.sha256(repr((base_hash, digest, versions)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(repr((MERGER, base_hash, digest, versions)).encode()).hexdigest()[:16]
     arguments = [str(base), base_hash, str(adapter), digest]
     make = partial(_merge, arguments)
     return made_once(cache_folder() / "models" / f"adapted-{name}", make)

@@ -18,14 +18,9 @@ import psutil
 import pyarrow as pa
 
 from actors.plan_table import ROW_SCHEMA
+from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
 from jobs.plan.duplicates import DuplicateFinder
-from jobs.plan.packing import (
-    longest_first,
-    makespan_bound,
-    padding_efficiency,
-    refill_makespan,
-    static_makespan,
-)
+from jobs.plan.packing import longest_first, padding_efficiency
 from jobs.plan.plan_writer import PlanWriter
 from storage.stores.store import open_store
 

@@ -33,11 +33,6 @@ def noise_rate(time: Tensor) -> Tensor:
     return (1 - NOISE_EPS) / (1 - (1 - NOISE_EPS) * time)
 
 
-def masked_share(sigma: Tensor) -> Tensor:
-    """The share of tokens that is masked at a total noise: 1 - exp(-sigma)."""
-    return -torch.expm1(-sigma)
-
-
 def noise_of_share(share: Tensor) -> Tensor:
     """The total noise at which a share of the tokens is masked; at most that of time 1, the highest in training."""
     return -torch.log1p(-share.clamp(max=1 - NOISE_EPS))
@@ -68,14 +63,6 @@ def chance_by_scores(log_scores_RV: Tensor, mask_id: int, euler: bool, time_R: T
     return (scale_R * total_R).clamp(max=1.0)
 
 
-def subs_log_law(logits_RV: Tensor, tokens_R: Tensor, mask_id: int) -> Tensor:
-    """MDLM's log p(x_0) of every row (SUBS): never the mask, and an unmasked token stays as it is; [R, V]."""
-    law_RV = logits_RV.index_fill(-1, torch.tensor([mask_id], device=logits_RV.device), -torch.inf).log_softmax(-1)
-    kept_R1 = (tokens_R != mask_id).unsqueeze(1)
-    decided_RV = torch.full_like(law_RV, -torch.inf).scatter_(-1, tokens_R.unsqueeze(1), 0.0)
-    return torch.where(kept_R1, decided_RV, law_RV)
-
-
 def log_scores(logits_RV: Tensor, tokens_R: Tensor, sigma_R: Tensor) -> Tensor:
     """SEDD's log s of every row and token, the ratio of the token's probability to that of the row's own; [R, V].
 
@@ -84,12 +71,3 @@ def log_scores(logits_RV: Tensor, tokens_R: Tensor, sigma_R: Tensor) -> Tensor:
     sigma_R = sigma_R.to(logits_RV.dtype)
     scale_R1 = torch.expm1(sigma_R).log().unsqueeze(1) + math.log(logits_RV.shape[-1] - 1)
     return (logits_RV - scale_R1).scatter(-1, tokens_R.unsqueeze(1), 0.0)
-
-
-def law_of_scores(log_scores_RV: Tensor, mask_id: int) -> Tensor:
-    """The log-probabilities of a masked row's token, given that it is revealed: the scores, normalised without the mask; [R, V].
-
-    At a row that is not masked SEDD has no such distribution.
-    """
-    others = torch.tensor([mask_id], device=log_scores_RV.device)
-    return log_scores_RV.index_fill(-1, others, -torch.inf).log_softmax(-1)

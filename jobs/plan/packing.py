@@ -9,9 +9,6 @@ Rows of a unit are of similar length, so a batch of them has little padding.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -68,21 +65,3 @@ def padding_efficiency(lengths: NDArray[np.int32], *, batch_rows: int) -> float:
     batches = range(0, len(lengths), batch_rows)
     computed = sum(int(lengths[at : at + batch_rows].max()) * len(lengths[at : at + batch_rows]) for at in batches)
     return int(lengths.sum()) / computed
-
-
-def refill_makespan(costs: Sequence[float], slots: int) -> float:
-    """Time until all samples are done, if each of `slots` takes the next sample as soon as it is free."""
-    free = [0.0] * slots
-    for cost in costs:
-        heapq.heapreplace(free, free[0] + cost)
-    return max(free)
-
-
-def static_makespan(costs: Sequence[float], slots: int) -> float:
-    """The same, if a batch of `slots` samples must end before the next begins."""
-    return float(sum(max(costs[at : at + slots]) for at in range(0, len(costs), slots)))
-
-
-def makespan_bound(costs: Sequence[float], slots: int) -> float:
-    """A lower bound on any schedule: all work shared evenly, or the longest sample alone."""
-    return max(sum(costs) / slots, max(costs, default=0.0))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from jobs.plan.packing import makespan_bound, refill_makespan
+from benchmarks.makespans import makespan_bound, refill_makespan
 from jobs.schedule.waiting import LAST_UNITS, UnitSize, Waiting, first_of_last
 
 
