@@ -1,6 +1,5 @@
 """Chooses the positions, lines or sentences to mask, with noise from the sample's key. Pure.
-
-Legend: L tokens of the canvas. Every choice takes the places with the least noise, so it is a function of the sample's key.
+Every choice takes the places with the least noise, so it is a function of the sample's key.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows nothing of tables or of other software.
 
-Legend: N samples, L positions of a canvas, G generated positions, T rows, D width, V vocabulary.
+Legend: N samples, G generated positions.
 """
 
 from __future__ import annotations

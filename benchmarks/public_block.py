@@ -9,7 +9,7 @@ checkpoint's own weights.
 S2D2's public code draws at random even at temperature 0. This loop accepts a draft if it is the verifier's choice, and else takes
 that choice, so that its text can be compared.
 
-Legend: L positions of the canvas, T tokens of a block, V vocabulary.
+Legend: T tokens of a block.
 """
 
 from __future__ import annotations

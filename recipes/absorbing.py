@@ -9,7 +9,7 @@ variance (Nie et al., 2025, "Large language diffusion models", eq. 6).
 Only half of the windows are masked that way. The others resemble decoding: a text's last tokens masked, as for
 a drafter of a causal model, and holes. Nothing here knows of decoding.
 
-Legend: B = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
+Legend: B = windows, L = tokens of a window, R = masked tokens of a batch.
 """
 
 from __future__ import annotations

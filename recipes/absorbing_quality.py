@@ -1,6 +1,6 @@
 """Measures a masked-diffusion model on held-out files: likelihood bound, accuracy on masked tokens and suffixes.
 
-Legend: B = windows, L = tokens of a window, R = masked tokens, V = vocabulary.
+Legend: B = windows, L = tokens of a window, R = masked tokens.
 """
 
 from __future__ import annotations

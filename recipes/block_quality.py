@@ -1,6 +1,6 @@
 """Measures a block-diffusion model on held-out files: likelihood bound, next-token quality, tokens per forward.
 
-Legend: W = windows, L = tokens of a window, B = tokens of a block, N = blocks of a window, R = masked tokens, V = vocabulary.
+Legend: W = windows, L = tokens of a window, B = tokens of a block, N = blocks of a window, R = masked tokens.
 """
 
 from __future__ import annotations

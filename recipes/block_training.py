@@ -6,7 +6,7 @@ later tokens, are mixed within a step: a decoder may use any of them. In blocks 
 one does, so the causal model that training starts from also teaches it (Hinton et al., 2015, "Distilling the knowledge in a
 neural network"). Nothing here knows of decoding.
 
-Legend: W = windows, L = tokens of a window, R = masked tokens of a batch, V = vocabulary.
+Legend: W = windows, L = tokens of a window, R = masked tokens of a batch.
 """
 
 from __future__ import annotations

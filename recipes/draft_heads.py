@@ -4,7 +4,7 @@ Target of both heads is the fresh row's distribution p at temperature 1, everyth
 those of head_training.py. The mask token is impossible under both distributions. The word embeddings and the tied output are the
 model's own and stay as they are.
 
-Legend: N = query rows of a batch, in decoding order within each window; D = width, V = vocabulary.
+Legend: N = query rows of a batch, in decoding order within each window; D = width.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A window of the packed files is a text whose last tokens are masked, as `specdif
 they do there, through the decoders' own backbones. Each mask gives a *row*: both hidden states and the true tokens
 before it. A draft head is trained on rows alone, so each row costs its forwards only once.
 
-Legend: N rows, B windows, L tokens of a window, T tokens of the stream, D width, V vocabulary.
+Legend: B windows, L tokens of a window, T tokens of the stream.
 """
 
 from __future__ import annotations

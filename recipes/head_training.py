@@ -4,7 +4,7 @@ A head learns to predict like the target: KL(p, q) first, and in the last part o
 q(v)), which is minus the log of the acceptance of speculative sampling itself (Leviathan et al. 2023, section 3). Knows neither
 models nor heads.
 
-Legend: N = rows of a batch, V = vocabulary.
+Legend: N = rows of a batch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ noise-conditioned mask of the paper (anonymous, "AR models can be faster and mor
 diffusion LLMs", pcLLM, section 3.1, figure 1b); windows of one block give its clean-context mask (figure 1a). Several
 noisy versions of the whole sample, which do not see each other, can share its prompt and clean copies: the paper has one.
 
-Legend: B = samples, L = rows of a packed sequence, P = prompt tokens, K = blocks, S = states of a block, n = its tokens.
+Legend: L = rows of a packed sequence, P = prompt tokens, K = blocks, S = states of a block, n = its tokens.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The computation differs: query rows exist only where a token is predicted, a row
 ranks), and a row that sees nothing has the zero vector as its attention output. XLNet: Yang et al. 2019, section 2.3;
 the visibility: Guo and Ermon, "Reviving Any-Subset Autoregressive Models", the density pass.
 
-Legend: B = windows, L = tokens of a window, N = query rows of the batch, D = width, H = heads, E = width of a head.
+Legend: B = windows, L = tokens of a window, N = query rows of the batch, E = width of a head.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ phase share one forward, so that no sample waits for another.
 The first self-draft comes from the same row that would verify it, so it is accepted by construction, without a comparison
 of floats; a window of one needs no density forward. With `head`, a draft head corrects the rows after the first.
 
-Source: Guo and Ermon, ASSD, Algorithms 1 and 2 (its line 9 means N - 1). Legend: B slots, D drafts, K most drafts, V vocabulary.
+Source: Guo and Ermon, ASSD, Algorithms 1 and 2 (its line 9 means N - 1). Legend: D drafts.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 prompt: one forward, and lossy, since holes do not see each other.
 
 Source: Guo and Ermon, "Reviving any-subset autoregressive models via principled parallel sampling" (ASSD), the sequential
-sampler of their section on decoding. Legend: B slots, C content rows, Q query rows, V vocabulary.
+sampler of their section on decoding.
 """
 
 from __future__ import annotations

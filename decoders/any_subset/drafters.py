@@ -1,8 +1,6 @@
 """Drafters of the any-subset decoders: the context n-gram, and draft heads that step over the ranks of a window.
 
 Drafters only propose: they return tokens and the distribution q they were drawn from. Knows nothing of acceptance rules.
-
-Legend: S slots, B slots of this step, K drafts, P positions, R rows, D width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ S is 0..D with `rows: all`, {0, D} with `rows: ends`. A Markov draft head correc
 Every forward decides at least one token, so NFE <= number of holes.
 
 Beyond the paper (ASSD needs two forwards per iteration). The distribution is sequential by the argument of Leviathan et
-al. (2023). Legend: B slots, D drafts, K drafts of a window, Q query rows, V vocabulary.
+al. (2023). Legend: D drafts.
 """
 
 from __future__ import annotations

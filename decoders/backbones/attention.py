@@ -8,8 +8,7 @@ object; nothing is kept between forwards.
 A row that sees nothing has attention output zero. Under grouped-query attention the queries of a group become further query
 rows of their key head: keys and values are never repeated.
 
-Legend: N flat rows (padding after the valid ones), B slots, T rows of a slot, W columns, H query heads, K key heads,
-G = H / K, d head width.
+Legend: N flat rows (padding after the valid ones), K key heads, G = H / K.
 """
 
 from __future__ import annotations

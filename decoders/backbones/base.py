@@ -2,9 +2,6 @@
 
 A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples. There are
 two kinds: two-stream models (any-subset) have content rows and query rows; in all other models every row is a token.
-
-Legend: B slots of this forward, S slots in all, C content rows, Q query rows, T token rows, W cache columns, D width,
-V vocabulary, R rows.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Slots are independent and ragged: each forward writes its own rows at columns of
 overwritten, so a rejected column needs no cropping. The cache does not know which columns a row may see. Slots that follow each
 other are read in place; any other selection must be copied out.
 
-Legend: S slots, B slots read, K key heads, W columns, d head width, N rows.
+Legend: B slots read, K key heads.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ them into probabilities.
 Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.
 Sources: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2022), as SEDD and MDLM changed it for text.
 
-Legend: N flat rows, U different sigmas, H heads, d head width, D width, C condition width, V vocabulary.
+Legend: U different sigmas, C condition width.
 """
 
 from __future__ import annotations

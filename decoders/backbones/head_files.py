@@ -1,7 +1,7 @@
 """The files of a draft head: sizes, the decoder that it serves, and the tensors that it must hold.
 
 Imports no torch; decoders/backbones/heads.py loads the network. `draft_head.json` holds the sizes and the kind,
-`draft_head.safetensors` the weights. Legend: D = model width, H = hidden width of the head.
+`draft_head.safetensors` the weights. Legend: H = hidden width of the head.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ distribution p never depends on them, so they cannot change any output distribut
 Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
 `markov.*`, `chain.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
 
-Legend: R any leading shape, D = model width, H = hidden width of the head.
+Legend: R any leading shape, H = hidden width of the head.
 """
 
 from __future__ import annotations

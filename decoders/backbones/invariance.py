@@ -13,7 +13,7 @@ Three roundings and one fixed order remove all of them:
 The sufficient values differ between machines: `find_rules` tries candidates, cheapest first, over lengths up to the
 model's own. Knows nothing of models beyond their widths.
 
-Legend: N token rows, C slots x heads, B slots, H heads, T query rows, W key columns, d head width.
+Legend: C slots x heads, T query rows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ hidden, as the models were trained.
 Norms, rotations, routers and the sums of experts run in float32 or better, as in the released code; logits are float32 or
 better. Source: LLaDA2.0 (Bie et al., 2025) and the model file of its checkpoints.
 
-Legend: N flat rows, H query heads, K key heads, d head width, r turned width, D width.
+Legend: K key heads, r turned width.
 """
 
 from __future__ import annotations

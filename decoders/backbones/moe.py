@@ -4,7 +4,7 @@ Every row chooses its own experts, and no expert has a capacity: what a row gets
 just the rows that chose it, and how many these are changes from forward to forward; so each expert's rows are padded by the
 same rule as the rows of the whole forward (`padded`), and a row's contributions are added in the order of its own choice.
 
-Knows nothing of caches and masks. Legend: N rows, D width, E experts, K experts of a row, G groups, P = N K pairs.
+Knows nothing of caches and masks. Legend: E experts, K experts of a row, G groups, P = N K pairs.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ oneDNN sums every output in one order whatever the number of rows, from a single
 the library behind `functional.linear` has kernels of its own for few rows: batches need no padding to agree bit by bit, and
 large products are somewhat faster as well. self_test.py tests on each machine whether all that holds.
 
-Knows nothing of models. Legend: R rows, K in, M out.
+Knows nothing of models. Legend: K in, M out.
 """
 
 from __future__ import annotations

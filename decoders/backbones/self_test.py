@@ -4,7 +4,7 @@
 `check_masking` decodes short random rows beside different junk and demands the same bits: a version of
 transformers that drops or replaces the mask is found here and not in the results.
 
-Legend: B slots, T rows of a slot, W columns, K key heads, G queries of a key head, d head width, N rows, D width.
+Legend: K key heads, G queries of a key head.
 """
 
 from __future__ import annotations

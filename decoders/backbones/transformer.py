@@ -3,7 +3,7 @@
 The valid rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
 ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here.
 
-Legend: B slots of this forward, T rows of a slot, N valid rows of all slots, W columns, D width, V vocabulary, R rows.
+Legend: N valid rows of all slots.
 """
 
 from __future__ import annotations

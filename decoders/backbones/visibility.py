@@ -13,7 +13,7 @@ place in it. In a slot the columns of the cache are ranks, so a rule needs one n
 
 Sources: Guo and Ermon, "Reviving any-subset autoregressive models" (ASSD), sections on orders and Algorithm 1.
 
-Legend: B slots, C content rows, T rows of any kind.
+Legend: T rows of any kind.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Source: Yang et al., "XLNet" (2019), equations for the two streams and the relat
 checkpoint is transformers' XLNetLMHeadModel. A row that sees nothing (first query of an empty prompt) has attention output
 zero: a softmax over nothing would read tokens that are not decided yet.
 
-Legend: N token rows (content first, then queries), B slots, S all slots, T rows of a slot, C content, Q queries, W columns,
-P positions, H heads, d head width, D model width.
+Legend: N token rows (content first, then queries).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ next block.
 
 Sources: Cheng et al., "SDAR" (2025); Wu et al., "Fast-dLLM v2" (2025: sub-blocks); LLaDA2.1 (editing).
 
-Legend: B slots of this step, T places of a block, R flat rows, D width, V vocabulary.
+Legend: T places of a block.
 """
 
 from __future__ import annotations

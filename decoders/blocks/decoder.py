@@ -3,7 +3,7 @@
 A completion ends as soon as all requested tokens are revealed, or all tokens before an end token or up to a stop string; tokens
 revealed after it are dropped. With editing the block must be finished first, since its tokens may still change.
 
-Knows nothing of models and schedules. Legend: B slots of this step, T places of a block.
+Knows nothing of models and schedules. Legend: T places of a block.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Under coupled acceptance a position has the same noise in all forwards, drafts and verifications, so its token is a function of
 the distribution. Under the rejection rule every drafting forward draws new numbers. Knows nothing of blocks and schedules.
-
-Legend: S slots, R flat rows, V vocabulary.
 """
 
 from __future__ import annotations

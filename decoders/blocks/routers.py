@@ -12,8 +12,7 @@ nothing of models and of how blocks are drafted; nothing here waits for the devi
 
 Source: Han et al., "Fast decoding for diffusion LLMs via training-free self-speculation" (S2D2, 2026), and its public code.
 
-Legend: S all slots, B slots that decide, T places of a block, R drafted rows, V vocabulary, A actions (0 reveal, 1 verify),
-C contexts of the bandit.
+Legend: B slots that decide, T places of a block, R drafted rows, A actions (0 reveal, 1 verify), C contexts of the bandit.
 """
 
 from __future__ import annotations

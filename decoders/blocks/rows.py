@@ -12,7 +12,7 @@ Every phase is a stretch of columns with a limit for each row. A row sees the co
 A copy predicts a position from the tokens to its left. A mask inside of the draft cannot, since the draft's own token stands
 there. Models that predict the next token need copies only for position 0.
 
-Pure; knows nothing of models. Legend: B slots, T rows of a slot, W columns.
+Pure; knows nothing of models.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ distribution of block size 1, and under coupled acceptance it is the same text.
 
 Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a step does after a verification.
 
-Legend: B slots of this step, T places of a block, R flat rows, D width, V vocabulary.
+Legend: T places of a block.
 """
 
 from __future__ import annotations

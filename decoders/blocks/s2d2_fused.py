@@ -17,7 +17,7 @@ acceptance and at temperature 0, in distribution under rejection, since drafting
 
 This goes beyond S2D2 (2026), which spends a separate forward on drafts.
 
-Legend: B slots of this step, T places from the first undecided position on, R flat rows, D width.
+Legend: T places from the first undecided position on.
 """
 
 from __future__ import annotations

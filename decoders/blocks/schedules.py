@@ -10,7 +10,7 @@ At least one mask is revealed while there is any, and none twice. Ties are broke
 Sources: SDAR and S2D2's public code (the first three); Ben-Hamu et al., "Accelerated sampling from masked diffusion models via
 entropy bounded unmasking" (2025), section 4: the public code's version sums over the wrong axis.
 
-Legend: B slots, T places of a block.
+Legend: T places of a block.
 """
 
 from __future__ import annotations

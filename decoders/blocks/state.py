@@ -7,7 +7,7 @@ allows it, even if less of it was requested:
     position    0 1 2 3 | 4 5 6 7 | 8 9 10 11      block size 4, a prompt of 6, up to 3 new tokens
     holds       prompt  | p p _ _ | _ . .  .       the places after the canvas are masks too, and cut off at the end
 
-Knows nothing of models. Legend: S all slots, B slots of this step, T places of a block, W columns, K kinds of forwards.
+Knows nothing of models. Legend: T places of a block, K kinds of forwards.
 """
 
 from __future__ import annotations

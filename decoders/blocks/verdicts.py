@@ -5,7 +5,7 @@ token drawn from p with the position's noise; that token is committed. By ratio:
 min(1, (p/q)^temper); the replacement of a rejected one is drawn from the positive part of p - q, or from p if that has no mass.
 The caller checks that all drafts to the left have passed. Knows nothing of phases and of models.
 
-Source: S2D2 (2026), Algorithm 3; Leviathan et al., 2023. Legend: R drafts, D width, V vocabulary.
+Source: S2D2 (2026), Algorithm 3; Leviathan et al., 2023. Legend: R drafts.
 """
 
 from __future__ import annotations

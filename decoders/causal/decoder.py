@@ -6,8 +6,7 @@ A canvas is a prompt of at least one token and then holes, so rank = column = po
     holds     the prompt    | generated           | drafts and junk
     the row at column c predicts the token of column c + 1
 
-Knows nothing of tokenizers; stop strings come as an object (engine/ends.py). Legend: B slots, T token rows, Q rows asked for,
-D width, V vocabulary.
+Knows nothing of tokenizers; stop strings come as an object (engine/ends.py). Legend: Q rows asked for.
 """
 
 from __future__ import annotations

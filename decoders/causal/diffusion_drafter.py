@@ -21,7 +21,7 @@ A token that the model does not know reads as a mask.
 Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: it starts from Gaussian noise, where
 absorbing diffusion starts from masks; its indices are off; and it does not define q for a draft of several steps.
 
-Legend: B slots, R masks to be revealed, K drafts, T rows of a window, W columns, D width, V vocabulary.
+Legend: R masks to be revealed, T rows of a window.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from. They know nothing of acceptance rules; afterwards they are given how far t
     drafter's forwards   [catch up.. ]  [D]  [D+1]             the last draft is run only when it was accepted: then it is
     target's forward              [D-1   D    D+1  D+2]        caught up with the bonus in the drafter's next forward
 
-Sources: Leviathan et al., 2023; Saxena, "Prompt lookup decoding", 2023. Legend: B slots, R flat rows, K drafts, W columns,
-V vocabulary.
+Sources: Leviathan et al., 2023; Saxena, "Prompt lookup decoding", 2023.
 """
 
 from __future__ import annotations

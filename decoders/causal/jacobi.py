@@ -13,7 +13,7 @@ Every forward commits at least one token, so there are never more forwards than 
 argmax(log p + g) with the noise g of its position: the fixed point is the sequential text at any temperature.
 
 Source: Hu et al., "Fast and accurate causal parallel decoding using Jacobi forcing" (pcLLM), section 2 and figure 4 (running
-window); Santilli et al., 2023. Legend: B slots, T rows of a slot, Q columns from D on, R flat rows, V vocabulary.
+window); Santilli et al., 2023. Legend: Q columns from D on.
 """
 
 from __future__ import annotations

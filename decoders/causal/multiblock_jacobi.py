@@ -18,8 +18,8 @@ runs those tokens again in their own columns; this costs rows, not forwards.
 Details that the paper leaves open: a pseudo-active block's first token is compared with the prediction of the last row before
 the block; a new block starts with that row's token and then context tokens, not with a shifted copy of the real-active drafts.
 
-Source: pcLLM, Algorithm 1 and section 3.2. Legend: B slots, T rows of a slot, Q columns from D on, W columns, C candidates,
-M drafts of the real-active block, N = n, K blocks, D hidden width.
+Source: pcLLM, Algorithm 1 and section 3.2. Legend: Q columns from D on, C candidates,
+M drafts of the real-active block, N = n, K blocks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Knows nothing of models or blocks. Every sample has its own pool, which lives in columns of the slot state and moves with it.
 
 Source: pcLLM, section 3.2 (rejection recycling); Fu et al., "Break the sequential dependency of LLM inference using lookahead
-decoding", 2024. Legend: S all slots, B slots of this step, P runs, G tokens of a run, C candidates, M drafts.
+decoding", 2024. Legend: P runs, G tokens of a run, C candidates, M drafts.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     holds       given       | given              | the last scored token
 
 The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
-Legend: B slots, T rows of a slot, R scored rows, D width, V vocabulary.
+Legend: R scored rows.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ under `rejection` it has the sequential distribution.
 
 DraftAndVerify does all of this for any source of drafts (drafters.py; specdiff.py uses diffusion_drafter.py).
 
-Sources: Leviathan et al., 2023; Chen et al., 2023. Legend: B slots, T rows of a slot, A = most drafts + 1, K drafts, R flat
-rows, D width, V vocabulary.
+Sources: Leviathan et al., 2023; Chen et al., 2023. Legend: A = most drafts + 1.
 """
 
 from __future__ import annotations

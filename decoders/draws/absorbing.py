@@ -8,7 +8,7 @@ from this module except the noise that a network is conditioned on.
 Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), SUBS parameterisation; Lou et al.,
 "Discrete Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), absorbing graph, log-linear noise.
 
-Legend: R rows, V vocabulary (the mask included).
+Legend: V vocabulary (the mask included).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 201
 that the same integers come out on every device. The counter is (token // 4, position, purpose, draw); one block of four
 32-bit words serves four neighbouring token ids. Knows nothing of models or slots.
 
-Legend: R rows, V vocabulary, Q = V / 4 blocks.
+Legend: Q = V / 4 blocks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 p is the target's distribution, q the draft's. Distributions are log-probabilities in float32 (float64 where the logits are),
 normalised after temperature, top-k and top-p; at temperature 0 a distribution is one-hot on the lowest index of the maximum, so
 that both acceptance rules need no special case. Knows nothing of slots, models or where a number came from.
-
-Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Two acceptance rules, one interface. Coupled: draft and target read the same noi
 in all cases. Rejection: accept with probability min(1, p/q), else draw from the residual; each draw has a random stream of
 its own. Knows nothing of models or phases.
 
-Legend: S slots, B slots of this step, D drafts, R flat rows, V vocabulary.
+Legend: D drafts.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Drafting that does not pay is tried again now and then, by few slots and ever mo
 than a small share of the time, whatever the estimates say (ledger.py).
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
-Legend: S slots, B slots of this step, K most drafts, E = K + 1 choices, D depths, L prices, C allocations.
+Legend: E = K + 1 choices, D depths, L prices, C allocations.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Every forward reads the noise of a masked position until the position is revealed. Noise that fits into memory is kept; the rest
 is computed once per forward. Knows nothing of models.
-
-Legend: S slots, W positions, V vocabulary, R flat rows.
 """
 
 from __future__ import annotations

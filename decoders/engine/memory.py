@@ -7,8 +7,6 @@ The memory that is free after all models are loaded is divided once:
     logits              a part of a forward's logits, with its probabilities, noise and float64 copies
     noise               cached noise, in bytes; noise that does not fit is recomputed in each forward
     a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
-
-Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compares allocations of drafts to slots by expected gain and cost. Pure functions; see budget.py.
 
-Legend: B slots, C allocations.
+Legend: C allocations.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A slot's columns are the ranks of its decoding order. Occupied slots are kept de
 the cache in place: a freed slot is refilled by the next admission, or else the last slot moves into it. SlotDecoder does
 admission, outcomes and counters; a subclass defines one step. Knows nothing of Ray, files or jobs.
 
-Legend: S all slots, B slots of this step, W columns, T tokens of a slot, H histogram bins, V vocabulary.
+Legend: H histogram bins.
 """
 
 from __future__ import annotations

@@ -6,7 +6,16 @@
 
 Knows nothing of models, acceptance or the order in which samples come and go (slots.py).
 
-Legend: S all slots, B slots of this step, W columns, H histogram bins.
+The shape letters of all files; a file's own legend has only what it uses in addition, or in another sense:
+
+    S  all slots                                       B  the slots, or samples, of this step
+    T  rows or tokens of a slot                        R, N  flat rows: those of all slots one after another
+    C  content rows of a slot                          Q  query rows of a slot
+    W  columns of a slot, positions of a canvas        L, P  positions of one canvas
+    K  most drafts of a slot                           V  vocabulary
+    D  width of the model                              H  heads, d  width of a head
+
+Here: H histogram bins.
 """
 
 from __future__ import annotations

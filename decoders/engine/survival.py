@@ -1,7 +1,4 @@
-"""Estimates how likely drafts are accepted, per draft position and per slot.
-
-Legend: S slots, B slots of this step, K most drafts.
-"""
+"""Estimates how likely drafts are accepted, per draft position and per slot."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 While all slots use the job's settings, distributions and draws are computed with plain numbers. As soon as one slot has its own,
 they are computed with one value per slot, for all rows at once; a row has the same bits either way. Knows no model and no
 acceptance rule.
-
-Legend: S slots, R flat rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ replaced by the noise field; temperature, top-k and top-p warp the token's distr
 Sources: Sahoo et al., "Simple and Effective Masked Diffusion Language Models" (2024), section 3.2; Lou et al., "Discrete
 Diffusion Modeling by Estimating the Ratios of the Data Distribution" (2024), section 4.
 
-Legend: B slots of this step, W positions, T positions revealed, R flat rows, D width.
+Legend: T positions revealed.
 """
 
 from __future__ import annotations

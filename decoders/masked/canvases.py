@@ -9,7 +9,7 @@ positions without a mask are never changed.
 
 Also finds the positions that come next: the masks of the first block that has any. Knows nothing of models.
 
-Legend: S all slots, B slots of this step, N canvases of a forward, W positions.
+Legend: N canvases of a forward.
 """
 
 from __future__ import annotations

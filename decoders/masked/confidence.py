@@ -10,7 +10,7 @@ the token itself is drawn from the warped distribution. Pure functions over rows
 
 Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025).
 
-Legend: N canvases, W positions, R flat rows, V vocabulary.
+Legend: N canvases.
 """
 
 from __future__ import annotations

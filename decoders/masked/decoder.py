@@ -11,8 +11,7 @@ A completion ends as soon as all tokens before an end token, or up to a stop str
 Differs on purpose from Wu et al., "Fast-dLLM" (2025), which reveals the first token of a block of Dream whatever its
 confidence.
 
-Legend: B slots of this step, N nodes (canvases of a forward), W positions, T positions revealed, R flat rows, D width,
-V vocabulary.
+Legend: N nodes (canvases of a forward), T positions revealed.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ directions. Nodes that share a slot of the cache have their own columns and also
         the root    sees the canvas
         node i      sees its own columns; other positions in the last node before it that fed them, else in the canvas
 
-Knows nothing of how nodes are chosen. Legend: N nodes, W positions, B rows of the batch, T token rows, C cache columns, R flat
-rows, D width.
+Knows nothing of how nodes are chosen. Legend: N nodes, B rows of the batch, C cache columns.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ Source: "Self speculative decoding for diffusion large language models" (SSD, Al
 first forward's own token counts; blocks after the next one give drafts too; sampling is supported as well, since drafts
 read the noise of their positions.
 
-Legend: S slots, B slots of this step, K drafts of a slot, M nodes of a slot, N nodes of all slots, W positions, C columns,
-T positions revealed.
+Legend: M nodes of a slot, N nodes of all slots, C columns, T positions revealed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The budget of engine/budget.py with two differences: a draft costs the rows of a node (a canvas or a window of it), whose number
 depends on the slot; and with `tree: mixed` all drafts but the first bring a second node. The choice cannot change a text.
 
-Legend: B slots of this step, E = K + 1 choices.
+Legend: E = K + 1 choices.
 """
 
 from __future__ import annotations

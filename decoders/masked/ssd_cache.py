@@ -12,7 +12,7 @@ A node whose forward would rebuild the cache (a *refresh*) runs its whole canvas
 more rows than others, so there is at most one, and only if the caller wants it. Keys and values that the last right node reads,
 and that the next forward won't recompute, are copied into the cache. Knows nothing of models, drafts or acceptance.
 
-Legend: B slots of this step, N nodes of all slots, W positions, R copied columns.
+Legend: N nodes of all slots, R copied columns.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Pure functions over index tensors.
     nodes of a slot with K = 3 drafts a, b, c     chain: 0 = {}, 1 = {a}, 2 = {a b}, 3 = {a b c}
                                                   mixed: also 4 = {b}, 5 = {a c}
 
-Legend: B slots, K drafts of a slot, M nodes of a slot, N nodes of all slots, W positions, T positions revealed.
+Legend: M nodes of a slot, N nodes of all slots, T positions revealed.
 """
 
 from __future__ import annotations

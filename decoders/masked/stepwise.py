@@ -8,7 +8,7 @@
 More than one token per forward is lossy: tokens revealed together do not see each other.
 
 Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025); Wu et al., "Fast-dLLM" (2025),
-section 3.3. Legend: B slots, W positions.
+section 3.3.
 """
 
 from __future__ import annotations

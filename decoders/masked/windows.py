@@ -12,8 +12,6 @@ read as the mask that it was. A model with a shift reads a position from the row
 
 Sources: Wu et al., "Fast-dLLM" (2025), section 3.2, whose caches live as long as a block; the interval in tokens is that of the
 SSD paper, section 4.1, which does not specify how to treat a finished block. Knows nothing of models.
-
-Legend: B slots of this step, W positions.
 """
 
 from __future__ import annotations

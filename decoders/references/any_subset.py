@@ -3,7 +3,7 @@
 Written to be compared with the papers and enumerated, not to be fast: the batched decoders must give the same tokens from
 the same noise, and the exact distribution of this code is summed up.
 
-Sources: Guo and Ermon, ASSD, Algorithms 1 and 2; one_pass.py for the one-pass variants. Legend: Q query rows, V vocabulary.
+Sources: Guo and Ermon, ASSD, Algorithms 1 and 2; one_pass.py for the one-pass variants.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Written to be read beside the papers and to be enumerated: the batched decoders 
 same noise, and the exact distribution of this code is summed up. Every forward runs the text from its beginning, and each row
 lists the columns that it sees. The only router is the minimum span; there is no editing and there are no stops.
 
-Sources: SDAR (Cheng et al., 2025); S2D2 (2026), Algorithm 3. Legend: V vocabulary.
+Sources: SDAR (Cheng et al., 2025); S2D2 (2026), Algorithm 3.
 """
 
 from __future__ import annotations

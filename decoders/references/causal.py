@@ -3,8 +3,7 @@
 Written to be compared with the papers and enumerated, like any_subset.py for any-subset models: the batched decoders must
 give the same tokens and counts from the same noise, and the exact distribution of this code is summed up.
 
-Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2. Legend: L positions, R rows, D width,
-V vocabulary.
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023, Algorithm 2.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 One chooser reads the sample's noise, as the batched decoders do; another takes every branch in turn with its probability,
 so that the exact output distribution of the decoding code is summed up. Knows nothing of models.
-
-Legend: V vocabulary.
 """
 
 from __future__ import annotations

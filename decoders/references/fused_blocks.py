@@ -1,7 +1,4 @@
-"""A plain reference of S2D2's fused rounds (blocks/s2d2_fused.py): one sample, no cache, no stops; uses blocks.py.
-
-Legend: V vocabulary.
-"""
+"""A plain reference of S2D2's fused rounds (blocks/s2d2_fused.py): one sample, no cache, no stops; uses blocks.py."""
 
 from __future__ import annotations
 

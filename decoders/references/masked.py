@@ -1,6 +1,6 @@
 """A plain reference of `ancestral`: one canvas; the caller makes every random choice, for enumeration and comparison.
 
-Sources: as in ancestral.py. Legend: V vocabulary, L canvas length.
+Sources: as in ancestral.py.
 """
 
 from __future__ import annotations

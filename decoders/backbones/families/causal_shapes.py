@@ -1,7 +1,7 @@
 """The names and shapes of the tensors in transformers' causal models.
 
-tests/decoders/backbones/test_causal_config.py compares with the modules themselves. Legend: V vocabulary, D width, I inner width
-of a layer's network, Q = heads x head width, K = key heads x head width.
+tests/decoders/backbones/test_causal_config.py compares with the modules themselves. Legend: I inner
+width of a layer's network, Q = heads x head width, K = key heads x head width.
 """
 
 from __future__ import annotations
