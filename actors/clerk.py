@@ -23,7 +23,7 @@ from actors.stop_text import stop_strings
 from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
-from decoders.causal.settings import DrafterPlace, NgramDrafter
+from decoders.causal.settings import DrafterPlace, NgramDrafterSettings
 from decoders.draws.keys import sample_key
 from storage.errors import RowError
 from storage.failpoints import failpoint
@@ -239,7 +239,7 @@ def drafter_of(job: Job, has_head: bool) -> str | None:
     match getattr(job.decoder, "drafter", None):
         case DrafterPlace(path=path):
             return path
-        case NgramDrafter():
+        case NgramDrafterSettings():
             return "ngram"
         case "self" if has_head:
             return "head"

@@ -25,7 +25,7 @@ FIELD: Final = "task.fim"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class FimFamily:
     """Models that share a template; with `begins`, a prompt starts with the begin token even if the tokenizer adds none."""
 
     models: str
@@ -34,7 +34,7 @@ class Family:
 
 
 KNOWN: Final = (
-    Family(
+    FimFamily(
         "Qwen2.5-Coder, CodeGemma",
         Fim(
             prefix="<|fim_prefix|>",
@@ -46,7 +46,7 @@ KNOWN: Final = (
             ),
         ),
     ),
-    Family(
+    FimFamily(
         "StarCoder, StarCoder2",
         Fim(
             prefix="<fim_prefix>",
@@ -55,8 +55,8 @@ KNOWN: Final = (
             ends=("<|endoftext|>", "<fim_pad>", "<file_sep>", "<repo_name>", "<reponame>", "<filename>"),
         ),
     ),
-    Family("CodeLlama", Fim(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",)), begins=True),
-    Family(
+    FimFamily("CodeLlama", Fim(prefix="▁<PRE>", suffix="▁<SUF>", middle="▁<MID>", ends=("▁<EOT>",)), begins=True),
+    FimFamily(
         "DeepSeek-Coder",
         Fim(
             prefix="<｜fim▁begin｜>",
@@ -66,7 +66,7 @@ KNOWN: Final = (
         ),
         begins=True,
     ),
-    Family("Codestral", Fim(prefix="[PREFIX]", suffix="[SUFFIX]", order="spm", ends=("[MIDDLE]",)), begins=True),
+    FimFamily("Codestral", Fim(prefix="[PREFIX]", suffix="[SUFFIX]", order="spm", ends=("[MIDDLE]",)), begins=True),
 )
 """The families that `auto` knows. A tokenizer may have only some of the `ends`: Qwen2.5-Coder and CodeGemma differ in them."""
 

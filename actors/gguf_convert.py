@@ -38,7 +38,7 @@ _RULES: Final = {"default": _PLAIN, "gpt-2": _PLAIN, "gpt2": _PLAIN, "smollm": _
 _WHOLE_WORDS: Final = {"llama3", "llama-v3", "llama-bpe", "tekken"}
 
 
-class Refused(ValueError):
+class ConversionRefused(ValueError):
     """The file can't be converted; the message is for the user."""
 
 
@@ -107,7 +107,7 @@ def read_config(gguf: GGUF) -> dict[str, Any]:
     for key, neutral in _NEUTRAL.items():
         value = gguf.own(key)
         if value is not None and float(value) not in {neutral, 0.0}:
-            raise Refused(f"it has {gguf.architecture}.{key} = {value}, which no family here supports")
+            raise ConversionRefused(f"it has {gguf.architecture}.{key} = {value}, which no family here supports")
     if gguf.architecture == "gpt2":
         config |= {"n_positions": gguf.own("context_length"), "n_inner": gguf.own("feed_forward_length")}
     config["vocab_size"] = gguf.num_embeddings or config["vocab_size"]
@@ -132,7 +132,9 @@ def _scaled_positions(gguf: GGUF, config: dict[str, Any]) -> dict[str, Any] | No
     if kind == "yarn":
         original = int(gguf.own("rope.scaling.original_context_length"))
         return rope | {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original}
-    raise Refused(f"its position scaling {kind!r} is not supported; supported: none, linear, yarn, and Llama 3's")
+    raise ConversionRefused(
+        f"its position scaling {kind!r} is not supported; supported: none, linear, yarn, and Llama 3's"
+    )
 
 
 def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def _llama3(rope: dict[str, Any], factors: Tensor, config: dict[str, Any]) -> di
     count = torch.arange(0, 2 * len(factors), 2, dtype=torch.float32) / (2 * len(factors))
     plain = float(rope["rope_theta"]) ** -count
     if frequencies.shape != factors.shape or not torch.allclose(plain / factors, frequencies, rtol=1e-4):
-        raise Refused("the position factors in rope_freqs.weight are not those of Llama 3.1's rule")
+        raise ConversionRefused("the position factors in rope_freqs.weight are not those of Llama 3.1's rule")
     return scaled
 
 
@@ -158,7 +160,7 @@ def _family(gguf: GGUF, config: dict[str, Any]) -> CausalFamily:
         if family.name == config["model_type"]:
             return family
     known = ", ".join(family.name for family in CAUSAL_FAMILIES)
-    raise Refused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
+    raise ConversionRefused(f"its architecture {gguf.architecture!r} is not supported; supported families: {known}")
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------
@@ -178,7 +180,9 @@ def write_weights(gguf: GGUF, family: CausalFamily, config: dict[str, Any], fold
     if "lm_head.weight" in weights:
         passed_over -= {"output.weight"}
     if passed_over:
-        raise Refused(f"it holds tensors that transformers' reader does not know: {', '.join(sorted(passed_over)[:5])}")
+        raise ConversionRefused(
+            f"it holds tensors that transformers' reader does not know: {', '.join(sorted(passed_over)[:5])}"
+        )
     narrow = {name: narrowed(tensor).contiguous() for name, tensor in weights.items()}
     save_file(narrow, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -23,7 +23,7 @@ IDS = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedHole:
     """One hole's canvas: the prompt, int32, then a HOLE for each token the hole may have; `cut` tokens did not fit."""
 
     canvas: IDS
@@ -36,10 +36,10 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TextPart:
     """One hole's request and its outcome."""
 
-    asked: Asked
+    asked: AskedHole
     outcome: Outcome
 
     @property
@@ -70,10 +70,10 @@ class Infilling:
             return None
         return self.max_length - self.template.num_tokens - max(self.limits)
 
-    def ask(self, fills: Sequence[IDS]) -> Asked:
+    def ask(self, fills: Sequence[IDS]) -> AskedHole:
         """The canvas of the next hole, after those that have `fills`; empty if the row has no holes."""
         if not self.limits:
-            return Asked(np.zeros(0, dtype=np.int32), 0)
+            return AskedHole(np.zeros(0, dtype=np.int32), 0)
         hole = len(fills)
         before = _joined(self.filled(fills)[: 2 * hole + 1])
         after = _joined(self.pieces[hole + 1 :])
@@ -82,7 +82,7 @@ class Infilling:
             before, after = cut(before, after, self.max_length - self.template.num_tokens - self.limits[hole])
         prompt = self.template.prompt(before, after)
         holes = np.full(self.limits[hole], HOLE, dtype=np.int32)
-        return Asked(np.append(prompt, holes), total - len(before) - len(after))
+        return AskedHole(np.append(prompt, holes), total - len(before) - len(after))
 
     def filled(self, fills: Sequence[IDS]) -> list[IDS]:
         """The row's pieces and the fills between them, in order."""
@@ -98,7 +98,7 @@ def cut(before: IDS, after: IDS, room: int) -> tuple[IDS, IDS]:
     return before[len(before) - front :], after[: room - front]
 
 
-def together(parts: Sequence[Part]) -> Outcome:
+def together(parts: Sequence[TextPart]) -> Outcome:
     """One outcome for all holes so far. Counts and times are sums; `batch_rows` and `pad_fraction` are means over forwards.
 
     `finish` is `eos` if every hole ended so, else `length`. If a hole failed, so did the row.

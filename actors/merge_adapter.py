@@ -22,7 +22,7 @@ from decoders.backbones.families.table import find_family
 _ENDS = ("lm_head", "embed_tokens", "wte")
 
 
-class Refused(ValueError):
+class MergeRefused(ValueError):
     """The adapter can't be merged; the message is for the user."""
 
 
@@ -49,16 +49,16 @@ def merged_model(plain: Any, adapter: Path) -> Any:
     config = PeftConfig.from_pretrained(str(adapter))
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning:
-        raise Refused(f"it is of type {kind}, which adds to prompts and can't be merged into weights")
+        raise MergeRefused(f"it is of type {kind}, which adds to prompts and can't be merged into weights")
     try:
         model = PeftModel.from_pretrained(plain, str(adapter))
     except (ValueError, RuntimeError, KeyError) as error:
-        raise Refused(f"it does not fit the model: {' '.join(str(error).split())[:400]}") from error
+        raise MergeRefused(f"it does not fit the model: {' '.join(str(error).split())[:400]}") from error
     if not hasattr(model, "merge_and_unload"):
-        raise Refused(f"it is of type {kind}, which can't be merged into weights")
+        raise MergeRefused(f"it is of type {kind}, which can't be merged into weights")
     touched = {name.split(".")[-1] for name, part in model.named_modules() if hasattr(part, "merge")}
     if plain.config.tie_word_embeddings and touched.intersection(_ENDS):
-        raise Refused("it changes the embeddings or the output layer, which are one tensor in this model")
+        raise MergeRefused("it changes the embeddings or the output layer, which are one tensor in this model")
     _check_names(get_peft_model_state_dict(model, save_embedding_layers=False), adapter)
     return model.merge_and_unload(safe_merge=True)
 
@@ -75,14 +75,14 @@ def _check_names(held: dict[str, Any], adapter: Path) -> None:
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise Refused(f"it {what}: {', '.join(sorted(names)[:3])}{more}")
+            raise MergeRefused(f"it {what}: {', '.join(sorted(names)[:3])}{more}")
 
 
 def _family(base: Path) -> CausalFamily:
     found = find_family(read_config(base), "auto")
     if found.causal not in CAUSAL_FAMILIES:
         names = ", ".join(family.name for family in CAUSAL_FAMILIES)
-        raise Refused(
+        raise MergeRefused(
             f"adapters are supported for models of the families {names}; this model is of family {found.name!r}"
         )
     assert found.causal is not None
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> int:
     base, base_hash, adapter, digest, folder = arguments
     try:
         merge(Path(base), base_hash, Path(adapter), digest, Path(folder))
-    except Refused as error:
+    except MergeRefused as error:
         refuse(f"the adapter in {adapter} can't be merged: {error}")
         return 2
     except (ValueError, TypeError, KeyError, OSError) as error:  # a damaged config or file

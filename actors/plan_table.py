@@ -60,7 +60,7 @@ class PlannedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PlanPart:
     """One file of the unit table: units [first, first + units)."""
 
     name: str
@@ -94,7 +94,7 @@ def part_bytes(units: Iterable[pa.Table]) -> bytes:
 class PlanTable:
     """Reads single units of the plan in `store`; caches a few parts' footers, but no rows."""
 
-    def __init__(self, store: Store, parts: Iterable[Part] | None = None) -> None:
+    def __init__(self, store: Store, parts: Iterable[PlanPart] | None = None) -> None:
         self._store = store
         self._parts = tuple(parts) if parts is not None else read_parts(store)
         self._firsts = [part.first for part in self._parts]
@@ -122,16 +122,16 @@ class PlanTable:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
 
 
-def read_parts(store: Store) -> tuple[Part, ...]:
+def read_parts(store: Store) -> tuple[PlanPart, ...]:
     """Return the parts that `_plan.json` names; NotFound if there is no plan."""
     return parts_of(json.loads(store.get(PLAN)))
 
 
-def parts_of(plan: dict[str, object]) -> tuple[Part, ...]:
+def parts_of(plan: dict[str, object]) -> tuple[PlanPart, ...]:
     """The parts in the content of `_plan.json`."""
     listed = plan["parts"]
     assert isinstance(listed, list)
-    return tuple(Part(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
+    return tuple(PlanPart(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
 
 
 def _rows(table: pa.Table) -> list[PlannedRow]:

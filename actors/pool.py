@@ -24,7 +24,7 @@ from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
 from actors.worker import DecodeWorker, EarlyWorker
 
-__all__ = ["Pool", "Seat", "early_workers"]
+__all__ = ["RayPool", "Seat", "early_workers"]
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
@@ -50,7 +50,7 @@ class Member:
     """Its node and process, once it is up."""
 
 
-class Pool:
+class RayPool:
     """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
     def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker, early: Sequence[Any] = ()) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from actors.canvas import Canvas, finish_row
-from actors.infilling import Part
+from actors.infilling import TextPart
 from actors.stop_text import StopStrings
 from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
@@ -55,7 +55,7 @@ def each_token(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) ->
 
 
 def infilled(
-    task: Infill, canvas: Canvas, parts: Sequence[Part], outcome: Outcome, tokenizer: Tokenizer | None
+    task: Infill, canvas: Canvas, parts: Sequence[TextPart], outcome: Outcome, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
     """The columns of a row whose holes were filled one after another.
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.infilling import Asked, Infilling, Part, together
+from actors.infilling import AskedHole, Infilling, TextPart, together
 from actors.messages import Effort, Tally
 from decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
 from decoders.draws.keys import hole_key
@@ -36,8 +36,8 @@ class Sample:
     outcome: Outcome | None = None
     note: Any = None
     infilling: Infilling | None = None
-    asked: Asked | None = None
-    parts: list[Part] = field(default_factory=list)
+    asked: AskedHole | None = None
+    parts: list[TextPart] = field(default_factory=list)
     queued_at_s: float | None = None
 
     def request(self, handle: int) -> Request:
@@ -55,7 +55,7 @@ class Sample:
         if self.infilling is None or not self.infilling.limits:
             return False
         assert self.asked is not None, "an outcome without a request"
-        self.parts.append(Part(self.asked, outcome))
+        self.parts.append(TextPart(self.asked, outcome))
         self.outcome = together(self.parts)
         if outcome.error_kind is not None or len(self.parts) == len(self.infilling.limits):
             return False

@@ -20,9 +20,9 @@ from decoders.base import ModelInfo, Request
 from decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
-    ModelDrafter,
+    ModelDrafterSettings,
     MultiblockJacobiSettings,
-    NgramDrafter,
+    NgramDrafterSettings,
     SpeculativeSettings,
 )
 from decoders.common_settings import DecoderChoice, Sampling
@@ -33,7 +33,7 @@ from decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"
-_SMALL, _NGRAM = ModelDrafter(kind="model", path="drafter"), NgramDrafter(kind="ngram")
+_SMALL, _NGRAM = ModelDrafterSettings(kind="model", path="drafter"), NgramDrafterSettings(kind="ngram")
 SPECULATIVE: dict[str, SpeculativeSettings] = {
     **{f"speculative, model, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=_SMALL) for k in (3, 5)},
     "speculative, model, k=auto": SpeculativeSettings(kind="speculative", k="auto", drafter=_SMALL),

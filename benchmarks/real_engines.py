@@ -21,7 +21,7 @@ from decoders.backbones.base import TokenBackbone
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone
 from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
@@ -34,8 +34,8 @@ Engine = Callable[[int], Texts]
 
 OURS: dict[str, DecoderChoice] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "n-gram, k = 5": SpeculativeSettings(kind="speculative", k=5, drafter=NgramDrafter(kind="ngram")),
-    "n-gram, k = auto": SpeculativeSettings(kind="speculative", k="auto", drafter=NgramDrafter(kind="ngram")),
+    "n-gram, k = 5": SpeculativeSettings(kind="speculative", k=5, drafter=NgramDrafterSettings(kind="ngram")),
+    "n-gram, k = auto": SpeculativeSettings(kind="speculative", k="auto", drafter=NgramDrafterSettings(kind="ngram")),
 }
 
 

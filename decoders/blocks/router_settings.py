@@ -32,7 +32,7 @@ class MinSpan(Settings):
     span: int = Field(default=1, ge=1, le=2**20)
 
 
-class Score(Settings):
+class ScoreRouter(Settings):
     """Verify where the score (expected accepted tokens less their cost) is at least `tau`."""
 
     kind: Literal["score"]
@@ -68,7 +68,7 @@ class Bandit(Settings):
     entropy_of: Literal["span", "masks"] = "span"
 
 
-Router = Annotated[MinSpan | Score | Hysteresis | Bandit, Field(discriminator="kind")]
+Router = Annotated[MinSpan | ScoreRouter | Hysteresis | Bandit, Field(discriminator="kind")]
 
 
 # ---- estimators: how likely a drafted token is accepted --------------------------------------------------------------
@@ -121,7 +121,7 @@ Estimator = Annotated[Entropy | Margin | LinearMargin | Confidence | Renyi | Har
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
-class Cost(Settings):
+class VerificationCost(Settings):
     """The gain that a verification must reach: `c` tokens (static), or `c` per token revealed without it (dynamic)."""
 
     kind: Literal["static", "dynamic"] = "static"

@@ -26,7 +26,6 @@ from torch import Tensor
 from decoders.blocks.router_settings import (
     Bandit,
     Confidence,
-    Cost,
     Entropy,
     Estimator,
     HardEntropy,
@@ -36,7 +35,8 @@ from decoders.blocks.router_settings import (
     MinSpan,
     Renyi,
     Router,
-    Score,
+    ScoreRouter,
+    VerificationCost,
 )
 from decoders.engine.state import SlotState
 
@@ -115,7 +115,7 @@ class Routing:
     drafted once more where tokens are edited, isn't verified and ends a hysteresis, as in the public code.
     """
 
-    def __init__(self, state: SlotState, router: Router, estimator: Estimator, cost: Cost) -> None:
+    def __init__(self, state: SlotState, router: Router, estimator: Estimator, cost: VerificationCost) -> None:
         self.router, self.estimator, self.cost = router, estimator, cost
         self._on_S = state.column(dtype=torch.bool)
         self._bandit = UpperConfidence(state, router) if isinstance(router, Bandit) else None
@@ -155,7 +155,7 @@ class Routing:
         match self.router:
             case MinSpan(span=span):
                 return signals.span_B >= span
-            case Score(tau=tau):
+            case ScoreRouter(tau=tau):
                 return self.score(signals) >= tau
             case Hysteresis(on=on, off=off):
                 score_B = self.score(signals)

@@ -40,7 +40,7 @@ from decoders.engine.state import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FusedWindow:
     """A round: `num_B` drafts after `decided_B` tokens, all but the last few of which are cached; canvases end at `length_B`.
 
     The masks ahead assume that `guess_B` drafts are accepted.
@@ -107,10 +107,10 @@ class FusedS2d2(BlockSlots):
         self.state.cached_S[window.slots_B] = window.decided_B + counts_B - 1
         self.blocks.done_S[window.slots_B] = self._ended(window.slots_B, counts_B > 0)
 
-    def _window(self, slots_B: Tensor) -> Window:
+    def _window(self, slots_B: Tensor) -> FusedWindow:
         state = self.state
         places_T = torch.arange(self.size + 1, device=state.device)
-        return Window(
+        return FusedWindow(
             slots_B=slots_B,
             decided_B=state.decided_S[slots_B],
             cached_B=state.cached_S[slots_B],
@@ -120,7 +120,7 @@ class FusedS2d2(BlockSlots):
             places_T=places_T,
         )
 
-    def _begin(self, window: Window) -> None:
+    def _begin(self, window: FusedWindow) -> None:
         blocks, slots_B = self.blocks, window.slots_B
         blocks.nfe_SK[slots_B, blocks.phase_S[slots_B]] += 1
         blocks.phase_S[slots_B] = VERIFY
@@ -130,7 +130,7 @@ class FusedS2d2(BlockSlots):
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def _main(self, window: Window) -> Stretch:
+    def _main(self, window: FusedWindow) -> Stretch:
         ends_B = window.decided_B + window.num_B
         offsets_T = torch.arange(max(int((ends_B - window.cached_B).max()), 1), device=ends_B.device)
         positions_BT = window.cached_B.unsqueeze(1) + offsets_T
@@ -143,7 +143,7 @@ class FusedS2d2(BlockSlots):
         valid_BT = positions_BT < ends_B.unsqueeze(1)
         return Stretch(tokens_BT, positions_BT, positions_BT, positions_BT + 1, valid_BT)
 
-    def _ahead(self, window: Window) -> Stretch:
+    def _ahead(self, window: FusedWindow) -> Stretch:
         positions_BT = (window.decided_B + window.guess_B).unsqueeze(1) + window.places_T
         columns_BT = window.positions + 2 * (self.size + 1)
         limits_BT = (window.decided_B + window.guess_B).unsqueeze(1).expand_as(positions_BT)
@@ -151,14 +151,14 @@ class FusedS2d2(BlockSlots):
         masks_BT = torch.full_like(positions_BT, self.mask_id)
         return Stretch(masks_BT, positions_BT, columns_BT, limits_BT, valid_BT, together=True)
 
-    def _copies(self, window: Window) -> Stretch:
+    def _copies(self, window: FusedWindow) -> Stretch:
         positions_BT = window.positions
         columns_BT = positions_BT + self.size + 1
         copied_BT = window.is_asked & (positions_BT < 1) if self.info.shift else window.is_asked
         masks_BT = torch.full_like(positions_BT, self.mask_id)
         return Stretch(masks_BT, positions_BT, columns_BT, positions_BT, copied_BT)
 
-    def _says(self, window: Window, main_BTD: Tensor, copies_BTD: Tensor) -> Tensor:
+    def _says(self, window: FusedWindow, main_BTD: Tensor, copies_BTD: Tensor) -> Tensor:
         """The rows that predict the token of each place, [B, T, D]; junk at places that were not asked for."""
         if not self.info.shift:
             return copies_BTD
@@ -168,7 +168,7 @@ class FusedS2d2(BlockSlots):
 
     # ---- judging -------------------------------------------------------------------------------------------------
 
-    def _judged(self, window: Window, says_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _judged(self, window: FusedWindow, says_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The verified tokens and their log-probabilities, [B, T] each, and how many drafts are accepted, [B]."""
         asked_BT, is_draft_BT = window.is_asked, window.is_draft
         slots_BT = window.slots_B.unsqueeze(1).expand_as(asked_BT)
@@ -219,7 +219,7 @@ class FusedS2d2(BlockSlots):
     # ---- the next drafts -----------------------------------------------------------------------------------------
 
     def _propose(
-        self, window: Window, accepted_B: Tensor, tokens_BT: Tensor, says_BTD: Tensor, ahead_BTD: Tensor
+        self, window: FusedWindow, accepted_B: Tensor, tokens_BT: Tensor, says_BTD: Tensor, ahead_BTD: Tensor
     ) -> None:
         """Take the next round's drafts from this round's predictions."""
         slots_B, size = window.slots_B, self.size

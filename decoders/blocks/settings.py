@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from decoders.base import ModelInfo, ModelKind
-from decoders.blocks.router_settings import Cost, Entropy, Estimator, MinSpan, Router
+from decoders.blocks.router_settings import Entropy, Estimator, MinSpan, Router, VerificationCost
 from decoders.common_settings import DecoderChoice, Sampling
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
@@ -103,7 +103,7 @@ class S2d2Settings(BlockSettings):
     kind: Literal["s2d2"]
     router: Router = MinSpan(kind="min_span")
     estimator: Estimator = Entropy(kind="entropy")
-    cost: Cost = Cost()
+    cost: VerificationCost = VerificationCost()
     temper: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
     causal_draft: bool = False
     paper_compat: bool = False

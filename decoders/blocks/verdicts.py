@@ -39,7 +39,7 @@ class DraftsToJudge:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class SpanVerdict:
     """Which drafts pass; the token to commit if all to the left passed, and its log-probability under the model itself, [R] each.
 
     By ratio, the token that replaces a failed draft is not drawn yet.
@@ -60,28 +60,28 @@ class Judge:
     by_ratio: bool
     temper: float
 
-    def judge(self, drafts: DraftsToJudge) -> Verdict:
+    def judge(self, drafts: DraftsToJudge) -> SpanVerdict:
         """Judge every draft as if all drafts to its left had passed."""
         rule = self._by_ratio if self.by_ratio else self._by_token
         parts = [rule(drafts.part(part)) for part in self.chunks(len(drafts.tokens_R))]
         passed, tokens, log_p = (
             torch.cat([getattr(part, name) for part in parts]) for name in ("passed_R", "tokens_R", "log_p_R")
         )
-        return Verdict(passed, tokens, log_p)
+        return SpanVerdict(passed, tokens, log_p)
 
-    def _by_token(self, drafts: DraftsToJudge) -> Verdict:
+    def _by_token(self, drafts: DraftsToJudge) -> SpanVerdict:
         logits_RV = self.logits(drafts.hidden_RD)
         law_RV = self.draws.law(logits_RV)
         tokens_R = self.draws.draw(law_RV, drafts.slots_R, drafts.positions_R, noise.BONUS)
-        return Verdict(tokens_R == drafts.tokens_R, tokens_R, plain_log_p(logits_RV, tokens_R))
+        return SpanVerdict(tokens_R == drafts.tokens_R, tokens_R, plain_log_p(logits_RV, tokens_R))
 
-    def _by_ratio(self, drafts: DraftsToJudge) -> Verdict:
+    def _by_ratio(self, drafts: DraftsToJudge) -> SpanVerdict:
         logits_RV = self.logits(drafts.hidden_RD)
         p_RV = self._law(logits_RV)
         log_p_R = p_RV.gather(-1, drafts.tokens_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
         ratio_R = (self.temper * (log_p_R - drafts.sure_R.log())).exp()
         passed_R = self.draws.accepting(drafts.slots_R, drafts.positions_R) < ratio_R
-        return Verdict(passed_R, drafts.tokens_R, plain_log_p(logits_RV, drafts.tokens_R))
+        return SpanVerdict(passed_R, drafts.tokens_R, plain_log_p(logits_RV, drafts.tokens_R))
 
     def recover(self, refused: DraftsToJudge, q_hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """Draw replacements for rejected drafts, drafted in the rows `q_hidden_RD`; returns tokens and log-probabilities."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from decoders.backbones.base import CountingBackbone, TokenBackbone
 from decoders.causal.decoder import rows_between
-from decoders.causal.settings import NgramDrafter
+from decoders.causal.settings import NgramDrafterSettings
 from decoders.engine.cost import CostTable
 from decoders.engine.memory import give
 from decoders.engine.state import Group, SlotState
@@ -180,7 +180,7 @@ class PromptLookup:
     on.
     """
 
-    def __init__(self, state: SlotState, settings: NgramDrafter) -> None:
+    def __init__(self, state: SlotState, settings: NgramDrafterSettings) -> None:
         self._state, self._max_n, self._min_n = state, settings.max_n, settings.min_n
 
     @property

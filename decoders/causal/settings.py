@@ -31,13 +31,13 @@ class DrafterPlace(Settings):
     revision: str | None = None
 
 
-class ModelDrafter(DrafterPlace):
+class ModelDrafterSettings(DrafterPlace):
     """A smaller causal model with the same vocabulary drafts."""
 
     kind: Literal["model"]
 
 
-class NgramDrafter(Settings):
+class NgramDrafterSettings(Settings):
     """Prompt look-up: drafts the tokens after the last occurrence of the last `max_n` (down to `min_n`) tokens."""
 
     kind: Literal["ngram"]
@@ -45,7 +45,7 @@ class NgramDrafter(Settings):
     min_n: int = Field(default=1, ge=1, le=16)
 
     @model_validator(mode="after")
-    def _ordered(self) -> NgramDrafter:
+    def _ordered(self) -> NgramDrafterSettings:
         if self.min_n > self.max_n:
             raise ValueError(f"decoder.drafter.min_n: {self.min_n} is above max_n = {self.max_n}; allowed: 1 .. max_n")
         return self
@@ -59,7 +59,9 @@ class SpeculativeSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
-    drafter: Annotated[ModelDrafter | NgramDrafter, Field(discriminator="kind")] = NgramDrafter(kind="ngram")
+    drafter: Annotated[ModelDrafterSettings | NgramDrafterSettings, Field(discriminator="kind")] = NgramDrafterSettings(
+        kind="ngram"
+    )
 
     @property
     def runs(self) -> str:

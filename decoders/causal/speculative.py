@@ -26,7 +26,7 @@ from decoders.backbones.base import TokenBackbone
 from decoders.base import ModelInfo, Outcome, Request
 from decoders.causal.decoder import CausalDecoder
 from decoders.causal.drafters import CausalDrafter, ModelDrafter, PromptLookup
-from decoders.causal.settings import NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
 from decoders.engine.acceptance import Window
 from decoders.engine.budget import MOST_AUTO, DraftBudget
 from decoders.engine.cost import CostTable
@@ -140,7 +140,7 @@ class Speculative(DraftAndVerify):
 
     def __init__(self, setup: Setup, settings: SpeculativeSettings) -> None:
         super().__init__(setup, settings.k)
-        costs = None if isinstance(settings.drafter, NgramDrafter) else CostTable()
+        costs = None if isinstance(settings.drafter, NgramDrafterSettings) else CostTable()
         self.drafter = self._make_drafter(settings, setup.drafter, setup.drafter_info, costs)
         if settings.k == "auto":
             self.budget = DraftBudget(self.state, self.k, drafter=costs)
@@ -152,7 +152,7 @@ class Speculative(DraftAndVerify):
         info: ModelInfo | None,
         costs: CostTable | None,
     ) -> CausalDrafter:
-        if isinstance(settings.drafter, NgramDrafter):
+        if isinstance(settings.drafter, NgramDrafterSettings):
             return PromptLookup(self.state, settings.drafter)
         assert backbone is not None, "decoder.drafter names a model, but none was loaded"
         return ModelDrafter(

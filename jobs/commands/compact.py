@@ -158,7 +158,7 @@ def sweep(store: Store, manifest: CompactManifest, lease: Lease) -> None:
 
 
 @dataclass(slots=True)
-class Part:
+class FilePart:
     """A complete file that was read back, and its counts."""
 
     data: bytes
@@ -179,7 +179,7 @@ class Parts:
     _largest: int = 0
     _statuses: Counter[str] = field(default_factory=Counter)
 
-    def of(self, tables: Iterable[pa.Table]) -> Iterator[Part]:
+    def of(self, tables: Iterable[pa.Table]) -> Iterator[FilePart]:
         """Yield the files, one at a time."""
         for group in _groups(tables, min(GROUP_BYTES, self.file_bytes)):
             self._write(group)
@@ -199,13 +199,13 @@ class Parts:
         self._rows += group.num_rows
         self._statuses.update(group["status"].to_pylist())
 
-    def _closed(self) -> Part:
+    def _closed(self) -> FilePart:
         self._writer.close()
         self._writer = None
         data = bytes(self._sink.getvalue().to_pybytes())
         again = sum(group.num_rows for group in parquet_groups(data))  # checks every page's checksum
         assert again == self._rows, "rows were lost in writing"
-        return Part(data, self._rows, self._statuses)
+        return FilePart(data, self._rows, self._statuses)
 
 
 def _groups(tables: Iterable[pa.Table], group_bytes: int) -> Iterator[pa.Table]:

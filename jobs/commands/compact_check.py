@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from jobs.commands.compact import FOLDER, MANIFEST, CompactFile, CompactManifest, described, read_compact, source_of
-from jobs.finished.passes import Pass, Rows, latest_rows
+from jobs.finished.passes import Pass, PassRows, latest_rows
 from storage.errors import StoreError
 from storage.parquet import parquet_groups, parquet_metadata
 from storage.runs.records import schema_of
@@ -53,7 +53,7 @@ def _file_problems(store: Store, passes: Sequence[Pass], manifest: CompactManife
 
 def _row_problems(store: Store, manifest: CompactManifest, passes: Sequence[Pass]) -> Iterator[str]:
     groups = (group for file in manifest.files for group in parquet_groups(store.get(file.object)))
-    compacted, row = Rows(group.replace_schema_metadata(None) for group in groups), 0
+    compacted, row = PassRows(group.replace_schema_metadata(None) for group in groups), 0
     for expected in latest_rows(passes):
         found = compacted.take(expected.num_rows)
         if found is None or not _same(found, expected):

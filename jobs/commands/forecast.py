@@ -27,7 +27,7 @@ BATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TrialSample:
     """The first rows of the input as the planner sees them; `total` is the number of all rows, `exact` or estimated."""
 
     table: pa.Table
@@ -131,7 +131,7 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
-def size_lines(prepared: Prepared, sample: Sample) -> Iterator[str]:
+def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
     scale = sample.total / len(lengths)
@@ -159,7 +159,7 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
     return auto_unit_rows(min(rows, spec.batching.window))
 
 
-def trial_lines(prepared: Prepared, sample: Sample, trial: Trial) -> Iterator[str]:
+def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterator[str]:
     """Memory and time, measured and extrapolated."""
     yield f"exact     {exactness(trial.exact)}"
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"

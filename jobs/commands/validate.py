@@ -27,7 +27,7 @@ from actors.rows import row_id, row_key
 from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
-from jobs.commands.forecast import Made, Sample, Trial, canvas_lines, header, size_lines, trial_lines
+from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
 from jobs.driving.crew import fitting_threads
 from jobs.plan.plan import lacks_a_column, make_maker, no_column
 from jobs.plan.prepare import Prepared, prepare
@@ -73,7 +73,7 @@ def validate(spec: JobSpec) -> int:
     return OK
 
 
-def take_sample(prepared: Prepared) -> Sample:
+def take_sample(prepared: Prepared) -> TrialSample:
     """Survey the first rows; UserError if there are none, or none has the columns."""
     spec, inputs = prepared.spec, prepared.inputs
     limit = min(SAMPLE_ROWS, spec.input.limit or SAMPLE_ROWS)
@@ -86,7 +86,7 @@ def take_sample(prepared: Prepared) -> Sample:
         raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
     total = table.num_rows if exact else estimated_rows(inputs, table)
-    return Sample(table, total if spec.input.limit is None else min(total, spec.input.limit), exact)
+    return TrialSample(table, total if spec.input.limit is None else min(total, spec.input.limit), exact)
 
 
 def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:

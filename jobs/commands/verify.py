@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from jobs.codes import OK, UNEXPECTED
 from jobs.commands.compact_check import check_compact
-from jobs.finished.passes import Pass, Rows, failed_rows, finished, passes_of
+from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from jobs.plan.plan import Plan
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_metadata, read_parquet
@@ -100,7 +100,7 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
 
 
 def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
-    left, planned = Rows(failed_rows(before)), Rows(after.plan.tables(["id"]))
+    left, planned = PassRows(failed_rows(before)), PassRows(after.plan.tables(["id"]))
     try:
         while (table := left.take(ROWS_AT_ONCE)) is not None:
             other = planned.take(table.num_rows)

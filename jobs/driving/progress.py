@@ -40,7 +40,7 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     stream = stream or sys.stderr
     if quiet:
         return Silence()
-    return LiveLine(stream) if stream.isatty() else Lines(stream)
+    return LiveLine(stream) if stream.isatty() else LineDisplay(stream)
 
 
 class Silence(Unnoted):
@@ -56,7 +56,7 @@ class Silence(Unnoted):
         """See Display."""
 
 
-class Lines(Silence):
+class LineDisplay(Silence):
     """One line every `every_s` seconds, for logs."""
 
     def __init__(

@@ -25,7 +25,7 @@ BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
 
 
-class Pool(Workers, Protocol):
+class WorkerPool(Workers, Protocol):
     """What a run needs of a pool: what the driver uses, and `close`."""
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Site(Protocol):
         """How many workers fit, and the resources of each; UserError if none fits."""
         ...
 
-    def pool(self, job: Job, seat: Seat) -> Pool:
+    def pool(self, job: Job, seat: Seat) -> WorkerPool:
         """A pool that has no workers yet; the site must be open."""
         ...
 
@@ -82,7 +82,7 @@ class LocalSite:
         """See Site; the worker has the whole machine."""
         return 1, Seat(cpus=1.0, gpus=0.0, threads=len(os.sched_getaffinity(0)))
 
-    def pool(self, job: Job, seat: Seat) -> Pool:
+    def pool(self, job: Job, seat: Seat) -> WorkerPool:
         """See Site."""
         from actors.local_pool import LocalPool
 
@@ -136,9 +136,10 @@ class RaySite:
         self._wait()
         return self._seats(spec, cluster_size(), units=units)
 
-    def pool(self, job: Job, seat: Seat) -> Pool:
+    def pool(self, job: Job, seat: Seat) -> WorkerPool:
         """See Site."""
-        from actors.pool import Pool as RayPool
+
+        from actors.pool import RayPool
 
         early = [] if self._start is None else self._start.take_workers(seat)
         return RayPool(job, seat, early=early)

@@ -39,7 +39,7 @@ class Pass:
     manifest: Manifest | None
 
 
-class Rows:
+class PassRows:
     """The rows of many tables as one stream; `take` returns any number of them."""
 
     def __init__(self, tables: Iterable[pa.Table]) -> None:
@@ -131,7 +131,7 @@ def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
 
 def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """The rows of `before`, with the failed ones replaced by the rows of `after`, in order."""
-    later = Rows(after)
+    later = PassRows(after)
     for table in before:
         places = np.flatnonzero(pc.equal(table["status"], "failed").to_numpy())
         yield _replaced(table, places, later.take(len(places))) if len(places) else table

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, Part, epoch_of, part_bytes, part_name
+from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, PlanPart, epoch_of, part_bytes, part_name
 from jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, cut, longest_first, window_rows
 from storage.failpoints import failpoint
 from storage.stores.verbs import Store
@@ -60,7 +60,7 @@ class PlanWriter:
     def __init__(
         self, store: Store, *, window: int, unit_rows: int | None = None, keep_order: bool = False, epoch: int = 0
     ) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[PlanPart] = []
         self.totals = PlanTotals()
         self.sums = UnitSums()
         self.unit_rows = unit_rows
@@ -145,5 +145,5 @@ class PlanWriter:
         failpoint("plan.before_part")
         self._store.put(name, part_bytes(window.slice(start, end - start) for window, start, end in self._units))
         rows = sum(end - start for _, start, end in self._units)
-        self.parts.append(Part(name, len(self.sums.rows) - units, units, rows))
+        self.parts.append(PlanPart(name, len(self.sums.rows) - units, units, rows))
         self._units = []

@@ -48,7 +48,7 @@ from jobs.schedule.events import (
     WorkerUp,
 )
 from jobs.schedule.staffing import Staffing
-from jobs.schedule.unit_leases import COPIES, Ledger, Limits, Unit, UnitLease, Worker
+from jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
 from jobs.schedule.waiting import UnitSize
 
 DEFAULT = Limits()
@@ -61,7 +61,7 @@ class Scheduler:
         assert workers > 0
         self.limits = limits
         self.staffing = Staffing(limits, workers)
-        self.books = Ledger(units, pass_, workers)
+        self.books = UnitLedger(units, pass_, workers)
         self.now_s = 0.0
         self.draining = False
         self.finished: Finish | None = None

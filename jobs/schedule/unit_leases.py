@@ -103,7 +103,7 @@ class Worker:
         return lease == self.leases[0] or lease in self.spent
 
 
-class Ledger:
+class UnitLedger:
     """Every unit is in exactly one state: waiting, delicate, leased, resting, or done.
 
     `delicate` holds the units to lease that must run alone on their worker. `touched` has the history of every unit that

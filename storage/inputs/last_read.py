@@ -20,7 +20,7 @@ Batches = Iterator[pa.RecordBatch]
 
 
 @dataclass(slots=True)
-class Stretch:
+class LastRead:
     """A table that is read from its front: its last batches, each with its first row, and the iterator of the next ones."""
 
     ahead: Batches
@@ -55,7 +55,7 @@ class Stretches:
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
-        self._stretches: OrderedDict[Hashable, Stretch] = OrderedDict()
+        self._stretches: OrderedDict[Hashable, LastRead] = OrderedDict()
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +73,7 @@ class Stretches:
             return
         stretch = self._stretches.pop(table, None)
         if stretch is None or rows[0] < stretch.start:
-            stretch = Stretch(open_())
+            stretch = LastRead(open_())
         for start, batch in list(stretch.kept):
             yield from _inside(batch, start, rows)
         while rows[-1] >= stretch.end and stretch.advance():
@@ -81,7 +81,7 @@ class Stretches:
             self._make_room(stretch)
         self._stretches[table] = stretch
 
-    def _make_room(self, current: Stretch) -> None:
+    def _make_room(self, current: LastRead) -> None:
         """Drop the least recently used stretches, then the front of the one that is being read."""
         total = current.num_bytes + self.num_bytes
         while total > self._kept_bytes and self._stretches:

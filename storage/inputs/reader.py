@@ -25,7 +25,7 @@ from storage.inputs.rows import Row, default_id, failed
 from storage.inputs.sources import blocks_at, open_bytes, open_stream
 from storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
 from storage.inputs.tables import pick_table_rows, table_rows, table_schema
-from storage.stores.blocks import BLOCK_BYTES, Block, ahead
+from storage.stores.object_parts import BLOCK_BYTES, Block, ahead
 from storage.stores.verbs import S3Options
 
 __all__ = [

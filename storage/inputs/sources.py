@@ -18,7 +18,7 @@ from storage.errors import StoreError, UserError
 from storage.inputs.input_file import FIELD, InputFile
 from storage.inputs.inputs import local_path
 from storage.inputs.rows import damaged
-from storage.stores.blocks import BLOCK_BYTES, BLOCKS, Block
+from storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
 from storage.stores.store import open_store
 from storage.stores.verbs import NotFound, S3Options, Store
 
@@ -94,7 +94,7 @@ def _bomb(file: InputFile, unpacked: int, packed: int) -> UserError:
 
 
 class RangeFile(io.RawIOBase):
-    """An object of a store as a seekable file; its blocks are shared with others (storage/stores/blocks.py).
+    """An object of a store as a seekable file; its blocks are shared with others (storage/stores/object_parts.py).
 
     When blocks are read one after the other the next ones are fetched ahead. A Parquet file is read at several places at once,
     one for each column.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from actors import made_folders
 from actors.adapters import check_files
-from actors.merge_adapter import Refused, merge
+from actors.merge_adapter import MergeRefused, merge
 from actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
 from decoders.base import ModelInfo
 from jobs.plan.fingerprint import Hashes, results_key
@@ -77,7 +77,7 @@ def test_a_merged_model_computes_what_peft_computes(tmp_path: Path, name: str, s
 
 
 def refused(tmp_path: Path, adapter: str = "adapter", base: str = "base") -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(MergeRefused) as caught:
         merged(tmp_path, base, adapter)
     return str(caught.value)
 

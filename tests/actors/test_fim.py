@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Core
 from actors.canvas import Canvas
 from actors.fim import template_of
 from actors.fim_maker import FimMaker
-from actors.infilling import Infilling, Part, cut, together
+from actors.infilling import Infilling, TextPart, cut, together
 from actors.makers import maker_for
 from actors.task import Columns, Fim, Infill
 from actors.text import Tokenizer
@@ -283,8 +283,8 @@ def test_each_side_has_half_of_the_room_and_what_the_other_leaves(
 
 def test_the_counts_of_all_holes_add_up() -> None:
     row = row_of()
-    first = Part(row.ask([]), fill([7, 2], finish="eos", nfe=2, accept_hist=[0, 2], batch_rows=4.0, logprob=-1.5))
-    second = Part(row.ask([ids(7)]), fill([8, 9, 9], nfe=6, accept_hist=[1, 0, 2], batch_rows=8.0, logprob=-2.0))
+    first = TextPart(row.ask([]), fill([7, 2], finish="eos", nfe=2, accept_hist=[0, 2], batch_rows=4.0, logprob=-1.5))
+    second = TextPart(row.ask([ids(7)]), fill([8, 9, 9], nfe=6, accept_hist=[1, 0, 2], batch_rows=8.0, logprob=-2.0))
     whole = together([first, second])
     assert whole.tokens.tolist() == [7, 2, 8, 9, 9] and whole.finish == "length" and whole.logprob == -3.5
     assert (whole.nfe, whole.accept_hist, whole.batch_rows) == (8, [1, 2, 2], 7.0)
@@ -296,8 +296,8 @@ def test_scores_and_steps_of_all_holes_follow_one_another() -> None:
     row = row_of()
     scored = [np.array(scores, dtype=np.float32) for scores in ([-1, -2], [-3])]
     steps = [TraceStep(0, 1, [], [7], [6]), TraceStep(1, 2, [], [2], [7])]
-    first = Part(row.ask([]), fill([7, 2], finish="eos", nfe=2, token_logprobs=scored[0], trace=steps))
-    second = Part(row.ask([ids(7)]), fill([8], nfe=1, token_logprobs=scored[1], trace=steps[:1]))
+    first = TextPart(row.ask([]), fill([7, 2], finish="eos", nfe=2, token_logprobs=scored[0], trace=steps))
+    second = TextPart(row.ask([ids(7)]), fill([8], nfe=1, token_logprobs=scored[1], trace=steps[:1]))
     whole = together([first, second])
     assert whole.token_logprobs is not None and whole.token_logprobs.tolist() == [-1, -2, -3]
     assert [(step.iteration, step.nfe) for step in whole.trace or ()] == [(0, 1), (1, 2), (2, 3)]
@@ -305,7 +305,7 @@ def test_scores_and_steps_of_all_holes_follow_one_another() -> None:
 
 def test_a_row_fails_with_its_hole() -> None:
     row = row_of()
-    first = Part(row.ask([]), fill([7], nfe=1))
-    second = Part(row.ask([ids(7)]), fill([], nfe=2, error_kind="nan_logits", error="not finite"))
+    first = TextPart(row.ask([]), fill([7], nfe=1))
+    second = TextPart(row.ask([ids(7)]), fill([], nfe=2, error_kind="nan_logits", error="not finite"))
     whole = together([first, second])
     assert (whole.error_kind, whole.tokens.tolist(), whole.nfe) == ("nan_logits", [], 3)

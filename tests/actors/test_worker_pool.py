@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from actors.messages import Died, PoolNews, Receipt, Reported, Up
-from actors.pool import Pool, Seat, is_running
+from actors.pool import RayPool, Seat, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.ray
 
 @pytest.fixture
 def pool(ray_session: ModuleType) -> Any:
-    pool = Pool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker)  # type: ignore[arg-type]
+    pool = RayPool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker)  # type: ignore[arg-type]
     yield pool
     pool.close()
 
 
-def until(pool: Pool, wanted: type) -> list[PoolNews]:
+def until(pool: RayPool, wanted: type) -> list[PoolNews]:
     """Poll until news of this kind has come."""
     news: list[PoolNews] = []
     for _ in range(200):
@@ -34,7 +34,7 @@ def until(pool: Pool, wanted: type) -> list[PoolNews]:
     raise AssertionError(f"nothing came but {news}")
 
 
-def receipts(pool: Pool, count: int) -> list[int]:
+def receipts(pool: RayPool, count: int) -> list[int]:
     units: list[int] = []
     for _ in range(200):
         for item in pool.poll(0.2):
@@ -45,7 +45,7 @@ def receipts(pool: Pool, count: int) -> list[int]:
     raise AssertionError(f"only {units}")
 
 
-def test_a_worker_comes_up_takes_units_and_reports_each(pool: Pool):
+def test_a_worker_comes_up_takes_units_and_reports_each(pool: RayPool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up) and up.pid != os.getpid()
@@ -54,7 +54,7 @@ def test_a_worker_comes_up_takes_units_and_reports_each(pool: Pool):
     assert sorted(receipts(pool, 2)) == [0, 1]
 
 
-def test_a_killed_worker_is_reported_dead_in_one_line(pool: Pool):
+def test_a_killed_worker_is_reported_dead_in_one_line(pool: RayPool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up)
@@ -66,7 +66,7 @@ def test_a_killed_worker_is_reported_dead_in_one_line(pool: Pool):
     assert isinstance(died, Died) and died.worker == "w0" and "\n" not in died.reason and not died.idle
 
 
-def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool: Pool):
+def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_unit(pool: RayPool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up)
@@ -79,7 +79,7 @@ def test_the_death_of_a_worker_that_had_nothing_to_do_is_no_fault_of_its_next_un
     assert isinstance(died, Died) and died.worker == "w0" and died.idle
 
 
-def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: Pool):
+def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: RayPool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(0, 2))
@@ -89,7 +89,7 @@ def test_a_unit_that_is_revoked_before_it_was_sent_never_runs(pool: Pool):
     assert not any(item.report.news for _ in range(3) for item in pool.poll(0.2) if isinstance(item, Reported))
 
 
-def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: Pool):
+def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: RayPool):
     for name in ("w0", "w1"):
         pool.start(name)
     ups = 0
@@ -101,7 +101,7 @@ def test_a_worker_that_dies_of_its_unit_is_reported_and_others_go_on(pool: Pool)
     assert [item.worker for item in news if isinstance(item, Died)] == ["w0"]
 
 
-def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: Pool):
+def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: RayPool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(LOSES_DEVICE, 1))
@@ -109,13 +109,13 @@ def test_a_worker_whose_device_is_lost_ends_and_is_reported_as_that(pool: Pool):
     assert isinstance(died, Died) and died.device and not died.idle and "illegal memory access" in died.reason
 
 
-def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool: Pool):
+def test_a_worker_that_cannot_be_built_is_reported_dead_with_the_reason(pool: RayPool):
     pool.start("w9")
     (died,) = until(pool, Died)
     assert isinstance(died, Died) and "the model is not there" in died.reason
 
 
-def test_a_revoked_unit_makes_room_for_the_next(pool: Pool):
+def test_a_revoked_unit_makes_room_for_the_next(pool: RayPool):
     pool.start("w0")
     until(pool, Up)
     pool.assign("w0", work(ENDLESS, 1))
@@ -127,7 +127,7 @@ def test_a_revoked_unit_makes_room_for_the_next(pool: Pool):
     assert all(isinstance(item, Reported) and not item.report.news for item in late)
 
 
-def test_a_closed_pool_has_no_process_left(pool: Pool):
+def test_a_closed_pool_has_no_process_left(pool: RayPool):
     pool.start("w0")
     (up,) = until(pool, Up)
     assert isinstance(up, Up) and is_running(up.node, up.pid)

@@ -19,9 +19,9 @@ from decoders.base import Request
 from decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
-    ModelDrafter,
+    ModelDrafterSettings,
     MultiblockJacobiSettings,
-    NgramDrafter,
+    NgramDrafterSettings,
     SpeculativeSettings,
 )
 from decoders.common_settings import Sampling
@@ -32,7 +32,7 @@ from tests.decoders.support import decode, pairwise, texts
 BUILTIN = Path(decoders.builtin.__path__[0])
 TARGET, DRAFTER = BUILTIN / "ar-tiny", BUILTIN / "ar-micro"
 AR = AutoregressiveSettings(kind="autoregressive")
-MODEL, NGRAM = ModelDrafter(kind="model", path="builtin:ar-micro"), NgramDrafter(kind="ngram")
+MODEL, NGRAM = ModelDrafterSettings(kind="model", path="builtin:ar-micro"), NgramDrafterSettings(kind="ngram")
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},

@@ -16,7 +16,7 @@ import torch
 
 from actors.clerk import RowClerk
 from actors.job import Job
-from actors.pool import Pool
+from actors.pool import RayPool
 from actors.runner import UnitRunner
 from actors.worker import Turns, build_runner
 from decoders.base import Request
@@ -128,7 +128,7 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     rows = write_poison(tmp_path / "rows.jsonl", fate, rows=8)
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 0.5})
-    monkeypatch.setattr("actors.pool.Pool", partial(Pool, worker_class=DeadlyWorker))
+    monkeypatch.setattr("actors.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
     limits = Limits(deaths=1, lease_s=3.0 if fate == ENDLESS else 600.0)  # fewer workers have to die
     monkeypatch.setattr(jobs_run, "limits_of", lambda spec: limits)
     assert main(["run", str(spec), "--quiet"]) == 0

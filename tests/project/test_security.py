@@ -20,7 +20,7 @@ from actors.prompts import PromptMaker
 from actors.task import Columns, Complete
 from actors.text import load_tokenizer
 from jobs.cli import main
-from jobs.driving.progress import Lines
+from jobs.driving.progress import LineDisplay
 from jobs.spec.job_spec import check_spec
 from storage.errors import RowError, UserError
 from storage.inputs import sources
@@ -159,7 +159,7 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
 
     monkeypatch.setattr("jobs.commands.catalog.print_catalog", careless)
     assert main(["models"]) == 1
-    Lines(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
+    LineDisplay(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
     said = capsys.readouterr().err
     assert "denied" in said and "worker died" in said
     assert not leaks(said) and all(line.isprintable() for line in said.splitlines())

@@ -15,7 +15,7 @@ from jobs.commands import rerun as jobs_rerun
 from jobs.commands import run as jobs_run
 from jobs.driving.crew import crew
 from jobs.driving.progress import Display
-from jobs.driving.site import LocalSite, Pool
+from jobs.driving.site import LocalSite, WorkerPool
 from jobs.plan.prepare import Prepared
 from jobs.spec.job_spec import JobSpec
 
@@ -41,7 +41,7 @@ class SiteHere(LocalSite):
         count, seat = crew(spec.workers, num_cpus=self._workers, num_gpus=0, units=units, device=spec.model.device)
         return count, Seat(seat.cpus, seat.gpus, threads=1)
 
-    def pool(self, job: Job, seat: Seat) -> Pool:
+    def pool(self, job: Job, seat: Seat) -> WorkerPool:
         """See Site."""
         return LocalPool(job, seat, build=partial(self._build))
 

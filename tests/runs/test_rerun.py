@@ -13,7 +13,7 @@ import pytest
 
 from actors.clerk import RowClerk
 from jobs.cli import main
-from jobs.finished.passes import Pass, Rows, latest_rows, passes_of
+from jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
 from storage.errors import RowError, StoreError
 from storage.runs.commit import SUCCESS
 from storage.runs.records import TIMING_COLUMNS
@@ -191,7 +191,7 @@ def test_rows_are_taken_in_any_portions() -> None:
 
     tables = [pa.table({"n": list(range(start, start + 3))}) for start in range(0, 12, 3)] + [pa.table({"n": [12]})]
     for portion in range(1, 15):
-        rows, found = Rows(tables), []
+        rows, found = PassRows(tables), []
         while (table := rows.take(portion)) is not None:
             found.append(table["n"].to_pylist())
         assert [number for part in found for number in part] == list(range(13))

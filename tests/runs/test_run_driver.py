@@ -13,7 +13,7 @@ from actors.runner import UnitRunner
 from actors.samples import Sample, tally_of
 from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.driver import TOO_MANY, Driver, StopFlag
-from jobs.driving.progress import Lines
+from jobs.driving.progress import LineDisplay
 from jobs.driving.totals import Totals
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
@@ -121,7 +121,7 @@ def driver(
     return Driver(
         scheduler=Scheduler(left, workers=workers, limits=Limits(rest_s=0.0)),
         pool=FakePool(lambda: StoreClerk(store, units, poison, conditional)),
-        display=Lines(io.StringIO()),
+        display=LineDisplay(io.StringIO()),
         totals=Totals(units=units, rows=units * ROWS, units_before=len(done), rows_before=len(done) * ROWS),
         log=AttemptsLog(store, 1),
         stop=StopFlag(),

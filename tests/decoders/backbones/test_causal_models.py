@@ -19,9 +19,9 @@ from decoders.base import Request
 from decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
-    ModelDrafter,
+    ModelDrafterSettings,
     MultiblockJacobiSettings,
-    NgramDrafter,
+    NgramDrafterSettings,
     SpeculativeSettings,
 )
 from decoders.common_settings import Sampling
@@ -148,8 +148,8 @@ def zoo(tmp_path_factory):
 
 def speculative(k, drafter, max_n, **_):
     if drafter == "ngram":
-        return SpeculativeSettings(kind="speculative", k=k, drafter=NgramDrafter(kind="ngram", max_n=max_n))
-    return SpeculativeSettings(kind="speculative", k=k, drafter=ModelDrafter(kind="model", path=drafter))
+        return SpeculativeSettings(kind="speculative", k=k, drafter=NgramDrafterSettings(kind="ngram", max_n=max_n))
+    return SpeculativeSettings(kind="speculative", k=k, drafter=ModelDrafterSettings(kind="model", path=drafter))
 
 
 def jacobi(block_size, window, **_):

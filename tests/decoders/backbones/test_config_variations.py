@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from decoders.backbones.load import inspect_model, stop_ids
 from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, NgramDrafterSettings, SpeculativeSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
@@ -62,7 +62,7 @@ VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 SETTINGS = (
     AutoregressiveSettings(kind="autoregressive"),
-    SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=3)),
+    SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=3)),
     JacobiSettings(kind="jacobi", block_size=8),
 )
 

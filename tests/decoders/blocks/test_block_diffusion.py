@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.blocks.router_settings import Hysteresis, Score
+from decoders.blocks.router_settings import Hysteresis, ScoreRouter
 from decoders.blocks.schedules import choose, share
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
@@ -139,7 +139,7 @@ FUSED: dict[str, Any] = {
     "one": BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True),
     "blocks": BlockDiffusionSettings(kind="block_diffusion", block_size=2, tau=0.5),
     "parts": BlockDiffusionSettings(kind="block_diffusion", block_size=4, sub_block=2),
-    "routed": S2d2Settings(kind="s2d2", block_size=2, router=Score(kind="score", tau=0.4)),
+    "routed": S2d2Settings(kind="s2d2", block_size=2, router=ScoreRouter(kind="score", tau=0.4)),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from decoders.backbones.base import TokenRows
-from decoders.blocks.router_settings import Score
+from decoders.blocks.router_settings import ScoreRouter
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
@@ -139,7 +139,7 @@ def test_a_networks_samples_do_not_depend_on_their_batch(golden, folder, more):
     """To the bit: confidences, routes, edits and ratios included."""
     info, backbone = loaded(golden / folder)
     requests = prompts([(1, 14), (4, 20), (7, 18), (0, 9), (11, 26), (8, 17), (16, 21), (3, 4)] * 2, vocab_size=90)
-    settings = S2d2Settings(kind="s2d2", block_size=8, router=Score(kind="score", tau=-0.2), tau=0.6, **more)
+    settings = S2d2Settings(kind="s2d2", block_size=8, router=ScoreRouter(kind="score", tau=-0.2), tau=0.6, **more)
     found = []
     for rows in (1, 3, 16):
         backbone.forget()

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
-from decoders.blocks.router_settings import Cost, Estimator, Router
+from decoders.blocks.router_settings import Estimator, Router, VerificationCost
 from decoders.blocks.routers import Routing, expected_accepted, survival
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
@@ -57,7 +57,7 @@ def routing_of(options):
     }[options["do_verify_policy"]]()
     estimator = estimator_of(options.get("token_acceptance_estimator", "soft_entropy_negexp"), options)
     kind = options.get("do_verify_score_type", "difference_static").removeprefix("difference_")
-    cost = Cost.model_validate({"kind": kind, "c": options.get("score_penalty_coef", 1.0)})
+    cost = VerificationCost.model_validate({"kind": kind, "c": options.get("score_penalty_coef", 1.0)})
     state = SlotState(1, torch.device("cpu"), max_commit=1)
     return Routing(state, ROUTERS.validate_python(router), estimator, cost)
 

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
-from decoders.blocks.router_settings import Bandit, Cost, Entropy, Estimator, MinSpan, Router
+from decoders.blocks.router_settings import Bandit, Entropy, Estimator, MinSpan, Router, VerificationCost
 from decoders.blocks.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
 from decoders.blocks.settings import S2d2Settings
 from decoders.common_settings import Sampling
@@ -17,7 +17,7 @@ from decoders.engine.state import SlotState
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
-STATIC = Cost(kind="static", c=1.0)
+STATIC = VerificationCost(kind="static", c=1.0)
 # Probabilities 1/2, 1/4, 1/8, 1/8: 1.75 of 2 bits.
 LAW = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 ONE_HOT = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64).log()
@@ -112,9 +112,9 @@ def test_a_span_is_verified_from_its_minimum_on():
 @pytest.mark.parametrize(
     ("cost", "scores", "verified"),
     [
-        (Cost(kind="static", c=1.5), [0.5, 0.75, 0.0], [True, True, False]),
-        (Cost(kind="dynamic", c=0.5), [2.0, 0.25, 0.5], [True, False, True]),
-        (Cost(kind="static", c=0.0), [2.0, 2.25, 1.5], [True, True, True]),
+        (VerificationCost(kind="static", c=1.5), [0.5, 0.75, 0.0], [True, True, False]),
+        (VerificationCost(kind="dynamic", c=0.5), [2.0, 0.25, 0.5], [True, False, True]),
+        (VerificationCost(kind="static", c=0.0), [2.0, 2.25, 1.5], [True, True, True]),
     ],
 )
 def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, verified):
@@ -125,7 +125,7 @@ def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, ve
 
 
 def test_hysteresis_begins_above_one_threshold_and_ends_below_the_other():
-    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": 0.25}, cost=Cost(kind="static", c=0.0))
+    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": 0.25}, cost=VerificationCost(kind="static", c=0.0))
     taken = [(1.0, False), (1.25, True), (0.25, True), (0.5, True), (0.125, False), (0.5, False), (1.5, True)]
     for score, verified in taken:
         assert decisions(routing, [0], expected=(score,)) == [verified]

@@ -10,7 +10,12 @@ import torch
 
 from decoders.base import Request
 from decoders.causal.drafters import last_match
-from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    ModelDrafterSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
@@ -26,8 +31,8 @@ from tests.decoders.support import decode, random_lengths, run_all, texts, token
 VOCAB, LENGTH = 3, 7
 INFO = token_info(VOCAB)
 AR = AutoregressiveSettings(kind="autoregressive")
-MODEL = ModelDrafter(kind="model", path="drafter")
-NGRAM = NgramDrafter(kind="ngram", max_n=2, min_n=1)
+MODEL = ModelDrafterSettings(kind="model", path="drafter")
+NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
 DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -11,7 +11,7 @@ import torch
 from decoders.any_subset.settings import AssdSettings
 from decoders.backbones.cache import SlotCache
 from decoders.base import HOLE, ModelInfo, Request
-from decoders.causal.settings import AutoregressiveSettings, NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
@@ -317,7 +317,7 @@ def test_a_window_that_is_judged_in_parts_is_judged_the_same(
 ):
     sampling = Sampling(acceptance=acceptance, temperature=temperature, top_p=0.9)
     settings = [jacobi(3), multi(2, 2, pool=8)] if acceptance == "coupled" else []
-    settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram"))]
+    settings += [SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram"))]
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
 
     def found(setting: Any) -> Any:

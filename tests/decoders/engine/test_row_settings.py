@@ -11,7 +11,12 @@ import torch
 
 from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
 from decoders.base import RowSettings
-from decoders.causal.settings import AutoregressiveSettings, ModelDrafter, NgramDrafter, SpeculativeSettings
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    ModelDrafterSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
 from decoders.engine.ends import NeverStops, Stops
@@ -37,9 +42,13 @@ OWN = [
 JOBS = [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.9, top_k=2, top_p=0.7)]
 CAUSAL: dict[str, Any] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
-    "lookup": SpeculativeSettings(kind="speculative", k=3, drafter=NgramDrafter(kind="ngram", max_n=2, min_n=1)),
-    "model": SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafter(kind="model", path="drafter")),
-    "auto": SpeculativeSettings(kind="speculative", k="auto", drafter=ModelDrafter(kind="model", path="drafter")),
+    "lookup": SpeculativeSettings(
+        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
+    ),
+    "model": SpeculativeSettings(kind="speculative", k=3, drafter=ModelDrafterSettings(kind="model", path="drafter")),
+    "auto": SpeculativeSettings(
+        kind="speculative", k="auto", drafter=ModelDrafterSettings(kind="model", path="drafter")
+    ),
     "jacobi": jacobi(3),
     "running": jacobi(4, "running"),
     "multi": multi(2, 2, ratio=0.85, verify=3, pool=3),

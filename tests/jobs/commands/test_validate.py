@@ -18,7 +18,7 @@ from actors.canvas import Canvas, Size
 from actors.task import Complete
 from decoders.base import HOLE, EngineStats, Request
 from jobs.cli import main
-from jobs.commands.forecast import Made, Sample, Trial, canvas_lines, prompt_text, trial_lines
+from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
 from jobs.commands.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
 from jobs.plan.survey import table_of
 from jobs.spec.job_spec import check_spec
@@ -190,7 +190,7 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
 
 
 def test_samples_that_were_cut_are_said_to_be() -> None:
-    sample = Sample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
     prepared: Any = SimpleNamespace(spec=SimpleNamespace(workers=SimpleNamespace(count="auto")))
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
     assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]

@@ -6,7 +6,7 @@ import io
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
-from jobs.driving.progress import Lines, LiveLine, Silence, make_display, progress_line
+from jobs.driving.progress import LineDisplay, LiveLine, Silence, make_display, progress_line
 from jobs.driving.totals import Totals, efficiency
 from jobs.notes import duration, rate_text, size_text
 
@@ -56,7 +56,7 @@ def test_workers_that_are_not_up_yet_load_the_model():
 def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
     now = iter([0.0, 10.0, 31.0, 31.0, 40.0])
     stream = io.StringIO()
-    lines = Lines(stream, clock=lambda: next(now))
+    lines = LineDisplay(stream, clock=lambda: next(now))
     for done in (10**9, 2 * 10**9, 3 * 10**9):
         lines.step("hashing the model", done, 15 * 10**9)
     assert stream.getvalue() == "hashing the model: 2.0 GB of 15.0 GB\n"
@@ -72,7 +72,7 @@ def test_samples_decoded_twice_never_make_more_than_there_are():
 def test_a_pipe_gets_one_line_each_thirty_seconds_and_notes_at_once():
     now = iter([0.0, 10.0, 29.0, 30.0, 30.0, 31.0])
     stream = io.StringIO()
-    lines = Lines(stream, clock=lambda: next(now))
+    lines = LineDisplay(stream, clock=lambda: next(now))
     for _ in range(4):
         lines.show(Totals(units=1, rows=10))
     lines.note("worker w0 died")
@@ -85,7 +85,7 @@ def test_the_display_suits_the_stream():
             return True
 
     assert isinstance(make_display(quiet=True, stream=Terminal()), Silence)
-    assert isinstance(make_display(quiet=False, stream=io.StringIO()), Lines)
+    assert isinstance(make_display(quiet=False, stream=io.StringIO()), LineDisplay)
     terminal = Terminal()
     display = make_display(quiet=False, stream=terminal)
     assert isinstance(display, LiveLine)

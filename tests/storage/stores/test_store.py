@@ -13,7 +13,7 @@ import pytest
 from storage.errors import StoreError, UserError
 from storage.failpoints import FailpointError
 from storage.inputs.sources import open_object
-from storage.stores.blocks import BLOCK_BYTES
+from storage.stores.object_parts import BLOCK_BYTES
 from storage.stores.store import open_store, probe, sweep
 from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 

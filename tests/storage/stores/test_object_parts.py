@@ -12,8 +12,8 @@ import pytest
 from storage.errors import StoreError
 from storage.inputs.reader import fetched_ahead, list_inputs, read_rows
 from storage.inputs.sources import RangeFile
-from storage.stores.blocks import AHEAD, AHEAD_BYTES, BLOCK_BYTES, ENTRY_BYTES, Block, Blocks, ahead
 from storage.stores.memory import MemoryStore
+from storage.stores.object_parts import AHEAD, AHEAD_BYTES, BLOCK_BYTES, ENTRY_BYTES, Block, ObjectParts, ahead
 from storage.stores.s3 import S3Store
 from storage.stores.verbs import S3Options
 from tests.storage.stores.s3_server import S3Server
@@ -47,7 +47,7 @@ def filled(store: Counting, count: int, size: int = 10) -> list[Block]:
 
 
 def test_many_who_ask_for_one_block_cause_one_request() -> None:
-    store, blocks = Counting("one"), Blocks()
+    store, blocks = Counting("one"), ObjectParts()
     (block,) = filled(store, 1)
     found: list[bytes] = []
     threads = [Thread(target=lambda: found.append(blocks.get(block))) for _ in range(20)]
@@ -59,7 +59,7 @@ def test_many_who_ask_for_one_block_cause_one_request() -> None:
 
 
 def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
-    store, blocks = Counting("side", Barrier(4)), Blocks(threads=4)
+    store, blocks = Counting("side", Barrier(4)), ObjectParts(threads=4)
     wanted = filled(store, 8)
     # Each request waits for three others: one after the other none would ever be answered.
     assert [blocks.get(block)[0] for block in ahead(wanted, lambda block: [block], blocks=blocks)] == [*range(8)]
@@ -67,7 +67,7 @@ def test_what_the_next_items_need_is_fetched_side_by_side() -> None:
 
 
 def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
-    store, blocks = Counting("kept"), Blocks(kept_bytes=3 * (10 + ENTRY_BYTES))
+    store, blocks = Counting("kept"), ObjectParts(kept_bytes=3 * (10 + ENTRY_BYTES))
     wanted = filled(store, 5)
     for number in (0, 1, 2, 0, 3, 0, 4, 0):
         blocks.get(wanted[number])
@@ -80,7 +80,7 @@ def test_no_more_is_kept_than_allowed_and_what_was_used_last_stays() -> None:
 
 
 def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None:
-    store, blocks = Counting("broken"), Blocks()
+    store, blocks = Counting("broken"), ObjectParts()
     (block,) = filled(store, 1)
     store.broken = 1
     with pytest.raises(StoreError, match="not now"):
@@ -89,7 +89,7 @@ def test_a_block_that_could_not_be_read_is_tried_again_by_the_next_one() -> None
 
 
 def test_items_come_in_order_and_no_more_is_under_way_than_allowed() -> None:
-    class Watched(Blocks):
+    class Watched(ObjectParts):
         def fetch(self, block: Block) -> None:
             under_way.append(block)
 
@@ -135,19 +135,19 @@ def test_many_small_files_on_s3_are_fetched_once_each(
 
 
 @pytest.fixture
-def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, Blocks, bytes]:
+def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, ObjectParts, bytes]:
     """An object of nine blocks of a hundred bytes and a half one."""
     data = bytes(number % 251 for number in range(950))
-    store, blocks = Counting("object"), Blocks()
+    store, blocks = Counting("object"), ObjectParts()
     store.put("object", data)
-    for module in ("storage.stores.blocks", "storage.inputs.sources"):
+    for module in ("storage.stores.object_parts", "storage.inputs.sources"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 100)
     monkeypatch.setattr("storage.inputs.sources.BLOCKS", blocks)
     return store, blocks, data
 
 
 def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_side(
-    object_of_blocks: tuple[Counting, Blocks, bytes],
+    object_of_blocks: tuple[Counting, ObjectParts, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
@@ -160,7 +160,7 @@ def test_who_reads_one_block_after_the_other_has_the_next_ones_fetched_side_by_s
 
 
 def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
-    object_of_blocks: tuple[Counting, Blocks, bytes],
+    object_of_blocks: tuple[Counting, ObjectParts, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))
@@ -174,7 +174,7 @@ def test_a_file_that_is_read_at_two_places_at_once_is_fetched_ahead_at_both(
 
 
 def test_of_a_file_that_is_read_here_and_there_nothing_is_fetched_that_was_not_asked_for(
-    object_of_blocks: tuple[Counting, Blocks, bytes],
+    object_of_blocks: tuple[Counting, ObjectParts, bytes],
 ) -> None:
     store, _, data = object_of_blocks
     file = RangeFile(store, "object", None, len(data))

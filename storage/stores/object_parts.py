@@ -51,7 +51,7 @@ class Block:
         return self.store.get_range(self.name, self.index * BLOCK_BYTES, BLOCK_BYTES)
 
 
-class Blocks:
+class ObjectParts:
     """The most recently used blocks, `kept_bytes` in all. Parallel requests for a block share one fetch."""
 
     def __init__(self, *, kept_bytes: int = KEPT_BYTES, threads: int = THREADS) -> None:
@@ -113,11 +113,13 @@ class Blocks:
             self._fetch(*self._queue.get())
 
 
-BLOCKS = Blocks()
+BLOCKS = ObjectParts()
 """The blocks of this process."""
 
 
-def ahead(items: Iterable[T], blocks_of: Callable[[T], Iterable[Block]], *, blocks: Blocks = BLOCKS) -> Iterator[T]:
+def ahead(
+    items: Iterable[T], blocks_of: Callable[[T], Iterable[Block]], *, blocks: ObjectParts = BLOCKS
+) -> Iterator[T]:
     """Yield the items while the blocks of the next ones are being fetched."""
     waiting: deque[tuple[T, int, int]] = deque()
     count = num_bytes = 0
