@@ -75,7 +75,9 @@ class LineDisplay(Silence):
 
     def note(self, message: str) -> None:
         """See Display."""
-        print(presentable(message), file=self._stream, flush=True)
+        # One write: Ray starts in a thread of its own, and `print` would let its notes in between a line and its end.
+        self._stream.write(f"{presentable(message)}\n")
+        self._stream.flush()
 
     def step(self, what: str, done: int, total: int) -> None:
         """See Display."""

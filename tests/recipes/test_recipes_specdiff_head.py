@@ -187,5 +187,5 @@ def test_the_recipe_writes_a_head_that_specdiff_finds(
     settings = SpecDiffSettings(kind="specdiff", drafter=DrafterPlace(path=str(out)))
     assert find_heads(settings, out, frozen_pair.load_pair(target, out).drafter.model) is not None
     text = (out / "README.md").read_text()
-    assert "in front of `target`" in text and "| 1 | rejection | 2 |" in text
+    assert "For `specdiff` with target `target`" in text and "| 1 | rejection | 2 |" in text
     assert PreTrainedTokenizerFast.from_pretrained(out).mask_token == "<mask>"

@@ -31,7 +31,7 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
     progress = re.compile(r"[\d,]+/12 samples ")
     said = [line for line in done.stderr.splitlines() if line and not progress.match(line)]
     assert [line for line in said if not line.startswith(("planning: ", *BEFORE, planned))] == []
-    assert all(any(line.startswith(start) for line in said) for start in BEFORE)
+    assert not [start for start in BEFORE if not any(line.startswith(start) for line in said)], said
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
 
 

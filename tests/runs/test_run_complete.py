@@ -227,7 +227,7 @@ def test_a_drafter_with_the_same_tokens_under_another_template_is_taken(world: W
 def test_rows_of_messages_without_a_chat_are_an_error_of_the_spec(world: World, tmp_path: Path) -> None:
     rows = [{"custom_id": "a", "body": {"messages": [{"role": "user", "content": "x"}]}}]
     model = {"path": str(world.folder / "model"), "device": "cpu"}
-    with pytest.raises(UserError, match=r"task\.chat: no row has a prompt or a text, but messages"):
+    with pytest.raises(UserError, match=r"task\.chat: rows have no prompt or text, but they have messages"):
         run_here(job_spec(tmp_path, rows, model=model))
     with pytest.raises(UserError, match=r"task\.chat: the tokenizer has no chat template"):
         run_here(job_spec(tmp_path, rows, model=model, task={"kind": "complete", "chat": True}))

@@ -110,3 +110,21 @@ def test_efficiency_leaves_out_what_was_not_counted():
 
 def test_durations_are_short():
     assert [duration(seconds) for seconds in (5.4, 65, 3723)] == ["0:05", "1:05", "1:02:03"]
+
+
+class Writes(io.StringIO):
+    """A stream that keeps each write apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.parts.append(text)
+        return len(text)
+
+
+def test_a_note_is_one_write_so_that_threads_do_not_mix_their_lines() -> None:
+    stream = Writes()
+    LineDisplay(stream).note("starting Ray")
+    assert stream.parts == ["starting Ray\n"]
