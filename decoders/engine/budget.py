@@ -8,10 +8,10 @@ takes the one with the most tokens per second by the cost table. A drafting mode
 that any slot wants.
 
 With coupled acceptance no choice can change a text, only its cost; under the rejection rule it would, so `auto` is an error
-(common_settings.py, `DecoderChoice.check_sampling`). Costs (cost.py) and probabilities are measured during the run. Since nothing is known
-beforehand, some of the first steps try a few drafts, and no choice is more than twice as large as the largest measured one.
-Drafting that does not pay is tried again now and then, by few slots and ever more rarely. Trials stop while they have cost more
-than a small share of the time, whatever the estimates say (ledger.py).
+(common_settings.py, `DecoderChoice.check_sampling`). Costs (cost.py) and probabilities are measured during the run. Since
+nothing is known beforehand, some of the first steps try a few drafts, and no choice is more than twice as large as the largest
+measured one. Drafting that does not pay is tried again now and then, by few slots and ever more rarely. Trials stop while they
+have cost more than a small share of the time, whatever the estimates say (ledger.py).
 
 Source of the idea: the cost model of Leviathan et al. (2023), section 3.3, for one sequence; here for a batch.
 Legend: E = K + 1 choices, D depths, L prices, C allocations.
