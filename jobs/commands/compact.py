@@ -23,6 +23,7 @@ from jobs.codes import INTERRUPTED, OK
 from jobs.driving.driver import StopFlag
 from jobs.driving.lease_keeper import kept_lease
 from jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from jobs.notes import counted
 from jobs.plan.fingerprint import code_version, digest
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_groups, parquet_writer
@@ -228,7 +229,7 @@ def _joined(tables: list[pa.Table]) -> pa.Table:
 def described(manifest: CompactManifest) -> str:
     """Rows, files and bytes, in words."""
     rows, size = sum(file.rows for file in manifest.files), sum(file.bytes for file in manifest.files)
-    return f"{rows:,} rows in {len(manifest.files):,} files, {size:,} bytes"
+    return f"{counted(rows, 'row')} in {counted(len(manifest.files), 'file')}, {size:,} bytes"
 
 
 def _counted_passes(count: int) -> str:

@@ -15,7 +15,7 @@ from actors.task import Infill, Task
 from actors.text import Tokenizer
 from decoders.base import HOLE, Request
 from jobs.driving.totals import exactness
-from jobs.notes import duration
+from jobs.notes import counted, duration
 from jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from jobs.plan.prepare import Prepared
 from jobs.spec.job_spec import JobSpec
@@ -85,7 +85,7 @@ def header(prepared: Prepared) -> Iterator[str]:
     mask = f", mask {spec.task.mask.kind}" if isinstance(spec.task, Infill) else ""
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
-    yield f"input     {spec.input.shown}: {len(prepared.inputs):,} files, {num_bytes / 1e6:,.1f} MB"
+    yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
     planned = f", planned already: {prepared.plan.rows:,} samples" if prepared.plan is not None else ""
     yield f"output    {spec.output.path}{planned}"
 
@@ -144,7 +144,7 @@ def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
     unit_rows = rows_per_unit(prepared.spec, sample.total)
-    yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {unit_rows} samples"
+    yield f"units     {about}{-(-sample.total // unit_rows):,} of at most {counted(unit_rows, 'sample')}"
     by_length = lengths[longest_first(lengths)]
     yield (
         f"padding   {padding_efficiency(by_length, batch_rows=BATCH):.1%} of token positions are useful in batches of "

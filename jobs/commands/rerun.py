@@ -18,6 +18,7 @@ from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display, make_display
 from jobs.driving.site import site_of
 from jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
+from jobs.notes import counted
 from jobs.plan.plan import Plan, create_plan
 from jobs.plan.plan_writer import PlanWriter
 from jobs.plan.prepare import prepare
@@ -89,5 +90,5 @@ def plan_pass(passes: Sequence[Pass], s3: S3Options | None, display: Display, *,
         writer.add(table)
     writer.finish()
     plan = create_plan(store, first.spec, first.results, first.files, writer, pass_=last.number + 1, keep=first.keep)
-    display.note(f"pass {plan.pass_}: {plan.rows:,} failed samples in {plan.units:,} units")
+    display.note(f"pass {plan.pass_}: {counted(plan.rows, 'failed sample')} in {counted(plan.units, 'unit')}")
     return plan

@@ -29,6 +29,7 @@ from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
 from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
 from jobs.driving.crew import fitting_threads
+from jobs.notes import counted
 from jobs.plan.plan import lacks_a_column, make_maker, no_column
 from jobs.plan.prepare import Prepared, prepare
 from jobs.plan.survey import survey
@@ -80,7 +81,7 @@ def take_sample(prepared: Prepared) -> TrialSample:
     few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
     tables = list(survey(few, maker_of(prepared), inputs))
     if not tables:
-        raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
+        raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
     table = pa.concat_tables(tables)
     if lacks_a_column(Counter(table["error_kind"].to_pylist())):
         raise no_column(spec, inputs)

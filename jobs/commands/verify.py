@@ -21,6 +21,7 @@ import pyarrow as pa
 from jobs.codes import OK, UNEXPECTED
 from jobs.commands.compact_check import check_compact
 from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
+from jobs.notes import counted
 from jobs.plan.plan import Plan
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_metadata, read_parquet
@@ -234,7 +235,7 @@ def _counted(statuses: Counter[str]) -> str:
 
 
 def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence[str]) -> None:
-    print(f"{store.url}: {plan.rows:,} planned samples in {plan.units:,} units")
+    print(f"{store.url}: {counted(plan.rows, 'planned sample')} in {counted(plan.units, 'unit')}")
     print(f"  read {findings.units:,} unit files, {findings.bytes:,} bytes: {_counted(findings.statuses)}")
     for line in more:
         print(f"  {line}")

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from actors.messages import Tally
 from jobs.driving.attempts import Sessions
 from jobs.driving.totals import efficiency, exactness, ratio
-from jobs.notes import duration, rate_text
+from jobs.notes import counted, duration, rate_text
 from storage.errors import printable
 from storage.runs.commit import Manifest
 from storage.runs.records import read_results
@@ -105,7 +105,7 @@ def table_lines(
         *_machine_rows(results, sessions),
         *_error_rows(results),
     ]
-    rows.append(("results", f"{url}/data  ({len(manifest.units):,} files, {manifest.total('bytes'):,} bytes)"))
+    rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
     width = max(len(label) for label, _ in rows)
     return [f"draftmill: {name}", *(f"  {label:<{width}}  {value}" for label, value in rows)]
 

@@ -22,6 +22,7 @@ from actors.rows import row_id
 from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
+from jobs.notes import counted
 from jobs.plan.duplicates import DuplicateFinder, Place
 from jobs.plan.fingerprint import (
     Hashes,
@@ -252,7 +253,7 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
                 break
             yield table
         if rows == 0:
-            raise UserError(f"{spec.input.shown}: no rows in {len(inputs)} files", field="input.path")
+            raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
         if lacks_a_column(kinds):
             raise no_column(spec, inputs)
         if set(kinds) <= set(UNREADABLE) and (hint := delimiter_hint(inputs, spec.s3.options())):

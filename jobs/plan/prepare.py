@@ -218,6 +218,6 @@ def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 
         progress=progress,
     )
     display.note(
-        f"planned: {plan.rows:,} samples, {plan.holes:,} tokens {prepared.spec.task.goal}, {plan.units:,} units"
+        f"planned: {counted(plan.rows, 'sample')}, {plan.holes:,} tokens {prepared.spec.task.goal}, {counted(plan.units, 'unit')}"
     )
     return plan

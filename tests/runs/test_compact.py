@@ -49,7 +49,7 @@ def files_in(run: Path) -> list[str]:
 def test_a_compacted_run_has_every_row_once_and_verifies(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(path.name for path in (run / "data").iterdir())
     assert main(["compact", str(run)]) == 0
-    assert f"{COUNT} rows in 1 files" in capsys.readouterr().out
+    assert f"{COUNT} rows in 1 file" in capsys.readouterr().out
     found = json.loads((run / MANIFEST).read_text())
     assert found["totals"]["rows"] == COUNT and found["totals"]["failed"] == len(SICK) and found["passes"] == 1
     table = pq.read_table(run / found["files"][0]["object"])
@@ -57,7 +57,7 @@ def test_a_compacted_run_has_every_row_once_and_verifies(run: Path, capsys: pyte
     ids = [row["id"] for part in latest_rows(passes_of(open_store(str(run)))) for row in part.to_pylist()]
     assert table["id"].to_pylist() == ids and len(set(ids)) == COUNT
     assert main(["verify", str(run)]) == 0
-    assert f"compact: {COUNT} rows in 1 files" in capsys.readouterr().out
+    assert f"compact: {COUNT} rows in 1 file" in capsys.readouterr().out
     assert sorted(path.name for path in (run / "data").iterdir()) == before, "the unit files stay"
 
 
@@ -214,4 +214,4 @@ def test_on_s3_a_run_is_rerun_compacted_and_verified(
     assert main(["compact", *place]) == 0
     assert main(["verify", *place]) == 0
     out = capsys.readouterr().out
-    assert "pass 2: 2 samples again, 1 ok, 1 failed" in out and "compact: 8 rows in 1 files" in out
+    assert "pass 2: 2 samples again, 1 ok, 1 failed" in out and "compact: 8 rows in 1 file" in out

@@ -262,7 +262,7 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "columns", "field", "message"),
     [
-        ("", {}, "input.path", "no rows in 1 files"),
+        ("", {}, "input.path", "no rows in 1 file"),
         ('{"id": "a", "text": "x"}\n{"id": "b", "text": "x"}\n{"id": "a", "text": "x"}', {}, "input.columns.id",
          "the id 'a' occurs twice: row 0 of rows.jsonl and row 2 of rows.jsonl"),
         ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "a value in a column 'text'; the first row has 'body'"),
