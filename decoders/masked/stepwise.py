@@ -32,7 +32,7 @@ class Stepwise(RootDecoder):
 
     `even`: `tokens_per_step` each time; or, with `steps`, every block takes its share of the steps and reveals equally many
     tokens in each; the first steps take the remainder. `dream`: as many as the linear time schedule of the model's training
-    gives; with as many steps as masks, that is none in the first step and two in the last.
+    gives; with as many steps as masks, the first step reveals no token and the last one two.
     """
 
     def __init__(self, setup: Setup, settings: StepwiseSettings) -> None:

@@ -178,7 +178,7 @@ def test_where_conditions_are_ignored_the_driver_records_which_files_count_and_s
         assert len(files) == len({name.split(".")[0] for name in files}) == UNITS and len(files - before) == 1
     assert job.verify(store) == 0
 
-    # A late twin's file beside the one that counts would be read twice by whoever reads the whole folder.
+    # A late twin's file beside the one that counts would be read twice by a reader of the whole folder.
     store.put("data/unit-00000000.0.parquet", store.get(names(store, "data/")[0]))
     assert job.verify(store) == 1
     assert "not in the manifest, first data/unit-00000000.0.parquet" in capsys.readouterr().out

@@ -53,7 +53,7 @@ def differing_counts(rules):
 
 
 def probe_xlnet():
-    """The rules of a small XLNet, found anew."""
+    """The rules of a small XLNet, searched again."""
     return xlnet_rules.__wrapped__((24, 24, 40, 61), 3, torch.float32, 1)
 
 

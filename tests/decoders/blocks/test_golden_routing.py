@@ -1,6 +1,6 @@
 """Every routing decision of the public S2D2's recorded runs, from the drafts that it had (SDAR, Fast-dLLM v2, LLaDA2.1).
 
-Each step's canvas is put together from what the runs revealed, the model drafts it anew, and our routers say whether it is
+Each step's canvas is put together from what the runs revealed, the model drafts it again, and our routers say whether it is
 verified. Left out on purpose: the option legacy_ssd_span_strategy, which no
 paper describes; drafts over a stale block cache; and where the public code loses the prompt (of exactly one block) or keeps its
 half-causal drafting mask for what it stores.

@@ -1,4 +1,4 @@
-"""`ssd` with `cache: dual_relaxed`: drafts go on where the cache would be made anew, and its text is no longer stepwise's."""
+"""`ssd` with `cache: dual_relaxed`: drafts continue where the cache would be rebuilt, and its text is no longer stepwise's."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The order in which units are dealt out: near each other in the inputs, and without a long one at the end."""
+"""The order in which units are assigned: neighbours in the inputs one after another, and no long unit at the end."""
 
 from __future__ import annotations
 

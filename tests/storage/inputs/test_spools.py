@@ -1,4 +1,4 @@
-"""Compressed files at random: the same bytes, unpacked once by whoever goes forward, within a bound of what is kept."""
+"""Random access to compressed files: the same bytes, unpacked once, with a bound on what is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks: fetched once whoever asks, ahead of their use and side by side, and never more kept than is allowed."""
+"""Parts of S3 objects: fetched once, ahead of use and in parallel, with a bound on what is kept."""
 
 from __future__ import annotations
 
