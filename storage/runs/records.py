@@ -16,8 +16,17 @@ from storage.parquet import read_parquet
 from storage.stores.promises import promised
 from storage.stores.verbs import Store
 
-SCHEMA_VERSION = 4
-_ADDED = {"token_logprobs": 2, "nfe_kinds": 3, "truncated_tokens": 4, "endpoint": 4, "token_texts": 4}
+SCHEMA_VERSION = 5
+_ADDED = {
+    "token_logprobs": 2,
+    "nfe_kinds": 3,
+    "truncated_tokens": 4,
+    "endpoint": 4,
+    "token_texts": 4,
+    "sample": 5,
+    "is_greedy": 5,
+    "logprob_stderr": 5,
+}
 """The version that added a column; the other columns are in every version."""
 
 
@@ -80,6 +89,9 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("truncated_tokens", pa.int32()),
         pa.field("endpoint", _WORDS),
         pa.field("token_texts", pa.list_(pa.string())),
+        pa.field("sample", pa.int32()),
+        pa.field("is_greedy", pa.bool_()),
+        pa.field("logprob_stderr", pa.float64()),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""
