@@ -1,0 +1,323 @@
+"""Files of metrics beside the results of a finished run: written once per unit and set of metrics, merged when read.
+
+    metrics/set-1f3a9c2e4b5d.json                       which metrics a set has: settings, columns
+    metrics/unit-00000017.1f3a9c2e4b5d.parquet          the set's metrics of unit 17, a row per result row, in its order
+    passes/0002/metrics/unit-00000003.1f3a9c2e4b5d.parquet      the same for a unit of pass 2
+
+A file's appearance is its commit; no file is ever changed. Metrics that are measured later are another set, with files of
+their own. Readers join all files of a unit by position and the passes by (id, sample): the last pass that has a sample counts.
+Knows nothing of how a metric is computed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.errors import DamagedRun, StoreError
+from storage.failpoints import failpoint
+from storage.parquet import parquet_metadata, read_parquet, write_parquet
+from storage.runs.commit import ForeignUnit
+from storage.stores.promises import promised
+from storage.stores.verbs import AlreadyExists, Store
+
+KEYS: Final = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("sample", pa.int32(), nullable=False)])
+"""The first columns of every file; all others are float64, null where a row has no value."""
+
+MOST_ERRORS: Final = 1024
+MOST_ERROR_CHARS: Final = 300
+
+_FILE = re.compile(r"(?:passes/(\d{4,})/)?metrics/unit-(\d{8,})\.([0-9a-f]{12})\.parquet")
+_SET = re.compile(r"metrics/set-([0-9a-f]{12})\.json")
+_REMEDY = "delete it, and `draftmill measure` writes it again"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMetric:
+    """One metric as it was measured: its settings in JSON form, with the hashes of what else decides its values.
+
+    `estimates` names columns that are computed over all samples of a row: pass@k of the 0/1 column `of`, by column.
+    """
+
+    settings: Mapping[str, Any]
+    columns: tuple[str, ...]
+    estimates: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that decides the values."""
+        return _digest({"settings": self.settings, "columns": self.columns, "estimates": self.estimates})
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSet:
+    """The metrics that are written into one file per unit."""
+
+    metrics: tuple[MeasuredMetric, ...]
+
+    @property
+    def name(self) -> str:
+        """Twelve hexadecimal digits, the same for the same metrics in any order."""
+        return _digest(sorted(metric.identity for metric in self.metrics))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of its files after id and sample."""
+        return tuple(column for metric in self.metrics for column in metric.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricError:
+    """A metric that failed on one row: the row has no value, and this message."""
+
+    id: str
+    sample: int
+    metric: str
+    message: str
+
+
+def metrics_name(pass_: int, unit: int, metric_set: str) -> str:
+    """The name of the file of a unit and a set, in the run's own directory."""
+    folder = "" if pass_ == 1 else f"passes/{pass_:04d}/"
+    return f"{folder}metrics/unit-{unit:08d}.{metric_set}.parquet"
+
+
+# ---- writing
+
+
+def record_set(store: Store, metric_set: MetricSet) -> None:
+    """Write the description of a set, unless it is there; the driver does so before any file of the set."""
+    described = [
+        {"settings": dict(one.settings), "columns": list(one.columns), "estimates": dict(one.estimates)}
+        for one in sorted(metric_set.metrics, key=lambda one: one.identity)
+    ]
+    data = (json.dumps({"metrics": described}, sort_keys=True) + "\n").encode()
+    failpoint("metrics.before_set")
+    try:
+        store.create(f"metrics/set-{metric_set.name}.json", data)
+    except AlreadyExists:
+        return
+
+
+def commit_metrics(
+    store: Store,
+    *,
+    unit: int,
+    metric_set: MetricSet,
+    table: pa.Table,
+    fingerprint: str,
+    code_version: str,
+    pass_: int = 1,
+    errors: Sequence[MetricError] = (),
+) -> str:
+    """Write the metrics of one unit once; returns the file's name. An existing file of the same job stays as it is.
+
+    `table` has the columns of KEYS and of the set, and the unit's rows in the order of its results. Raises ForeignUnit if
+    another job holds the name. On a store that ignores conditions, two writers at the same moment may both write; the
+    driver's lease keeps that from happening.
+    """
+    schema = pa.schema([*KEYS, *(pa.field(name, pa.float64()) for name in metric_set.columns)])
+    assert table.schema.remove_metadata().equals(schema), "a table of metrics has its set's columns"
+    name = metrics_name(pass_, unit, metric_set.name)
+    identity = {"fingerprint": fingerprint, "metrics": metric_set.name, "unit": str(unit), "pass": str(pass_)}
+    described = identity | {"code_version": code_version, "rows": str(table.num_rows), "errors": _errors_json(errors)}
+    data = write_parquet(table, described)
+    assert read_parquet(data).num_rows == table.num_rows, "rows were lost in writing"
+    failpoint("metrics.before_commit")
+    if store.exists(name):  # also on a store that ignores conditions
+        return _checked(store, name, identity)
+    try:
+        store.create(name, data, metadata=identity)
+    except AlreadyExists:
+        return _checked(store, name, identity)
+    failpoint("metrics.after_commit")
+    return name
+
+
+def _checked(store: Store, name: str, identity: Mapping[str, str]) -> str:
+    found = parquet_metadata(_read(store, name, store.get(name)).schema)
+    for key, value in identity.items():
+        if found.get(key) != value:
+            raise ForeignUnit(
+                f"{store.url}/{name} belongs to another job: its {key} is {found.get(key)!r}, not {value!r}"
+            )
+    return name
+
+
+def _errors_json(errors: Sequence[MetricError]) -> str:
+    """The first errors as JSON, each cut to a length that fits metadata; `count` says how many there are."""
+    kept = [[one.id, one.sample, one.metric, one.message[:MOST_ERROR_CHARS]] for one in errors[:MOST_ERRORS]]
+    return json.dumps({"count": len(errors), "rows": kept})
+
+
+# ---- what is there
+
+
+def metric_sets(store: Store) -> dict[str, MetricSet]:
+    """The sets that were measured, by name."""
+    names = [(match[1], stat.name) for stat in store.list("metrics/set-") if (match := _SET.fullmatch(stat.name))]
+    return {name: _read_set(store, place) for name, place in names}
+
+
+def _read_set(store: Store, name: str) -> MetricSet:
+    try:
+        found = json.loads(store.get(name))["metrics"]
+        return MetricSet(
+            tuple(MeasuredMetric(one["settings"], tuple(one["columns"]), one["estimates"]) for one in found)
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedRun(f"{store.url}/{name}", error, _REMEDY) from None
+
+
+def measured_units(store: Store) -> dict[tuple[int, int], tuple[str, ...]]:
+    """The sets that each unit has a file of, by (pass, unit), from a listing of the metrics alone."""
+    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    for stat in _files(store):
+        if match := _FILE.fullmatch(stat):
+            place = int(match[1] or 1), int(match[2])
+            found[place] = (*found.get(place, ()), match[3])
+    return dict(sorted(found.items()))
+
+
+def _files(store: Store) -> Iterator[str]:
+    for stat in store.list("metrics/unit-"):
+        yield stat.name
+    number = 2
+    while store.exists(f"passes/{number:04d}/_plan.json"):
+        for stat in store.list(f"passes/{number:04d}/metrics/unit-"):
+            yield stat.name
+        number += 1
+
+
+# ---- reading
+
+
+def metric_tables(store: Store) -> Iterator[tuple[int, pa.Table]]:
+    """Yield (pass, table) for each measured unit, in the order of passes and units, with the columns of all its sets.
+
+    A column that two sets have is taken from the first. Raises DamagedRun if a file is damaged, StoreError if the files of a
+    unit differ in their rows.
+    """
+    for (pass_, _), tables in _by_unit(store):
+        yield pass_, _side_by_side(store, tables)
+
+
+def read_metric_errors(store: Store) -> Iterator[tuple[int, list[MetricError]]]:
+    """Yield, for each file with errors, how many it counts and the ones that it names."""
+    for _, tables in _by_unit(store):
+        for table in tables:
+            found = json.loads(parquet_metadata(table.schema).get("errors", '{"count": 0, "rows": []}'))
+            if found["count"]:
+                yield found["count"], [MetricError(*one) for one in found["rows"]]
+
+
+def read_metrics(store: Store) -> pa.Table | None:
+    """Every measured sample once: id, sample, then one float64 column per metric, by name; None if nothing is measured.
+
+    Rows are in the plan's order; a sample of several passes has the values of the last measured one. Estimates (pass@k) are
+    computed over all samples of a row.
+    """
+    tables = list(metric_tables(store))
+    if not tables:
+        return None
+    merged = _last_passes([(pass_, table.replace_schema_metadata(None)) for pass_, table in tables])
+    for column, rule in sorted(_estimates(store).items()):
+        if {rule["of"], column} <= set(merged.column_names):
+            place = merged.schema.get_field_index(column)
+            merged = merged.set_column(place, column, estimates(merged["id"], merged[rule["of"]], rule["k"]))
+    return merged.select([*KEYS.names, *sorted(set(merged.column_names) - set(KEYS.names))])
+
+
+def _estimates(store: Store) -> dict[str, Mapping[str, Any]]:
+    return {
+        column: rule
+        for found in metric_sets(store).values()
+        for metric in found.metrics
+        for column, rule in metric.estimates.items()
+    }
+
+
+def estimates(ids: pa.ChunkedArray, passed: pa.ChunkedArray, k: int) -> pa.Array:
+    """pass@k of each sample's row: 1 - prod(1 - k / (n-c+1 .. n)) of its n samples with a value, c of them 1.
+
+    Null for samples without a value and for rows with fewer than k of them. (Chen et al. 2021, equation 1.)
+    """
+    groups = pa.table({"id": ids, "passed": passed}).group_by("id").aggregate([("passed", "count"), ("passed", "sum")])
+    values = [
+        None if count < k else pass_at_k(count, int(correct or 0), k)
+        for count, correct in zip(groups["passed_count"].to_pylist(), groups["passed_sum"].to_pylist(), strict=True)
+    ]
+    found = pa.array(values, pa.float64()).take(pc.index_in(ids, value_set=groups["id"].combine_chunks()))
+    if isinstance(found, pa.ChunkedArray):
+        found = found.combine_chunks()
+    valid = pc.is_valid(passed)
+    return pc.if_else(valid.combine_chunks() if isinstance(valid, pa.ChunkedArray) else valid, found, None)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The unbiased estimate of the probability that one of k samples is correct, from `correct` of `samples`."""
+    if samples - correct < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(samples - correct + 1, samples + 1)))
+
+
+def _by_unit(store: Store) -> Iterator[tuple[tuple[int, int], list[pa.Table]]]:
+    units = measured_units(store)
+    names = [metrics_name(*place, one) for place, sets in units.items() for one in sets]
+    answers = promised(store, names, store.get)
+    for place, sets in units.items():
+        yield place, [_read(store, name, data.result()) for name, data in (next(answers) for _ in sets)]
+
+
+def _read(store: Store, name: str, data: bytes) -> pa.Table:
+    try:
+        return read_parquet(data)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DamagedRun(f"{store.url}/{name}", error, _REMEDY) from None
+
+
+def _side_by_side(store: Store, tables: Sequence[pa.Table]) -> pa.Table:
+    joined = tables[0]
+    for table in tables[1:]:
+        if not table.select(KEYS.names).equals(tables[0].select(KEYS.names)):
+            raise StoreError(
+                f"{store.url}/metrics: the files of a unit differ in their rows; delete them and measure again"
+            )
+        for name in table.column_names:
+            if name not in joined.column_names:
+                joined = joined.append_column(table.schema.field(name), table[name])
+    return joined
+
+
+def _last_passes(tables: Iterable[tuple[int, pa.Table]]) -> pa.Table:
+    """All rows in one table; a sample that a later pass has takes the later row, in its first place."""
+    listed = list(tables)
+    merged = pa.concat_tables([table for _, table in listed], promote_options="default").combine_chunks()
+    firsts = sum(table.num_rows for pass_, table in listed if pass_ == 1)
+    if firsts == merged.num_rows:
+        return merged
+    order = list(range(merged.num_rows))
+    place: dict[tuple[str, int], int] = {}
+    later = merged.slice(firsts)
+    again = pc.index_in(merged["id"], value_set=pc.unique(later["id"])).is_valid().to_numpy(zero_copy_only=False)
+    dropped = set()
+    for row in np.flatnonzero(again).tolist():
+        key = merged["id"][row].as_py(), merged["sample"][row].as_py()
+        if key in place:
+            order[place[key]] = row
+            dropped.add(row)
+        else:
+            place[key] = row
+    return merged.take([order[row] for row in range(merged.num_rows) if row not in dropped])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
