@@ -111,7 +111,7 @@ def token_texts(outcome: Outcome, tokenizer: Tokenizer | None) -> list[str] | No
 
 
 def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The scored text, each token's log-probability, and bits per byte if the text is known."""
+    """The scored text, what is known of its score and of its tokens, and bits per byte if the text is known."""
     text = canvas.text
     if text is None and tokenizer is not None:
         text = tokenizer.continuation(outcome.tokens.tolist())
@@ -119,7 +119,13 @@ def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dic
     metrics = {}
     if num_bytes and outcome.logprob is not None:
         metrics["bits_per_byte"] = -outcome.logprob / math.log(2) / num_bytes
-    return {"text": text, "token_logprobs": outcome.token_logprobs, "metrics": metrics}
+    return {
+        "text": text,
+        "token_logprobs": outcome.token_logprobs,
+        "is_greedy": outcome.is_greedy,
+        "logprob_stderr": outcome.logprob_stderr,
+        "metrics": metrics,
+    }
 
 
 def counted(outcome: Outcome) -> dict[str, Any]:

@@ -85,6 +85,10 @@ class Outcome:
     Times are seconds; `started_at_s` is Unix time. `batch_rows` is the mean number of active rows over its forwards.
     `pad_fraction` is computed-but-unused over computed token rows in its forwards. Where `error_kind` is not None the
     sample failed and `tokens` is empty. `nfe_kinds` splits `nfe` by the purpose of a forward (block decoders only).
+
+    Of a score: `is_greedy` says whether every scored token is the one that temperature 0 would choose, the most likely of the
+    ids that can be generated; None where the score does not tell. `logprob_stderr` is the standard error of `logprob`, None
+    unless it is an estimate.
     """
 
     index: int
@@ -110,6 +114,8 @@ class Outcome:
     trace: list[TraceStep] | None = None
     token_logprobs: NDArray[np.float32] | None = None
     nfe_kinds: dict[str, int] | None = None
+    is_greedy: bool | None = None
+    logprob_stderr: float | None = None
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ class Scorer(SlotDecoder):
             Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=max_rows, max_tokens=max_tokens)
         )
         self._scores: dict[int, NDArray[np.float32]] = {}
+        self._greedy_S = self.state.column(dtype=torch.bool)
 
     def _needs_slot(self, request: Request) -> bool:
         """Give each request a slot, although nothing is to be filled: scoring takes one forward."""
@@ -53,25 +54,33 @@ class Scorer(SlotDecoder):
         hidden_BTD = self.counting.forward(rows, group.slots)
         asked_BT = rows.valid_BT & (rows.columns_BT + 1 >= first_B.unsqueeze(1))
         next_BT = state.tokens_SW[slots_B].gather(1, rows.columns_BT + 1)
-        scores = self._scores_of(hidden_BTD[asked_BT], next_BT[asked_BT]).split((length_B - first_B).tolist())
-        for slot, scores_R in zip(group.slots, scores, strict=True):
-            self._scores[slot] = scores_R.to("cpu", torch.float32).numpy()
-            state.logprob_S[slot] = scores_R.sum()
+        scores_R, first_choice_R = self._scores_of(hidden_BTD[asked_BT], next_BT[asked_BT])
+        counts = (length_B - first_B).tolist()
+        for slot, of_slot, are_first in zip(
+            group.slots, scores_R.split(counts), first_choice_R.split(counts), strict=True
+        ):
+            self._scores[slot] = of_slot.to("cpu", torch.float32).numpy()
+            state.logprob_S[slot] = of_slot.sum()
+            self._greedy_S[slot] = are_first.all()
         state.decided_S[slots_B] = length_B
         self.stats.committed += len(next_BT[asked_BT])
 
-    def _scores_of(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
-        """Each token's log-probability, float64 [R], in parts whose logits fit into memory."""
-        return torch.cat([self._part(hidden_RD[part], tokens_R[part]) for part in self._parts(len(hidden_RD))])
+    def _scores_of(self, hidden_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's log-probability, float64 [R], and whether it is the most likely one, bool [R]."""
+        parts = [self._part(hidden_RD[part], tokens_R[part]) for part in self._parts(len(hidden_RD))]
+        scores, first_choice = zip(*parts, strict=True)
+        return torch.cat(scores), torch.cat(first_choice)
 
-    def _part(self, hidden_RD: Tensor, tokens_R: Tensor) -> Tensor:
+    def _part(self, hidden_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
         law_RV = self._logits(hidden_RD).to(self.law_dtype).log_softmax(-1)
-        return law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+        scores_R = law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+        return scores_R, law_RV.argmax(-1) == tokens_R
 
     def _outcome(self, slot: int, resident: Resident) -> Outcome:
         outcome = super()._outcome(slot, resident)
         scores = self._scores.pop(slot)
-        outcome.token_logprobs = scores if outcome.error_kind is None else None
+        if outcome.error_kind is None:
+            outcome.token_logprobs, outcome.is_greedy = scores, bool(self._greedy_S[slot])
         return outcome
 
     def clear(self) -> list[int]:

@@ -27,6 +27,15 @@ def by_hand(table, tokens, first, *, suppressed=()):
     return scores
 
 
+def greedy(table, prompt, count, *, suppressed=()):
+    """The `count` tokens that are the most likely ones, each after those before it, straight from the table."""
+    tokens = list(prompt)
+    for _ in range(count):
+        scores = [by_hand(table, [*tokens, token], len(tokens), suppressed=suppressed)[0] for token in range(VOCAB)]
+        tokens.append(int(np.argmax(scores)))
+    return tokens
+
+
 def requests_of(count, seed=0):
     rng = np.random.default_rng(seed)
     requests = []
@@ -72,6 +81,20 @@ def test_ids_without_a_token_have_no_share_of_the_law():
     outcomes = run_all(scorer, [fine, impossible])
     np.testing.assert_allclose(outcomes[0].token_logprobs, by_hand(table, [0, 1, 0], 1, suppressed=[2]), rtol=1e-6)
     assert outcomes[1].error_kind is not None and outcomes[1].token_logprobs is None
+    assert outcomes[0].is_greedy is not None and outcomes[1].is_greedy is None
+
+
+@pytest.mark.parametrize("suppressed", [(), (2,)])
+def test_a_text_is_greedy_if_each_of_its_tokens_is_the_most_likely_one(suppressed):
+    table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=5)
+    texts = [text for text in itertools.product(range(VOCAB), repeat=LENGTH - 1) if not set(text) & set(suppressed)]
+    requests = [
+        Request(index, index, np.asarray([0, *text], dtype=np.int32), score_from=1) for index, text in enumerate(texts)
+    ]
+    scorer = Scorer(table, token_info(VOCAB, suppressed=suppressed), max_rows=7, max_tokens=1 << 20)
+    outcomes = run_all(scorer, requests)
+    chosen = [text for index, text in enumerate(texts) if outcomes[index].is_greedy]
+    assert chosen == [tuple(greedy(table, [0], LENGTH - 1, suppressed=suppressed)[1:])]
 
 
 def test_only_the_rows_that_are_needed_are_run_and_counted():
