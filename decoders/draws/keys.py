@@ -20,6 +20,8 @@ BONUS: Final = 4
 ORDER: Final = 5
 JACOBI: Final = 6
 MASK: Final = 7
+SCORE_SHARE: Final = 8
+SCORE_MASK: Final = 9
 
 MASK32: Final = 0xFFFFFFFF
 MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
