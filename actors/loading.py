@@ -16,9 +16,9 @@ from actors.text import Tokenizer, has_tokenizer, load_tokenizer
 from decoders.backbones.head_files import check_heads
 from decoders.base import Decoder, ModelInfo
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from decoders.common_settings import Sampling
+from decoders.common_settings import Estimate, Sampling
 from decoders.engine.ends import Stops
-from decoders.settings import DecoderSettings, check_model
+from decoders.settings import DecoderSettings
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
 
@@ -74,14 +74,9 @@ def build(
     trace: bool = False,
 ) -> Decoder:
     """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
-    from decoders.causal.scoring import Scorer
     from decoders.engine.setup import Setup
-    from decoders.registry import build_decoder
+    from decoders.registry import build_decoder, build_scorer
 
-    if isinstance(task, Score):
-        check_model(decoder, info)
-        # Only causal models score, and their rows are all tokens.
-        return Scorer(cast("TokenBackbone", networks.backbone), info, max_rows=max_rows, max_tokens=max_tokens)
     setup = Setup(
         backbone=networks.backbone,
         info=info,
@@ -94,6 +89,8 @@ def build(
         drafter_info=networks.drafter_info,
         trace=trace,
     )
+    if isinstance(task, Score):
+        return build_scorer(setup, decoder, task.estimate or Estimate())
     return build_decoder(setup, decoder)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from decoders.common_settings import Settings
+from decoders.common_settings import Estimate, Settings
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt is cut off if the prompt is too long."""
@@ -227,13 +227,18 @@ class Complete(Settings):
 
 
 class Score(Settings):
-    """Log-probabilities of each row's text, or of its completion after its prompt; `chat` as in Complete."""
+    """Log-probabilities of each row's text, of its completion after its prompt, or of what a `mask` hides of its text.
+
+    `chat` as in Complete. `estimate` is for models whose scores are estimates; null takes its defaults.
+    """
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
     goal: ClassVar[str] = "to score"
     done: ClassVar[str] = "scored"
     kind: Literal["score"]
     chat: bool = False
+    mask: Mask | None = None
+    estimate: Estimate | None = None
 
 
 Task = Infill | Complete | Score

@@ -52,7 +52,7 @@ class Request:
     `index` is the caller's handle and comes back in the Outcome. `key` (0 <= key < 2**64) seeds all of the sample's
     randomness. `canvas` is int32 [length] with HOLE where a token is to be generated; it may be empty or hole-free.
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
-    scored has no holes: its tokens from `score_from` on (at least 1) are scored.
+    scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
 
     `settings` are the request's own; only some decoders use them (actors.row_settings names these).
     """
@@ -63,6 +63,16 @@ class Request:
     hole_order: NDArray[np.int64] | None = None
     score_from: int | None = None
     settings: RowSettings = JOB_SETTINGS
+    scored: NDArray[np.int64] | None = None
+
+    def to_score(self) -> NDArray[np.int64]:
+        """The positions to score, ascending; ValueError if there is none, or if the canvas has a hole."""
+        scored = self.scored
+        if scored is None and self.score_from is not None:
+            scored = np.arange(self.score_from, len(self.canvas), dtype=np.int64)
+        if scored is None or not len(scored) or bool((self.canvas < 0).any()):
+            raise ValueError("a text to score must have no holes, and a token to score")
+        return scored
 
 
 @dataclass(frozen=True, slots=True)

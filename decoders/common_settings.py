@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from decoders.base import ModelInfo, ModelKind
 
@@ -25,12 +25,35 @@ class Sampling(Settings):
     acceptance: Literal["coupled", "rejection"] = "coupled"
 
 
+def _in_pairs(samples: int) -> int:
+    if samples % 2:
+        raise ValueError(
+            f"task.estimate.samples: {samples}; allowed: even numbers, since the standard error compares pairs of masks"
+        )
+    return samples
+
+
+class Estimate(Settings):
+    """How the log-probability of a text is estimated where a model has none that is exact (decoders/draws/score_masks.py).
+
+    `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
+    """
+
+    kind: Literal["auto", "llada", "mdlm"] = "auto"
+    samples: Annotated[int, Field(ge=2, le=2**20), AfterValidator(_in_pairs)] = 128
+
+
 class DecoderChoice(Settings):
     """Base of a decoder's settings, one class for each `decoder.kind`; all that other packages know of a decoder.
 
     `runs_on` is the kind of models that it decodes and `tasks` are its tasks. With `draws_by_row` a sample may have a temperature
     and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it.
     Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
+
+    If `score` is among the tasks, `scorer` is the class that scores texts (`module:class`, built from a Setup, these settings and
+    an Estimate). `estimates` are the kinds of estimators that it has, the family's own first, none if its scores are exact; with
+    `scores_any` it scores any tokens given all others, else only the end of a text. `scored_with` are the only settings that a
+    score depends on.
     """
 
     runs_on: ClassVar[ModelKind]
@@ -38,6 +61,10 @@ class DecoderChoice(Settings):
     draws_by_row: ClassVar[bool] = True
     token_logprobs: ClassVar[bool] = False
     draft_law: ClassVar[bool] = True
+    scorer: ClassVar[str] = ""
+    estimates: ClassVar[tuple[Literal["llada", "mdlm"], ...]] = ()
+    scores_any: ClassVar[bool] = False
+    scored_with: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod

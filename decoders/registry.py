@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from decoders.backbones.base import Model
 from decoders.backbones.head_files import head_place
 from decoders.backbones.heads import DraftHeads, load_heads
 from decoders.backbones.packed import can_pack, pack_products
-from decoders.common_settings import DecoderChoice
+from decoders.common_settings import DecoderChoice, Estimate
 from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.settings import check_model
@@ -27,10 +27,22 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> SlotDecoder:
     return decoder_class(settings)(setup, settings)
 
 
+def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> SlotDecoder:
+    """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
+    check_model(settings, setup.info)
+    scorer = cast("Callable[[Setup, DecoderChoice, Estimate], SlotDecoder]", _named(settings.scorer))
+    return scorer(setup, settings, estimate)
+
+
 def decoder_class(settings: DecoderChoice) -> Callable[[Setup, DecoderChoice], SlotDecoder]:
     """The class that runs these settings; imports its module."""
-    module, _, name = settings.runs.partition(":")
-    return cast("Callable[[Setup, DecoderChoice], SlotDecoder]", getattr(importlib.import_module(module), name))
+    return cast("Callable[[Setup, DecoderChoice], SlotDecoder]", _named(settings.runs))
+
+
+def _named(place: str) -> Any:
+    """What is called `module:name`; imports the module."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def stored_heads(settings: DecoderChoice, folder: Path) -> DraftHeads | None:

@@ -61,6 +61,13 @@ def decoders_for(task: str) -> tuple[str, ...]:
     return tuple(kind for kind, one in DECODERS.items() if task in one.tasks)
 
 
+def scorer_of(settings: DecoderChoice) -> DecoderChoice:
+    """The decoder that scores texts under the models of this one, with the settings that its scores depend on."""
+    (kind,) = (one for one in DECODERS.values() if one.runs_on == settings.runs_on and "score" in one.tasks)
+    kept = {name: getattr(settings, name) for name in kind.scored_with if name in type(settings).model_fields}
+    return kind.model_validate({"kind": kind.name()} | kept, strict=True)
+
+
 def check_model(settings: DecoderChoice, info: ModelInfo) -> None:
     """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives.
 

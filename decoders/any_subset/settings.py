@@ -14,8 +14,10 @@ class AnySubsetSettings(DecoderChoice):
     """Sequential decoding of an any-subset model, one token per forward: the baseline."""
 
     runs_on: ClassVar[ModelKind] = "any_subset"
-    tasks: ClassVar = ("infill",)
+    tasks: ClassVar = ("infill", "score")
     token_logprobs: ClassVar = True
+    scorer: ClassVar = "decoders.any_subset.scoring:AnySubsetScorer"
+    scores_any: ClassVar = True
     kind: Literal["any_subset"]
 
     @property

@@ -31,7 +31,7 @@ class BlockSettings(DecoderChoice):
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
-    tasks: ClassVar = ("complete",)
+    tasks: ClassVar[tuple[Literal["infill", "complete", "score"], ...]] = ("complete",)
     draws_by_row: ClassVar = False
     block_size: _Count | None = None
     schedule: Literal["static", "dynamic", "sequential", "entropy"] = "dynamic"
@@ -83,6 +83,10 @@ class BlockSettings(DecoderChoice):
 class BlockDiffusionSettings(BlockSettings):
     """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); lossy with more than one token per step."""
 
+    tasks: ClassVar = ("complete", "score")
+    scorer: ClassVar = "decoders.blocks.scoring:BlockScorer"
+    estimates: ClassVar = ("llada",)
+    scored_with: ClassVar = ("block_size", "causal_cache")
     kind: Literal["block_diffusion"]
 
     @property

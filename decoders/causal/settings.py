@@ -16,6 +16,7 @@ class AutoregressiveSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete", "score")
     token_logprobs: ClassVar = True
+    scorer: ClassVar = "decoders.causal.scoring:CausalScorer"
     kind: Literal["autoregressive"]
 
     @property

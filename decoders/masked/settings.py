@@ -39,7 +39,10 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     """Masked diffusion by a schedule (LLaDA, Dream); one token a step is the baseline of `ssd`."""
 
     runs_on: ClassVar[ModelKind] = "masked"
-    tasks: ClassVar = ("infill", "complete")
+    tasks: ClassVar = ("infill", "complete", "score")
+    scorer: ClassVar = "decoders.masked.scoring:MaskedScorer"
+    estimates: ClassVar = ("llada", "mdlm")
+    scores_any: ClassVar = True
     kind: Literal["stepwise"]
     tokens_per_step: int = Field(default=1, ge=1)
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -116,7 +119,10 @@ class AncestralSettings(DecoderChoice):
     """
 
     runs_on: ClassVar[ModelKind] = "ancestral"
-    tasks: ClassVar = ("infill", "complete")
+    tasks: ClassVar = ("infill", "complete", "score")
+    scorer: ClassVar = "decoders.masked.scoring:MaskedScorer"
+    estimates: ClassVar = ("mdlm", "llada")
+    scores_any: ClassVar = True
     kind: Literal["ancestral"]
     steps: int = Field(default=128, ge=1, le=2**20)
     predictor: Literal["auto", "ddpm", "analytic", "euler"] = "auto"

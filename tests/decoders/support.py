@@ -8,9 +8,10 @@ import torch
 
 from decoders.backbones.heads import DraftHeads
 from decoders.base import ModelInfo, Request
+from decoders.common_settings import Estimate, Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from decoders.registry import build_decoder, build_scorer
 
 
 def table_info(vocab_size, suppressed=()):
@@ -71,6 +72,17 @@ def decode(backbone, info, settings, sampling, requests, *, rows=3, max_tokens=1
         Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=max_tokens, **more), settings
     )
     return run_all(decoder, requests)
+
+
+def scorer_for(backbone, info, settings, *, rows=3, tokens=1 << 20, **estimate):
+    """What scores texts with the decoder `settings` and an estimate of these settings."""
+    setup = Setup(backbone=backbone, info=info, sampling=Sampling(), max_rows=rows, max_tokens=tokens)
+    return build_scorer(setup, settings, Estimate.model_validate(estimate, strict=True))
+
+
+def score(backbone, info, settings, requests, *, rows=3, **estimate):
+    """The outcomes of texts to score, by index."""
+    return run_all(scorer_for(backbone, info, settings, rows=rows, **estimate), requests)
 
 
 def texts(outcomes):

@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from decoders.base import Request
-from decoders.causal.scoring import Scorer
+from decoders.causal.settings import AutoregressiveSettings
 from decoders.engine import memory
 from decoders.references.token_table import TokenTable
-from tests.decoders.support import run_all, token_info
+from tests.decoders.support import run_all, scorer_for, token_info
 
 VOCAB, LENGTH = 3, 5
+
+
+def causal_scorer(backbone, info, *, rows, tokens=1 << 20):
+    return scorer_for(backbone, info, AutoregressiveSettings(kind="autoregressive"), rows=rows, tokens=tokens)
 
 
 def by_hand(table, tokens, first, *, suppressed=()):
@@ -52,7 +56,7 @@ def test_every_batch_gives_the_scores_of_the_definition(rows, least_rows, monkey
     monkeypatch.setattr(memory, "_LEAST_ROWS", least_rows)
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
     requests = requests_of(40)
-    outcomes = run_all(Scorer(table, token_info(VOCAB), max_rows=rows, max_tokens=1 << 20), requests)
+    outcomes = run_all(causal_scorer(table, token_info(VOCAB), rows=rows), requests)
     for request in requests:
         outcome, first = outcomes[request.index], request.score_from
         expected = by_hand(table, request.canvas.tolist(), first)
@@ -69,13 +73,13 @@ def test_all_texts_together_have_probability_one():
     requests = [
         Request(index, index, np.asarray([0, *text], dtype=np.int32), score_from=1) for index, text in enumerate(texts)
     ]
-    outcomes = run_all(Scorer(table, token_info(VOCAB), max_rows=16, max_tokens=1 << 20), requests)
+    outcomes = run_all(causal_scorer(table, token_info(VOCAB), rows=16), requests)
     assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) == pytest.approx(1.0, abs=1e-12)
 
 
 def test_ids_without_a_token_have_no_share_of_the_law():
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
-    scorer = Scorer(table, token_info(VOCAB, suppressed=[2]), max_rows=2, max_tokens=1 << 20)
+    scorer = causal_scorer(table, token_info(VOCAB, suppressed=[2]), rows=2)
     fine = Request(0, 0, np.asarray([0, 1, 0], dtype=np.int32), score_from=1)
     impossible = Request(1, 1, np.asarray([0, 2, 0], dtype=np.int32), score_from=1)
     outcomes = run_all(scorer, [fine, impossible])
@@ -91,7 +95,7 @@ def test_a_text_is_greedy_if_each_of_its_tokens_is_the_most_likely_one(suppresse
     requests = [
         Request(index, index, np.asarray([0, *text], dtype=np.int32), score_from=1) for index, text in enumerate(texts)
     ]
-    scorer = Scorer(table, token_info(VOCAB, suppressed=suppressed), max_rows=7, max_tokens=1 << 20)
+    scorer = causal_scorer(table, token_info(VOCAB, suppressed=suppressed), rows=7)
     outcomes = run_all(scorer, requests)
     chosen = [text for index, text in enumerate(texts) if outcomes[index].is_greedy]
     assert chosen == [tuple(greedy(table, [0], LENGTH - 1, suppressed=suppressed)[1:])]
@@ -99,7 +103,7 @@ def test_a_text_is_greedy_if_each_of_its_tokens_is_the_most_likely_one(suppresse
 
 def test_only_the_rows_that_are_needed_are_run_and_counted():
     table = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=4)
-    scorer = Scorer(table, token_info(VOCAB), max_rows=2, max_tokens=1 << 20)
+    scorer = causal_scorer(table, token_info(VOCAB), rows=2)
     requests = [
         Request(0, 0, np.zeros(5, dtype=np.int32), score_from=4),
         Request(1, 1, np.zeros(3, dtype=np.int32), score_from=1),
@@ -111,13 +115,15 @@ def test_only_the_rows_that_are_needed_are_run_and_counted():
 
 @pytest.mark.parametrize(("canvas", "first"), [([0, 1], 0), ([0, 1], 2), ([0, -1], 1), ([0, 1], None)])
 def test_what_can_not_be_scored_is_refused(canvas, first):
-    scorer = Scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), max_rows=2, max_tokens=64)
-    with pytest.raises(ValueError, match="must have no holes, and a token before the first scored one"):
+    scorer = causal_scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), rows=2, tokens=64)
+    with pytest.raises(
+        ValueError, match=r"must have no holes|scores the end of a text, after at least one given token"
+    ):
         scorer.admit([Request(0, 0, np.asarray(canvas, dtype=np.int32), score_from=first)])
 
 
 def test_what_was_inside_is_named_when_all_is_dropped():
-    scorer = Scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), max_rows=4, max_tokens=64)
+    scorer = causal_scorer(TokenTable(vocab_size=VOCAB), token_info(VOCAB), rows=4, tokens=64)
     scorer.admit(requests_of(3))
     assert sorted(scorer.clear()) == [0, 1, 2] and scorer.active == 0
     assert set(run_all(scorer, requests_of(5))) == set(range(5))

@@ -1,0 +1,169 @@
+"""Scores under block diffusion: exact at block size 1, else the bound over masks in each block, by hand and by enumeration."""
+
+import itertools
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.blocks.settings import BlockDiffusionSettings
+from decoders.common_settings import Sampling
+from decoders.draws.keys import sample_key
+from tests.decoders.blocks.block_tables import table, table_info
+from tests.decoders.support import decode, score, scorer_for
+
+VOCAB, LENGTH = 3, 6
+MASK = VOCAB
+
+
+def settings(size, **more):
+    return BlockDiffusionSettings(kind="block_diffusion", block_size=size, **more)
+
+
+def law(model, held, row):
+    """The log-probabilities that a row predicts which sees these tokens (position -> id), straight from the table."""
+    code = (VOCAB + 2) ** LENGTH - 1 + sum((token - VOCAB - 1) * (VOCAB + 2) ** place for place, token in held.items())
+    logits = model.table_PXV[row, code].clone()
+    logits[MASK] = -torch.inf
+    return logits.log_softmax(0)
+
+
+def seen(tokens, row, size, *, causal_cache):
+    """What a clean row sees."""
+    end = row + 1 if causal_cache else min((row // size + 1) * size, len(tokens))
+    return dict(enumerate(tokens[:end]))
+
+
+def block_sum(model, tokens, block, masked, size, shift):
+    """The sum of a block's masked tokens' log-probabilities, given its other tokens and the blocks before it."""
+    end = min((block + 1) * size, len(tokens))
+    held = {place: MASK if place in masked else tokens[place] for place in range(end)}
+    return sum(float(law(model, held, max(place - shift, 0))[tokens[place]]) for place in masked)
+
+
+def bound(model, tokens, first, size, *, shift=0, causal_cache=False):
+    """The sum over blocks of the mean over masks; the first token of a block is predicted by the row before it (shift)."""
+    total = 0.0
+    for block in range(first // size, -(-len(tokens) // size)):
+        places = list(range(max(first, block * size), min((block + 1) * size, len(tokens))))
+        if shift and places[0] == block * size and places[0] > 0:
+            row = places.pop(0) - 1
+            held = seen(tokens, row, size, causal_cache=causal_cache)
+            total += float(law(model, held, row)[tokens[row + 1]])
+        for count in range(1, len(places) + 1):
+            for masked in itertools.combinations(places, count):
+                weight = 1 / count / comb(len(places), count)
+                total += weight * block_sum(model, tokens, block, masked, size, shift)
+    return total
+
+
+def text(length, first, *, index=0, seed=0):
+    canvas = np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
+    return Request(index, sample_key(seed, str(index)), canvas, score_from=first)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("causal_cache", [False, True])
+@pytest.mark.parametrize(
+    ("size", "first", "length"), [(2, 1, 6), (3, 0, 6), (4, 3, 6), (3, 4, 5), (2, 4, 6), (6, 0, 6)]
+)
+def test_blocks_with_few_masks_have_the_exact_bound(size, first, length, shift, causal_cache):
+    request = text(length, first)
+    choice = settings(size, causal_cache=causal_cache)
+    (outcome,) = score(table(), table_info(shift=shift), choice, [request], samples=64).values()
+    expected = bound(table(), request.canvas.tolist(), first, size, shift=shift, causal_cache=causal_cache)
+    assert outcome.logprob == pytest.approx(expected, abs=1e-9)
+    assert outcome.tokens.tolist() == request.canvas[first:].tolist() and outcome.logprob_stderr in {None, 0.0}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_block_size_1_is_exact_token_by_token(shift, first):
+    request, model = text(LENGTH, first), table()
+    (outcome,) = score(table(), table_info(shift=shift), settings(1), [request]).values()
+    tokens, expected, chosen = request.canvas.tolist(), [], []
+    for place in range(first, LENGTH):
+        held, row = dict(enumerate(tokens[:place])), place - 1
+        if not shift or not place:
+            held, row = held | {place: MASK}, place
+        expected.append(float(law(model, held, row)[tokens[place]]))
+        chosen.append(int(law(model, held, row).argmax()) == tokens[place])
+    np.testing.assert_allclose(outcome.token_logprobs, expected, rtol=1e-6)
+    assert outcome.logprob == pytest.approx(sum(expected), abs=1e-12)
+    assert (outcome.nfe, outcome.is_greedy, outcome.logprob_stderr) == (1, all(chosen), None)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_all_texts_together_have_probability_one_at_block_size_1(shift):
+    requests = [
+        Request(index, index, np.asarray([2, *fill], dtype=np.int32), score_from=1)
+        for index, fill in enumerate(itertools.product(range(VOCAB), repeat=4))
+    ]
+    outcomes = score(table(), table_info(shift=shift), settings(1), requests, rows=16)
+    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) == pytest.approx(1.0, abs=1e-12)
+    (greedy,) = decode(
+        table(),
+        table_info(shift=shift),
+        settings(1),
+        Sampling(temperature=0.0),
+        [Request(0, 0, np.asarray([2, -1, -1, -1, -1], dtype=np.int32))],
+    ).values()
+    chosen = [outcome.tokens.tolist() for outcome in outcomes.values() if outcome.is_greedy]
+    assert chosen == [greedy.tokens.tolist()]
+
+
+def test_the_bound_is_below_the_log_probability_of_some_text_and_never_certain():
+    # Bounds of all texts together have less than probability one: each is at most the logarithm of a probability.
+    requests = [
+        Request(index, index, np.asarray([2, *fill], dtype=np.int32), score_from=1)
+        for index, fill in enumerate(itertools.product(range(VOCAB), repeat=4))
+    ]
+    outcomes = score(table(), table_info(), settings(3), requests, rows=16, samples=64)
+    assert sum(np.exp(outcome.logprob) for outcome in outcomes.values()) < 1.0
+
+
+def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error():
+    # As in test_masked_scoring.py: 4.5 standard errors of the mean, and 25 % of the variance, for 600 keys.
+    base, count = text(LENGTH, 1), 600
+    requests = [replace(base, index=index, key=sample_key(9, str(index))) for index in range(count)]
+    outcomes = score(table(), table_info(), settings(6), requests, rows=64, samples=6)
+    found = np.asarray([outcomes[index].logprob for index in range(count)])
+    errors = np.asarray([outcomes[index].logprob_stderr for index in range(count)])
+    exact = bound(table(), base.canvas.tolist(), 1, 6)
+    assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(count)
+    assert (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6])
+def test_a_score_has_the_same_bits_alone_and_beside_others(size):
+    rng = np.random.default_rng(4)
+    requests = []
+    for index in range(12):
+        length = int(rng.integers(2, LENGTH + 1))
+        requests.append(text(length, int(rng.integers(0, length)), index=index, seed=index))
+    alone: dict[int, Any] = {}
+    for request in requests:
+        alone |= score(table(), table_info(), settings(size), [request], rows=1, samples=6)
+    for rows in (3, 64):
+        for index, outcome in score(table(), table_info(), settings(size), requests, rows=rows, samples=6).items():
+            assert (outcome.logprob, outcome.logprob_stderr) == (alone[index].logprob, alone[index].logprob_stderr)
+            assert (outcome.nfe, outcome.is_greedy) == (alone[index].nfe, alone[index].is_greedy)
+
+
+def test_draws_share_the_clean_text_that_is_longer_than_their_copies():
+    request = text(LENGTH, 4)
+    scorer = scorer_for(table(), table_info(), settings(2), samples=64)
+    scorer.admit([request])
+    (outcome,) = (outcome for _ in range(2) for outcome in scorer.step())
+    # Three masks of the last block, two a canvas: 4 clean rows and 2 or 1 copies of 2.
+    assert outcome.nfe == 2 and scorer.counting.useful_rows == 2 * 4 + 3 * 2
+
+
+def test_what_is_not_the_end_of_a_text_is_refused():
+    scorer = scorer_for(table(), table_info(), settings(2))
+    with pytest.raises(ValueError, match="block diffusion scores the end of a text"):
+        scorer.admit([Request(0, 0, np.zeros(4, dtype=np.int32), scored=np.asarray([0, 2]))])

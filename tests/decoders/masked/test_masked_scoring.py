@@ -1,0 +1,182 @@
+"""The bound of a text under masked diffusion: exact by enumeration, unbiased with an honest error, the same in every batch."""
+
+import itertools
+import math
+import statistics
+from dataclasses import replace
+from math import comb
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.draws.keys import sample_key
+from decoders.masked.settings import AncestralSettings, StepwiseSettings
+from tests.decoders.masked.diffusion_tables import LENGTH, MASK, VOCAB, drafter, mask_info
+from tests.decoders.support import score, scorer_for
+
+LLADA, MDLM = StepwiseSettings(kind="stepwise"), AncestralSettings(kind="ancestral")
+ANCESTRAL = replace(mask_info(), kind="ancestral")
+
+
+def law(table, canvas, place, *, shift=0):
+    """The log-probabilities of the token at a masked place of a canvas, straight from the table."""
+    code = (VOCAB + 2) ** LENGTH - 1 + sum((token - VOCAB - 1) * (VOCAB + 2) ** i for i, token in enumerate(canvas))
+    logits = table.table_PXV[max(place - shift, 0), code].clone()
+    logits[MASK] = -torch.inf
+    return logits.log_softmax(0)
+
+
+def masked_sum(table, tokens, masked, *, shift=0):
+    """The sum of the masked tokens' log-probabilities given the others."""
+    canvas = [MASK if place in masked else token for place, token in enumerate(tokens)]
+    return sum(float(law(table, canvas, place, shift=shift)[tokens[place]]) for place in masked)
+
+
+def bound(table, tokens, scored, *, shift=0):
+    """The mean over all masks: their number l is uniform, and the weight of a mask of l tokens is L / l."""
+    total, length = 0.0, len(scored)
+    for count in range(1, length + 1):
+        for masked in itertools.combinations(scored, count):
+            total += masked_sum(table, tokens, masked, shift=shift) / count / comb(length, count)
+    return total
+
+
+def text(length, scored, *, key=1, index=0, seed=0):
+    canvas = np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
+    return Request(index, sample_key(key, str(index)), canvas, scored=np.asarray(scored))
+
+
+@pytest.mark.parametrize("scored", [[0, 1, 2, 3, 4, 5], [2, 5], [3], [1, 2, 4, 6]])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_text_with_few_masks_has_its_exact_bound(scored, shift):
+    request = text(LENGTH, scored)
+    (outcome,) = score(drafter(), mask_info(shift=shift), LLADA, [request], rows=5, samples=64).values()
+    expected = bound(drafter(), request.canvas.tolist(), scored, shift=shift)
+    assert outcome.logprob == pytest.approx(expected, abs=1e-9)
+    assert outcome.nfe == 2 ** len(scored) - 1 and outcome.finish == "filled"
+    assert outcome.tokens.tolist() == request.canvas[scored].tolist()
+    if len(scored) > 1:
+        assert outcome.logprob_stderr == 0.0 and outcome.token_logprobs is None and outcome.is_greedy is None
+
+
+def test_a_single_token_is_scored_exactly_by_one_canvas():
+    request = text(LENGTH, [3])
+    (outcome,) = score(drafter(), mask_info(), LLADA, [request]).values()
+    tokens = request.canvas.tolist()
+    expected = law(drafter(), [*tokens[:3], MASK, *tokens[4:]], 3)
+    assert outcome.nfe == 1 and outcome.logprob_stderr is None
+    assert outcome.logprob == pytest.approx(float(expected[tokens[3]]), abs=1e-12)
+    assert outcome.token_logprobs == pytest.approx([outcome.logprob], rel=1e-6)
+    assert outcome.is_greedy == (int(expected.argmax()) == tokens[3])
+
+
+CASES = [(LLADA, mask_info(), "llada"), (MDLM, ANCESTRAL, "mdlm"), (LLADA, mask_info(), "mdlm")]
+
+
+@pytest.mark.parametrize(("settings", "info", "kind"), CASES)
+def test_the_estimate_has_the_bound_as_its_mean_and_its_standard_error(settings, info, kind):
+    # 600 keys of one text. The mean lies within 4.5 standard errors but with probability 7e-6. The mean square of the standard
+    # errors is the variance: their ratio is compared within 25 %, beyond five deviations of a variance of 600 values.
+    scored, count = [0, 1, 3, 4, 5, 6], 600
+    base = text(LENGTH, scored)
+    requests = [replace(base, index=index, key=sample_key(7, str(index))) for index in range(count)]
+    outcomes = score(drafter(), info, settings, requests, rows=64, kind=kind, samples=6)
+    found = np.asarray([outcomes[index].logprob for index in range(count)])
+    errors = np.asarray([outcomes[index].logprob_stderr for index in range(count)])
+    exact = bound(drafter(), base.canvas.tolist(), scored)
+    assert abs(found.mean() - exact) < 4.5 * found.std() / np.sqrt(count)
+    assert (errors**2).mean() == pytest.approx(found.var(), rel=0.25)
+    assert all(outcome.nfe == 6 and outcome.token_logprobs is None for outcome in outcomes.values())
+
+
+def test_pairs_from_parts_of_the_range_err_less_than_independent_masks():
+    scored = [0, 1, 2, 3, 4, 5, 6]
+    base = text(LENGTH, scored)
+    requests = [replace(base, index=index, key=sample_key(3, str(index))) for index in range(300)]
+    errors = {}
+    for samples in (2, 16):  # with a single pair there is only one part
+        outcomes = score(drafter(), mask_info(), LLADA, requests, rows=64, samples=samples)
+        errors[samples] = np.sqrt(np.mean([outcome.logprob_stderr**2 for outcome in outcomes.values()]))
+    assert errors[16] < 0.95 * errors[2] / np.sqrt(8)
+
+
+@pytest.mark.parametrize("samples", [4, 64])
+def test_a_score_has_the_same_bits_alone_and_beside_others(samples):
+    rng = np.random.default_rng(2)
+    requests = []
+    for index in range(12):
+        length = int(rng.integers(1, LENGTH + 1))
+        scored = np.sort(rng.permutation(length)[: rng.integers(1, length + 1)])
+        requests.append(text(length, scored, index=index, seed=index))
+    alone: dict[int, Any] = {}
+    for request in requests:
+        alone |= score(drafter(), mask_info(), LLADA, [request], rows=1, samples=samples)
+    for rows in (2, 7, 64):
+        beside = score(drafter(), mask_info(), LLADA, requests, rows=rows, samples=samples)
+        for index, outcome in beside.items():
+            assert (outcome.logprob, outcome.logprob_stderr) == (alone[index].logprob, alone[index].logprob_stderr)
+            assert (outcome.nfe, outcome.is_greedy) == (alone[index].nfe, alone[index].is_greedy)
+
+
+def test_every_forward_is_full_while_canvases_are_left():
+    requests = [text(LENGTH, range(index % LENGTH + 1), index=index) for index in range(20)]
+    scorer = scorer_for(drafter(), mask_info(), LLADA, rows=8, samples=16)
+    total, queue = sum(min(2 ** len(one.scored) - 1, 16) for one in requests), list(requests)
+    done: dict[int, Any] = {}
+    while queue or scorer.active:
+        while queue and scorer.room(len(queue[0].canvas)):
+            scorer.admit([queue.pop(0)])
+        done |= {outcome.index: outcome for outcome in scorer.step()}
+    assert scorer.counting.num_forwards == -(-total // 8)
+    assert sum(outcome.nfe for outcome in done.values()) == total == scorer.stats.active_slot_steps
+    assert scorer.stats.committed == sum(len(one.scored) for one in requests)
+    assert scorer.stats.slot_steps == 8 * scorer.counting.num_forwards
+
+
+def test_two_models_see_the_same_masks(monkeypatch):
+    seen = []
+    for seed in (3, 4):
+        table = drafter(seed=seed)
+        canvases: list[torch.Tensor] = []
+        forward = table.forward
+        monkeypatch.setattr(
+            table, "forward", lambda rows, f=forward, c=canvases: (c.append(rows.tokens_BT), f(rows))[1]
+        )
+        score(table, mask_info(), LLADA, [text(LENGTH, range(LENGTH))], rows=4, samples=8)
+        seen.append(torch.cat(canvases))
+    assert torch.equal(seen[0], seen[1]) and bool((seen[0] == MASK).any())
+
+
+def test_what_was_inside_is_named_when_all_is_dropped():
+    scorer = scorer_for(drafter(), mask_info(), LLADA, rows=4, samples=16)
+    requests = [text(LENGTH, range(LENGTH), index=index) for index in range(3)]
+    scorer.admit(requests[:1])
+    scorer.step()
+    assert scorer.clear() == [0] and scorer.active == 0
+    again = score(drafter(), mask_info(), LLADA, requests, samples=16)
+    scorer.admit(requests[:1])
+    (outcome,) = (outcome for _ in range(4) for outcome in scorer.step())
+    assert outcome.logprob == again[0].logprob
+
+
+def test_impossible_tokens_fail_alone():
+    canvas = np.asarray([0, MASK, 1], dtype=np.int32)
+    fine, bad = text(3, [0, 1, 2], index=0), Request(1, 1, canvas, scored=np.asarray([0, 1, 2]))
+    outcomes = score(drafter(), mask_info(), LLADA, [fine, bad], samples=4)
+    assert outcomes[0].error_kind is None and outcomes[1].error_kind == "nan_logits"
+    assert outcomes[1].logprob is None and outcomes[1].logprob_stderr is None
+
+
+def test_the_error_of_one_pair_is_that_of_the_mean_of_two_values():
+    base = text(LENGTH, range(LENGTH))
+    (outcome,) = score(drafter(), mask_info(), LLADA, [base], samples=2).values()
+    scorer = scorer_for(drafter(), mask_info(), LLADA, samples=2)
+    scorer.admit([base])
+    (held,) = scorer._texts
+    scorer.step()
+    values = 2 * held.sampled_M
+    assert outcome.logprob == pytest.approx(statistics.mean(values))
+    assert outcome.logprob_stderr == pytest.approx(statistics.stdev(values) / math.sqrt(2))
