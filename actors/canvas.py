@@ -35,21 +35,25 @@ from actors.masking import (
     split_sentences,
 )
 from actors.row_settings import Asked, RowRules
-from actors.rows import checked_text, missing, text_of
+from actors.rows import checked_text, missing, string_of, text_of
 from actors.stop_text import StopStrings
-from actors.task import Columns, Infill, Lines, Marker, Random, Sentences, SpanFraction, Spans
+from actors.task import Columns, Given, Infill, Lines, Marker, Mask, Random, Score, Sentences, SpanFraction, Spans
 from actors.text import Tokenizer
 from decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
 from storage.errors import RowError
 
 Values = Mapping[str, Any]
+Piece = str | int | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
     """A decoder's input: int32 [L] with HOLE at each token to generate, and its holes as maximal [start, end) ranges.
 
-    A canvas to score has no holes: its tokens from `score_from` on are scored, and `text` is their text, if known.
+    `hidden` are the ids that the mask hid in the holes, in canvas order, None if unknown.
+
+    A canvas to score has all its tokens: those from `score_from` on are scored, and `text` is their text, if known. With a mask
+    only the positions `scored` (int64) are scored, which are in its `holes`.
     `truncated` is the number of prompt tokens that were cut because they did not fit.
     If a causal model fills the holes one after another, this is the first hole's canvas, and `infilling` has the whole row.
 
@@ -65,6 +69,8 @@ class Canvas:
     settings: RowSettings = JOB_SETTINGS
     stops: StopStrings | None = None
     endpoint: str | None = None
+    hidden: NDArray[np.int32] | None = None
+    scored: NDArray[np.int64] | None = None
 
     @property
     def num_masked(self) -> int:
@@ -75,6 +81,8 @@ class Canvas:
     def size(self) -> Size:
         """The canvas's size, for the planner."""
         length = len(self.tokens) if self.infilling is None else self.infilling.longest
+        if self.scored is not None:
+            return Size(length, len(self.scored))
         return Size(length, self.num_masked if self.score_from is None else length - self.score_from)
 
 
@@ -96,9 +104,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class CanvasMaker:
-    """Everything that a row's canvas depends on, except the row and its key."""
+    """Everything that a row's canvas with holes depends on, except the row and its key.
 
-    task: Infill
+    In the task `score`, holes without a text of their own (marker, given) hide the row's `reference`.
+    """
+
+    task: Infill | Score
     columns: Columns
     tokenizer: Tokenizer | None
     info: ModelInfo
@@ -114,22 +125,22 @@ class CanvasMaker:
 
     def _made(self, values: Values, key: int, asked: Asked) -> Canvas:
         """The canvas without the row's settings; `asked` is unused here, since the holes' lengths are known."""
-        mask = self.task.mask
+        mask = self._mask
         if self.columns.tokens is not None:
             tokens = given_ids(values, self.columns.tokens, self.info, nulls=mask.kind == "given")
-            return (
-                self._punched(tokens, key) if isinstance(mask, Random | Spans | SpanFraction) else self._checked(tokens)
-            )
+            if isinstance(mask, Random | Spans | SpanFraction):
+                return self._punched(tokens, key)
+            return self._checked(tokens, self._missing_ids(values, tokens) if self._hides_reference else None)
         if isinstance(mask, Random | SpanFraction) or (isinstance(mask, Spans) and self.columns.spans is None):
             return self._punched(self._encode(text_of(values, self.columns)), key)
         if isinstance(mask, Marker):
-            return self._checked(self._joined(self._marked_pieces(mask, values)))
+            return self._joined(self._marked_pieces(mask, values))
         text, ranges = self._hidden_text(values, key)
-        return self._checked(self._without_ranges(text, ranges))
+        return self._without_ranges(text, ranges)
 
     def sizes(self, rows: Sequence[tuple[Values, int]]) -> list[Size | RowError]:
         """Return the size of each row's canvas, or its error; rows are (values, key)."""
-        mask = self.task.mask
+        mask = self._mask
         if (
             self.columns.tokens is None
             and isinstance(mask, Random | Spans | SpanFraction)
@@ -163,6 +174,11 @@ class CanvasMaker:
 
     # ---- tokens
 
+    @property
+    def _mask(self) -> Mask:
+        assert self.task.mask is not None, "a task without a mask has no holes"
+        return self.task.mask
+
     def _tokenizer(self) -> Tokenizer:
         assert self.tokenizer is not None, "the spec needs a tokenizer"
         return self.tokenizer
@@ -173,29 +189,43 @@ class CanvasMaker:
     def _checked_ids(self, ids: Sequence[int]) -> NDArray[np.int32]:
         return check_ids(np.asarray(ids, dtype=np.int64), self.info)
 
-    def _checked(self, tokens: NDArray[np.int32]) -> Canvas:
+    def _checked(self, tokens: NDArray[np.int32], hidden: NDArray[np.int32] | None) -> Canvas:
         check_length(len(tokens), self.info)
-        return Canvas(tokens, tuple(runs(tokens == HOLE)))
+        return Canvas(tokens, tuple(runs(tokens == HOLE)), hidden=hidden)
 
     def _punched(self, tokens: NDArray[np.int32], key: int) -> Canvas:
-        mask = self.task.mask
+        mask = self._mask
         assert isinstance(mask, Random | Spans | SpanFraction)
         check_length(len(tokens), self.info)
-        punched = tokens.copy()
-        punched[masked_positions(mask, key, len(tokens))] = HOLE
-        return self._checked(punched)
+        punched, where = tokens.copy(), masked_positions(mask, key, len(tokens))
+        punched[where] = HOLE
+        return self._checked(punched, tokens[where])
 
-    def _joined(self, pieces: Sequence[str | int]) -> NDArray[np.int32]:
-        """Tokens of pieces, each a text or a number of HOLEs."""
+    def _joined(self, pieces: Sequence[Piece]) -> Canvas:
+        """The canvas of pieces: each is a text, a number of HOLEs, or the ids that HOLEs hide."""
         check_length(sum(piece for piece in pieces if isinstance(piece, int)), self.info)
-        parts = [
-            self._encode(piece) if isinstance(piece, str) else np.full(piece, HOLE, dtype=np.int32) for piece in pieces
-        ]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+        parts = [np.zeros(0, dtype=np.int32), *map(self._shown, pieces)]
+        known = [piece for piece in pieces if isinstance(piece, np.ndarray)]
+        hidden = None if any(isinstance(piece, int) for piece in pieces) else np.concatenate([parts[0], *known])
+        return self._checked(np.concatenate(parts), hidden)
+
+    def _shown(self, piece: Piece) -> NDArray[np.int32]:
+        """A piece's tokens on the canvas."""
+        if isinstance(piece, str):
+            return self._encode(piece)
+        return np.full(piece if isinstance(piece, int) else len(piece), HOLE, dtype=np.int32)
 
     # ---- text
 
-    def _marked_pieces(self, mask: Marker, values: Values) -> list[str | int]:
+    def _marked_pieces(self, mask: Marker, values: Values) -> list[Piece]:
+        pieces = self._between(mask, values)
+        if not self._hides_reference:
+            return pieces
+        told = iter(self._references(values, len(pieces) // 2))
+        return [self._encode(next(told)) if index % 2 else piece for index, piece in enumerate(pieces)]
+
+    def _between(self, mask: Marker, values: Values) -> list[Piece]:
+        """Texts, and between them the lengths of holes."""
         names = (self.columns.prefix, self.columns.suffix)
         if names != (None, None):
             prefix, suffix = ("" if name is None else text_of(values, Columns(text=name)) for name in names)
@@ -206,8 +236,32 @@ class CanvasMaker:
             raise RowError("marker_absent", STAGE, f"the text has no marker {mask.marker!r}")
         return [hole_length(part, mask) if index % 2 else part or "" for index, part in enumerate(parts)]
 
+    @property
+    def _hides_reference(self) -> bool:
+        return isinstance(self.task, Score) and isinstance(self.task.mask, Marker | Given)
+
+    def _references(self, values: Values, count: int) -> list[str]:
+        """The text of each of `count` holes: a text for a single hole, else a list of texts."""
+        column = self.columns.reference or "reference"
+        found = values.get(column)
+        if found is not None and not isinstance(found, list | tuple):
+            found = [string_of(values, column)]
+        if found is None:
+            raise missing(values, column)
+        if len(found) != count or not all(isinstance(item, str) for item in found):
+            raise RowError("bad_mask", STAGE, f"{column!r} must give a text for each of the row's {count} holes")
+        return [checked_text(item, column) for item in found]
+
+    def _missing_ids(self, values: Values, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The ids of the nulls in the row's tokens."""
+        column, count = self.columns.reference or "reference", int((tokens == HOLE).sum())
+        ids = given_ids(values, column, self.info, nulls=False)
+        if len(ids) != count:
+            raise RowError("bad_mask", STAGE, f"{column!r} has {len(ids)} ids, but the row's tokens have {count} nulls")
+        return ids
+
     def _hidden_text(self, values: Values, key: int) -> tuple[str, list[Range]]:
-        mask = self.task.mask
+        mask = self._mask
         if isinstance(mask, Sentences) and self.columns.sentences is not None:
             text, sentences = _own_sentences(values, self.columns.sentences, mask.separator)
             return text, sentence_ranges(mask, key, sentences)
@@ -219,24 +273,24 @@ class CanvasMaker:
         assert isinstance(mask, Spans) and self.columns.spans is not None
         return text, merged(_own_spans(values, self.columns.spans), len(text))
 
-    def _without_ranges(self, text: str, ranges: Sequence[Range]) -> NDArray[np.int32]:
+    def _without_ranges(self, text: str, ranges: Sequence[Range]) -> Canvas:
         if not self._tokenizer().joins:
             return self._without_overlapping(text, ranges)
-        pieces: list[str | int] = []
+        pieces: list[Piece] = []
         shown = 0
         for start, end in ranges:
-            pieces += [text[shown:start], len(self._encode(text[start:end]))]
+            pieces += [text[shown:start], self._encode(text[start:end])]
             shown = end
         return self._joined([*pieces, text[shown:]])
 
-    def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> NDArray[np.int32]:
+    def _without_overlapping(self, text: str, ranges: Sequence[Range]) -> Canvas:
         ids, offsets = self._tokenizer().offsets(text)
-        tokens = np.asarray(ids, dtype=np.int64)
-        check_ids(tokens, self.info)
+        tokens = self._checked_ids(ids)
         where = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+        covered = np.zeros(len(tokens), dtype=np.bool_)
         for start, end in ranges:
-            tokens[(where[:, 0] < end) & (where[:, 1] > start)] = HOLE
-        return tokens.astype(np.int32)
+            covered |= (where[:, 0] < end) & (where[:, 1] > start)
+        return self._checked(np.where(covered, np.int32(HOLE), tokens), tokens[covered])
 
 
 def finish_row(

@@ -165,6 +165,7 @@ class RowClerk:
         else:
             sample.note.canvas = made
             sample.canvas, sample.score_from, sample.settings = made.tokens, made.score_from, made.settings
+            sample.scored = made.scored
             if made.infilling is not None:
                 sample.infilling = made.infilling
                 sample.ask()

@@ -20,7 +20,7 @@ from actors.infilling import IDS, Infilling
 from actors.masking import Range, hole_length, marker_pattern, masked_positions
 from actors.row_settings import Asked
 from actors.rows import text_of
-from actors.task import Columns, Marker, SpanFraction, Spans
+from actors.task import Columns, Infill, Marker, SpanFraction, Spans
 from decoders.base import HOLE
 from storage.errors import RowError
 
@@ -71,6 +71,7 @@ class FimMaker(CanvasMaker):
 
     @property
     def _limit(self) -> int:
+        assert isinstance(self.task, Infill), "holes that are filled, not scored"
         return DEFAULT_LIMIT if self.task.max_new_tokens is None else self.task.max_new_tokens
 
     def _ids(self, values: Values) -> NDArray[np.int32]:

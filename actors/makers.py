@@ -11,7 +11,8 @@ from actors.fim_maker import FimMaker
 from actors.prompts import PromptMaker
 from actors.row_settings import RowRules
 from actors.rows import Values
-from actors.task import Columns, Infill, Side, Task
+from actors.score_maker import ScoreMaker
+from actors.task import Columns, Infill, Score, Side, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.common_settings import Sampling
@@ -53,4 +54,6 @@ def maker_for(
         return FimMaker(task, columns, tokenizer, info, template_of(task.fim, tokenizer, info), rules=rules)
     if isinstance(task, Infill):
         return CanvasMaker(task, columns, tokenizer, info, rules=rules)
+    if isinstance(task, Score) and task.mask is not None:
+        return ScoreMaker(CanvasMaker(task, columns, tokenizer, info, rules=rules))
     return PromptMaker(task, columns, tokenizer, info, truncate=truncate, rules=rules)

@@ -4,6 +4,8 @@
     score      | lead  prompt | completion |                score_from: the completion's first token
     score      | begin        | text       |                without a prompt: after the begin token
 
+What a mask hides of a text is scored by other canvases (score_maker.py).
+
 An OpenAI request says itself whether it is a conversation; for other rows, the task does.
 `lead` are the special tokens that transformers' `tokenizer(text)` puts before a text. The tokenizer's chat template renders
 a conversation with every special token spelled out; they are then parsed wherever they occur.
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from actors.canvas import Canvas, Size
 from actors.cutting import cut_chat, cut_ids, prompt_room
-from actors.ids import STAGE, check_ids, check_length, given_ids
+from actors.ids import STAGE, check_ids, check_length, check_scored, given_ids
 from actors.row_settings import Asked, RowRules
 from actors.rows import Messages, Values, checked_text, prompt_of, scored_text
 from actors.task import Columns, Complete, Score, Side
@@ -89,7 +91,7 @@ class PromptMaker:
 
     def _scored(self, values: Values) -> Canvas:
         if self.columns.tokens is not None:
-            return self._behind(self._given(values), 0, None)
+            return self._scored_ids(self._given(values), values)
         text, is_completion = scored_text(values, self.columns)
         if self.task.chat:
             prompt = self._prompt(values, chat=True)
@@ -105,12 +107,24 @@ class PromptMaker:
         canvas = self._behind(np.append(prompt, scored), len(prompt), text)
         return replace(canvas, truncated=whole - len(prompt))
 
+    def _scored_ids(self, ids: NDArray[np.int32], values: Values) -> Canvas:
+        """The row's own tokens; with a reference, these are the prompt and the reference's ids are scored."""
+        if self.columns.reference is None:
+            return self._behind(ids, 0, None)
+        scored, whole = given_ids(values, self.columns.reference, self.info, nulls=False), len(ids)
+        if self.info.max_length is not None:
+            ids = self._cut(values, ids, self.info.max_length - len(scored), chat=False)
+        return replace(self._behind(np.append(ids, scored), len(ids), None), truncated=whole - len(ids))
+
     def _behind(self, tokens: NDArray[np.int32], start: int, text: str | None) -> Canvas:
-        """Score from `start` on; a first token without a predecessor has no probability and counts as given."""
+        """Score from `start` on; under a causal model a first token without a predecessor has no probability: it is given."""
         check_length(len(tokens), self.info)
-        start, text = (start, text) if start else (1, None)
+        causal = self.info.kind == "causal"
+        start, text = (1, None) if causal and not start else (start, text)
         if len(tokens) <= start:
-            raise RowError("empty_text", STAGE, "there is nothing to score: no token of the text has a token before it")
+            why = "no token of the text has a token before it" if causal else "the text has no token"
+            raise RowError("empty_text", STAGE, f"there is nothing to score: {why}")
+        check_scored(tokens, np.arange(start, len(tokens), dtype=np.int64), self.info)
         return Canvas(tokens, (), score_from=start, text=text)
 
     def _scored_at_once(self, before: str, text: str) -> Canvas:
@@ -165,6 +179,8 @@ class PromptMaker:
     def _begun(self, text: str) -> NDArray[np.int32]:
         """A prompt's ids like those of transformers' `tokenizer(text)`; an empty prompt is the begin token, if there is one."""
         tokenizer = self._tokenizer()
+        if self.info.kind == "any_subset":
+            return self._checked(tokenizer.encode(text))  # as in texts with holes, which have no begin token
         ids = [*tokenizer.lead, *tokenizer.encode(text)]
         if not ids and tokenizer.bos_id is not None:
             ids = [tokenizer.bos_id]

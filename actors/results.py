@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actors.canvas import Canvas, finish_row
 from actors.infilling import TextPart
 from actors.stop_text import StopStrings
 from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
-from decoders.base import Outcome
+from decoders.base import HOLE, Outcome
 from storage.errors import RowError
 from storage.secrets import redacted
 
@@ -112,20 +114,34 @@ def token_texts(outcome: Outcome, tokenizer: Tokenizer | None) -> list[str] | No
 
 def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The scored text, what is known of its score and of its tokens, and bits per byte if the text is known."""
-    text = canvas.text
-    if text is None and tokenizer is not None:
-        text = tokenizer.continuation(outcome.tokens.tolist())
-    num_bytes = len((text or "").encode())
+    text, fills, said = canvas.text, None, canvas.text
+    if canvas.scored is not None:
+        holes = replace(canvas, tokens=_holed(canvas))
+        finished = finish_row(holes, outcome.tokens, tokenizer)
+        text, fills = finished.text, finished.fills
+        said = None if text is None else "".join(fill["text"] for fill in fills)
+    elif text is None and tokenizer is not None:
+        text = said = tokenizer.continuation(outcome.tokens.tolist())
+    # The bytes of a hole are unknown where it begins or ends within a character.
+    num_bytes = 0 if said is None or (fills is not None and "\ufffd" in said) else len(said.encode())
     metrics = {}
     if num_bytes and outcome.logprob is not None:
         metrics["bits_per_byte"] = -outcome.logprob / math.log(2) / num_bytes
     return {
         "text": text,
+        "fills": fills,
         "token_logprobs": outcome.token_logprobs,
         "is_greedy": outcome.is_greedy,
         "logprob_stderr": outcome.logprob_stderr,
         "metrics": metrics,
     }
+
+
+def _holed(canvas: Canvas) -> NDArray[np.int32]:
+    """The canvas with HOLE at its scored positions."""
+    tokens = canvas.tokens.copy()
+    tokens[canvas.scored] = HOLE
+    return tokens
 
 
 def counted(outcome: Outcome) -> dict[str, Any]:

@@ -141,7 +141,12 @@ def _content(content: Any) -> str | None:
 
 
 def scored_text(values: Values, columns: Columns) -> tuple[str, bool]:
-    """Return the text to score, and whether it is a completion; then the row's own `prompt`, if any, comes before it."""
+    """Return the text to score, and whether it is a completion; then the row's own `prompt`, if any, comes before it.
+
+    A reference is scored like a completion, if no other column is named.
+    """
+    if columns.completion is None and columns.text is None and columns.reference is not None:
+        return string_of(values, columns.reference), True
     own = columns.completion is None and columns.text is None and values.get("completion") is not None
     if columns.completion is not None or own:
         return string_of(values, columns.completion or "completion"), True

@@ -22,7 +22,8 @@ from storage.errors import RowError
 class Sample:
     """A row of a unit inside the worker: first it has a canvas or an error, at the end an outcome or an error.
 
-    `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated.
+    `index` is its place in the unit. `score_from` is the first position to score, None if tokens are generated; `scored` are all
+    of them, if not all from there on.
     `settings` are the row's own; `note` is the clerk's data. With an `infilling`, holes are filled one after another:
     `canvas` is the current hole's canvas, `parts` are the holes decoded so far, and `outcome` is their combined outcome.
     """
@@ -32,6 +33,7 @@ class Sample:
     canvas: NDArray[np.int32] | None = None
     score_from: int | None = None
     settings: RowSettings = JOB_SETTINGS
+    scored: NDArray[np.int64] | None = None
     error: RowError | None = None
     outcome: Outcome | None = None
     note: Any = None
@@ -44,7 +46,7 @@ class Sample:
         """The request for a decoder; its outcome has the index `handle`."""
         assert self.canvas is not None, "a row without a canvas is not decoded"
         key = hole_key(self.key, len(self.parts))
-        return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings)
+        return Request(handle, key, self.canvas, score_from=self.score_from, settings=self.settings, scored=self.scored)
 
     def take(self, outcome: Outcome) -> bool:
         """Store the outcome of a request; returns True if the sample has another request, for its next hole.
@@ -76,6 +78,8 @@ class Sample:
             return sum(part.asked.num_prompt for part in self.parts)
         if self.canvas is None:
             return 0
+        if self.scored is not None:
+            return len(self.canvas) - len(self.scored)
         return int((self.canvas != HOLE).sum()) if self.score_from is None else self.score_from
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from actors.canvas import Canvas
 from actors.memory import Room
-from actors.task import Infill, Task
+from actors.task import Complete, Infill, Task
 from actors.text import Tokenizer
 from decoders.base import HOLE, Request
 from jobs.driving.totals import exactness
@@ -54,7 +54,14 @@ class Made:
     def request(self, handle: int) -> Request:
         """The request for a decoder."""
         canvas = self.canvas
-        return Request(handle, self.key, canvas.tokens, score_from=canvas.score_from, settings=canvas.settings)
+        return Request(
+            handle,
+            self.key,
+            canvas.tokens,
+            score_from=canvas.score_from,
+            settings=canvas.settings,
+            scored=canvas.scored,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +89,8 @@ def header(prepared: Prepared) -> Iterator[str]:
     spec, info = prepared.spec, prepared.info
     longest = "any length" if info.max_length is None else f"up to {info.max_length} tokens"
     num_bytes = sum(file.size or 0 for file in prepared.inputs)
-    mask = f", mask {spec.task.mask.kind}" if isinstance(spec.task, Infill) else ""
+    chosen = None if isinstance(spec.task, Complete) else spec.task.mask
+    mask = "" if chosen is None else f", mask {chosen.kind}"
     yield f"job       {spec.name}: {spec.task.kind}{mask}, decoder {spec.decoder.kind}"
     yield f"model     {spec.model.path}: {info.family}, {info.num_parameters:,} parameters, {longest}"
     yield f"input     {spec.input.shown}: {counted(len(prepared.inputs), 'file')}, {num_bytes / 1e6:,.1f} MB"
@@ -111,6 +119,8 @@ def canvas_lines(prepared: Prepared, canvases: Sequence[Made]) -> Iterator[str]:
 
 def wanted(task: Task, canvas: Canvas) -> str:
     """The decoder's work on the canvas, in words."""
+    if canvas.scored is not None:
+        return f"{canvas.size.masked} to score in {len(canvas.holes)} holes"
     if canvas.score_from is not None:
         return f"{canvas.size.masked} to score from position {canvas.score_from} on"
     if canvas.infilling is not None:

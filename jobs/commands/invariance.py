@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from actors.messages import WorkUnit
 from actors.samples import Sample
+from actors.task import Score
 from actors.worker import build_parts
 from decoders.base import Decoder, Outcome, Request
 from jobs.plan.plan import Plan
@@ -21,8 +22,8 @@ from storage.parquet import read_parquet
 from storage.runs.commit import CommittedUnit, Manifest
 from storage.stores.verbs import Store
 
-Said = tuple[list[int], list[float] | None]
-"""The tokens of a sample, and the log-probability of each if they were scored."""
+Said = tuple[list[int], list[float] | None, float | None]
+"""The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""
 
 
 def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: int) -> float:
@@ -30,24 +31,26 @@ def check_invariance(store: Store, plan: Plan, manifest: Manifest, *, samples: i
     job = replace(make_job(plan.spec, plan, conditional=True), store_url=store.url, max_rows=1, trace=False)
     decoder, clerk = build_parts(job, name="verify", node="", threads=1)
     equal = compared = 0
-    for unit, index, stored in pick(store, manifest, samples):
+    for unit, index, stored in pick(store, manifest, samples, scores=isinstance(plan.spec.task, Score)):
         (sample,) = clerk.open_unit(alone(unit, index))
         if sample.canvas is None:
             continue
         compared += 1
-        equal += said(decode_alone(decoder, sample)) == stored
+        equal += said(decode_alone(decoder, sample), scores=isinstance(plan.spec.task, Score)) == stored
     share = equal / compared if compared else 1.0
     print(f"  decoded {compared} samples again, each alone: {equal} equal ({share:.1%})")
     return share
 
 
-def said(outcome: Outcome) -> Said:
-    """An outcome in the form that `pick` yields for a stored row."""
-    scores = outcome.token_logprobs
-    return outcome.tokens.tolist(), None if scores is None else scores.tolist()
+def said(outcome: Outcome, *, scores: bool = False) -> Said:
+    """An outcome in the form that `pick` yields for a stored row; `scores` says that the job's task is to score."""
+    each = outcome.token_logprobs
+    return outcome.tokens.tolist(), None if each is None else each.tolist(), outcome.logprob if scores else None
 
 
-def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[CommittedUnit, int, Said]]:
+def pick(
+    store: Store, manifest: Manifest, samples: int, *, scores: bool = False
+) -> Iterator[tuple[CommittedUnit, int, Said]]:
     """Yield (unit, row in it, stored result) of `samples` evenly spread ok samples, or of all if there are fewer."""
     total = manifest.total("ok")
     wanted = sorted({(2 * n + 1) * total // (2 * samples) for n in range(samples)}) if total else []
@@ -60,8 +63,9 @@ def pick(store: Store, manifest: Manifest, samples: int) -> Iterator[tuple[Commi
         table = read_parquet(store.get(unit.object))
         good = np.flatnonzero(pc.equal(table.column("status"), "ok").to_numpy())
         for row in good[inside].tolist():
-            scores = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
-            yield unit, row, (table.column("tokens")[row].as_py(), scores)
+            each = table.column("token_logprobs")[row].as_py() if "token_logprobs" in table.column_names else None
+            together = table.column("logprob")[row].as_py() if scores else None
+            yield unit, row, (table.column("tokens")[row].as_py(), each, together)
 
 
 def alone(unit: CommittedUnit, index: int) -> WorkUnit:

@@ -181,6 +181,10 @@ def shortened(row: Made, most: int) -> Made:
     wanted = canvas.holes[0][0] if canvas.score_from is None else canvas.score_from
     start = max(0, min(wanted - most // 2, len(canvas.tokens) - most))
     tokens = canvas.tokens[start : start + most]
+    if canvas.scored is not None:
+        scored = canvas.scored - start
+        scored = scored[(scored >= 0) & (scored < len(tokens))]
+        return replace(row, canvas=Canvas(tokens, (), score_from=int(scored[0]), scored=scored))
     if canvas.score_from is not None:
         return replace(row, canvas=Canvas(tokens, (), score_from=max(1, canvas.score_from - start)))
     return replace(row, canvas=Canvas(tokens, tuple(runs(tokens == HOLE))))

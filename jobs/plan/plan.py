@@ -19,7 +19,7 @@ import pyarrow as pa
 from actors.makers import Maker, maker_for
 from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
 from actors.rows import row_id
-from actors.task import Complete, Infill, Task
+from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from jobs.notes import counted
@@ -293,7 +293,7 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
 
 def _expected_column(task: Task, there: dict[str, Any]) -> str:
     """The column that such a row lacks, if the spec names no columns."""
-    if isinstance(task, Infill):
+    if isinstance(task, Infill) or (isinstance(task, Score) and task.mask is not None):
         return "text"
     has_text = there.get("text") is not None or there.get("completion") is not None
     return "prompt" if isinstance(task, Complete) or has_text else "text"

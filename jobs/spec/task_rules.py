@@ -5,6 +5,7 @@ A problem is a sentence that starts with the path of the key to change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 from actors.task import (
@@ -21,6 +22,7 @@ from actors.task import (
     Spans,
     Task,
 )
+from decoders.common_settings import DecoderChoice
 from decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
@@ -35,13 +37,14 @@ def task_problem(task: Task, columns: Columns, decoder: DecoderSettings, *, has_
     problem = _stray_column(task, columns.named())
     if problem is None and not has_tokenizer and columns.tokens is None:
         problem = "model.tokenizer: 'none' needs rows that give their tokens; name their column in input.columns.tokens"
-    if problem is None:
-        problem = (
-            mask_problem(task.mask, columns)
-            if isinstance(task, Infill)
-            else prompt_problem(task, columns, has_tokenizer=has_tokenizer)
-        )
+    mask = None if isinstance(task, Complete) else task.mask
+    if problem is None and mask is not None:
+        problem = mask_problem(mask, columns)
+    elif problem is None and not isinstance(task, Infill):
+        problem = prompt_problem(task, columns, has_tokenizer=has_tokenizer)
     problem = problem or decoder_problem(task, decoder) or _own_settings_problem(task, columns, decoder)
+    if problem is None and isinstance(task, Score):
+        problem = score_problem(task, columns, decoder)
     if problem is None and isinstance(task, Infill):
         problem = fim_problem(task, decoder, has_tokenizer=has_tokenizer)
     return problem
@@ -78,23 +81,26 @@ def _stray_column(task: Task, named: dict[str, str]) -> str | None:
         "infill": (*_INFILL_COLUMNS, *_OWN_SETTINGS[:3]),
         "complete": (*_COMPLETE_COLUMNS, *_OWN_SETTINGS),
         "score": _SCORE_COLUMNS,
+        "score with task.mask": _INFILL_COLUMNS,
     }
+    kind = "score with task.mask" if isinstance(task, Score) and task.mask is not None else task.kind
     for name in named:
-        if name not in _READ_BY_ALL and name not in used[task.kind]:
+        if name not in _READ_BY_ALL and name not in used[kind]:
             others = [kind for kind, columns in used.items() if name in columns]
-            return f"input.columns.{name}: the task {task.kind!r} does not use it; used by: {', '.join(others)}"
+            return f"input.columns.{name}: the task {kind!r} does not use it; used by: {', '.join(others)}"
     return None
 
 
 def truncate_problem(task: Task, columns: Columns) -> str | None:
     """Why long prompts of this task can't be truncated; None if they can."""
-    if isinstance(task, Infill):
+    if not isinstance(task, Complete) and task.mask is not None:
         return (
             "input.truncate: texts with holes are never cut (a causal model sees as much text around a hole as fits); "
             "allowed: null"
         )
     named = columns.named()
-    if isinstance(task, Score) and not task.chat and ("tokens" in named or ("text" in named and "prompt" not in named)):
+    given = named.keys() & {"prompt", "reference"}
+    if isinstance(task, Score) and not task.chat and not given and ("tokens" in named or "text" in named):
         return "input.truncate: only a prompt can be cut, not the scored text, and these rows have no prompt; allowed: null"
     return None
 
@@ -143,6 +149,44 @@ def fim_problem(task: Infill, decoder: DecoderSettings, *, has_tokenizer: bool) 
     if not has_tokenizer:
         return "model.tokenizer: a causal model needs its tokenizer's special tokens to fill a hole; 'none' does not work here"
     return None
+
+
+# ---- score
+
+
+def score_problem(task: Score, columns: Columns, decoder: DecoderSettings) -> str | None:
+    """Why this decoder can't score what the task asks for; None if it can."""
+    if task.mask is not None:
+        if not decoder.scores_any:
+            return (
+                f"task.mask: the decoder {decoder.kind!r} scores a text from left to right, so it can't see what follows a hole; "
+                f"allowed: null, or one of the decoders {_scoring(lambda one: one.scores_any)}"
+            )
+        if task.chat:
+            return "task.chat: true scores the answer to a prompt, task.mask what it hides of a text; allowed: only one of them"
+        if isinstance(task.mask, Marker | Given) and columns.reference is None:
+            return (
+                f"task.mask.kind: {task.mask.kind!r} marks holes whose text is not in the row's own; name the column with what "
+                "belongs there in input.columns.reference"
+            )
+    if task.estimate is None:
+        return None
+    if not decoder.estimates:
+        return (
+            f"task.estimate: the decoder {decoder.kind!r} gives exact scores; allowed: null, or one of the decoders "
+            f"{_scoring(lambda one: bool(one.estimates))}"
+        )
+    if task.estimate.kind not in {"auto", *decoder.estimates}:
+        return (
+            f"task.estimate.kind: {task.estimate.kind!r} is not for decoder {decoder.kind!r}; "
+            f"allowed: {', '.join(sorted({'auto', *decoder.estimates}))}"
+        )
+    return None
+
+
+def _scoring(has: Callable[[type[DecoderChoice]], bool]) -> str:
+    """The decoders that score texts and have a property."""
+    return ", ".join(kind for kind, one in DECODERS.items() if "score" in one.tasks and has(one))
 
 
 # ---- complete and score

@@ -63,7 +63,11 @@ def chatting(chat_folder: Path) -> Tokenizer:
 def maker(
     *, tokenizer: Tokenizer | None = None, columns: dict[str, str] | None = None, score: bool = False, **task: Any
 ) -> PromptMaker:
-    info = replace(model_info(max_length=task.pop("max_length", 64)), mask_id=task.pop("mask_id", None))
+    info = replace(
+        model_info(max_length=task.pop("max_length", 64)),
+        mask_id=task.pop("mask_id", None),
+        kind=task.pop("model", "causal"),
+    )
     setting: Complete | Score = (
         Score.model_validate({"kind": "score"} | task, strict=True)
         if score
@@ -308,6 +312,48 @@ def test_given_tokens_are_scored_from_the_second_on() -> None:
     canvas = made(make, {"ids": [7, 8, 9]})
     assert np.array_equal(canvas.tokens, [7, 8, 9]) and (canvas.score_from, canvas.text) == (1, None)
     assert error_kind(make, {"ids": [7]}) == "empty_text"
+
+
+@pytest.mark.parametrize("model", ["masked", "ancestral", "blocks", "any_subset"])
+def test_a_model_that_needs_no_token_before_scores_the_first_one_too(model: str) -> None:
+    canvas = made(maker(score=True, model=model), {"text": "x = 1"})
+    assert canvas.tokens.tolist() == byte_level().encode("x = 1") and canvas.score_from == 0
+    assert canvas.text == "x = 1" and canvas.size == Size(5, 5)
+    assert made(maker(score=True, model=model), {"text": "x"}).size == Size(1, 1)
+    assert error_kind(maker(score=True, model=model), {"text": ""}) == "empty_text"
+
+
+def test_an_any_subset_models_text_has_no_begin_token_as_when_it_is_infilled() -> None:
+    for model, begin in (("masked", [BEGIN]), ("any_subset", [])):
+        canvas = made(maker(score=True, tokenizer=beginning(), model=model), {"text": "x = 1"})
+        assert canvas.tokens.tolist() == [*begin, *byte_level().encode("x = 1")]
+
+
+def test_a_reference_is_scored_if_no_other_column_is_named() -> None:
+    row = {"prompt": "1 + 1 =", "answer": " 2", "completion": " 3", "text": "1 + 1 = 4"}
+    for columns, scored in (
+        ({"reference": "answer"}, " 2"),
+        ({"reference": "answer", "completion": "completion"}, " 3"),
+        ({"reference": "answer", "prompt": "prompt", "text": "text"}, "1 + 1 = 4"),
+    ):
+        canvas = made(maker(score=True, columns=columns), row)
+        begin = len(byte_level().encode("1 + 1 ="))
+        assert (canvas.score_from, canvas.text) == (begin, scored)
+    assert error_kind(maker(score=True, columns={"reference": "answer"}), {"prompt": "p"}) == "missing_column"
+
+
+def test_a_references_ids_are_scored_behind_the_rows_tokens() -> None:
+    make = maker(score=True, columns={"tokens": "ids", "reference": "answer"})
+    canvas = made(make, {"ids": [7, 8], "answer": [9, 10]})
+    assert canvas.tokens.tolist() == [7, 8, 9, 10] and (canvas.score_from, canvas.text) == (2, None)
+    assert error_kind(make, {"ids": [7, 8], "answer": "9"}) == "bad_tokens"
+    assert error_kind(make, {"ids": [7, 8]}) == "missing_column"
+
+
+def test_what_the_model_never_generates_is_not_scored() -> None:
+    assert error_kind(maker(score=True, columns={"tokens": "ids"}), {"ids": [7, 6]}) == "bad_tokens"
+    make = maker(score=True, columns={"tokens": "ids", "reference": "answer"}, mask_id=6, model="masked")
+    assert error_kind(make, {"ids": [6], "answer": [7]}) == "bad_tokens"
 
 
 def test_a_text_longer_than_the_model_fails() -> None:

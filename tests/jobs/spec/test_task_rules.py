@@ -35,6 +35,11 @@ SPANS = COMPLETE | {
 NAMED = COMPLETE | {
     "task": {"kind": "infill", "mask": {"kind": "marker"}, "fim": {"prefix": "a", "suffix": "b", "order": "spm"}}
 }
+MASKED = COMPLETE | {
+    "task": {"kind": "score", "mask": {"kind": "random"}},
+    "decoder": {"kind": "any_subset"},
+}
+BOUND = COMPLETE | {"task": {"kind": "score", "estimate": {"samples": 16}}, "decoder": {"kind": "stepwise"}}
 SMALL = "decoder={kind: speculative, drafter: {kind: model, path: small}}"
 CAUSAL = ModelInfo("qwen2", 300, None, 64, "causal", 1000)
 
@@ -58,7 +63,20 @@ def spec_of(base: dict[str, Any], *overrides: str) -> JobSpec:
         (COMPLETE, "task.chat=1", "task.chat: 1 is not allowed; allowed: true or false"),
         (SCORE, "task.stop=[a]", "task.stop: unknown key"),
         (COMPLETE, "decoder.kind=assd", "decoder.kind: 'assd' does not run the task 'complete'; allowed: autoregressive, spec"),
-        (SCORE, "decoder.kind=jacobi", "decoder.kind: 'jacobi' does not run the task 'score'; allowed: autoregressive"),
+        (SCORE, "decoder.kind=jacobi", "decoder.kind: 'jacobi' does not run the task 'score'; allowed: any_subset"),
+        (SCORE, "task.mask={kind: random}", "task.mask: the decoder 'autoregressive' scores a text from left to right"),
+        (MASKED, "decoder.kind=block_diffusion", "allowed: null, or one of the decoders any_subset, stepwise, ancestral"),
+        (MASKED, "task.chat=true", "task.chat: true scores the answer to a prompt, task.mask what it hides of a text"),
+        (MASKED, "task.mask={kind: marker}", "task.mask.kind: 'marker' marks holes whose text is not in the row's own"),
+        (MASKED, "input.columns.completion=a", "input.columns.completion: the task 'score with task.mask' does not use it"),
+        (MASKED, "input.columns.spans=a", "input.columns.spans: mask kind 'random' does not use it; 'spans' does"),
+        (MASKED, "task.estimate={samples: 4}", "task.estimate: the decoder 'any_subset' gives exact scores; allowed: null"),
+        (SCORE, "task.estimate={}", "allowed: null, or one of the decoders stepwise, ancestral, block_diffusion"),
+        (BOUND, "task.estimate.samples=7", "task.estimate.samples: 7; allowed: even numbers"),
+        (BOUND, "task.estimate.samples=0", "task.estimate.samples: 0 is not allowed; allowed: >= 2"),
+        (BOUND, "task.estimate.kind=dream", "task.estimate.kind: 'dream' is not allowed"),
+        (BOUND, "task.estimate.sample=4", "task.estimate.sample: unknown key; did you mean task.estimate.samples?"),
+        (COMPLETE, "task.estimate={}", "task.estimate: unknown key"),
         (COMPLETE, "task={kind: infill, mask: {kind: random}}", "task.mask.kind: 'random' makes holes that a causal model"),
         (COMPLETE, "task={kind: infill, mask: {kind: sentences}}", "'autoregressive': marker, spans, lines, span_fraction"),
         (INFILL, "decoder.kind=block_diffusion", "does not run the task 'infill'; allowed: any_subset, parallel"),
@@ -118,7 +136,7 @@ def test_every_decoder_does_some_task() -> None:
 
 def test_a_model_that_does_not_do_the_task_is_refused_with_the_families_that_do() -> None:
     with pytest.raises(
-        UserError, match=r"task\.kind: .*'xlnet' do not support 'complete'; tasks they support: infill; .* llama"
+        UserError, match=r"task\.kind: .*'xlnet' do not support 'complete'; tasks they support: infill, score; .* llama"
     ) as caught:
         check_task(spec_of(COMPLETE).task, model_info())
     assert "qwen2" in str(caught.value)
