@@ -142,7 +142,8 @@ def test_densities_of_any_subset_models_are_those_of_the_public_code(golden):
     folder = golden / "xlnet_asarm"
     cases = json.loads((folder / "cases.json").read_text())["cases"]
     backbone, info = loaded(folder, suppressed=())
-    requests, expected = [], []
+    requests: list[Request] = []
+    expected = []
     for case in cases:
         if case["order_to_pos"][case["start"] :] != sorted(case["masked_in_order"]):
             continue  # a shuffled order, which the decoders don't have

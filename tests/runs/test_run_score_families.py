@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +18,7 @@ import yaml
 
 from actors.models import fetch_model
 from actors.text import load_tokenizer
-from decoders.backbones.base import TokenRows
+from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from jobs.cli import main
@@ -145,7 +145,7 @@ def test_a_score_is_the_log_probability_of_a_completion(
 def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[float]:
     """L / l times the log-probabilities of each of the SAMPLES masks' tokens: one canvas at a time, through the whole network."""
     folder = fetch_model(f"builtin:{model}")
-    backbone, info = load_backbone(folder, device="cpu"), inspect_model(folder)
+    backbone, info = cast("TokenBackbone", load_backbone(folder, device="cpu")), inspect_model(folder)
     backbone.allocate(1, len(tokens))
     length = len(tokens) - first
     sums = []
