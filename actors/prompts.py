@@ -179,7 +179,7 @@ class PromptMaker:
     def _begun(self, text: str) -> NDArray[np.int32]:
         """A prompt's ids like those of transformers' `tokenizer(text)`; an empty prompt is the begin token, if there is one."""
         tokenizer = self._tokenizer()
-        if self.info.kind == "any_subset":
+        if isinstance(self.task, Score) and self.info.kind == "any_subset":
             return self._checked(tokenizer.encode(text))  # as in texts with holes, which have no begin token
         ids = [*tokenizer.lead, *tokenizer.encode(text)]
         if not ids and tokenizer.bos_id is not None:
