@@ -94,6 +94,13 @@ def build(
     return build_decoder(setup, decoder)
 
 
+def most_canvases(task: Task, decoder: DecoderSettings, rows: int) -> int:
+    """How many canvases these rows may have: one each, or the samples of an estimated score."""
+    if not isinstance(task, Score) or not decoder.estimates:
+        return rows
+    return rows * (task.estimate or Estimate()).samples
+
+
 def fetch_drafter(decoder: DecoderSettings, s3: S3Options) -> Path | None:
     """The local folder of the drafter model, fetched if necessary; None if there is no separate drafter."""
     drafter = getattr(decoder, "drafter", None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.clerk import RowClerk
 from actors.job import Job
-from actors.loading import build, load_networks
+from actors.loading import build, load_networks, most_canvases
 from actors.memory import fit, limit_gpu
 from actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from actors.models import fetch_model
@@ -119,7 +119,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
     networks = load_networks(folder, place, job.decoder, job.s3)
     on_gpu = networks.backbone.device.type != "cpu"
-    max_rows = job.max_rows or auto_rows(job.unit_rows, on_gpu=on_gpu)
+    max_rows = job.max_rows or auto_rows(most_canvases(job.task, job.decoder, job.unit_rows), on_gpu=on_gpu)
     stops = stops_of(job.task, folder, tokenizer, info)
     decoder = build(
         networks,
@@ -147,7 +147,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
 
 
 def auto_rows(unit_rows: int, *, on_gpu: bool) -> int:
-    """Slots of a worker for `max_rows: auto`.
+    """Slots of a worker for `max_rows: auto`; `unit_rows` are the canvases of its largest unit.
 
     A CPU gains little beyond 64 rows, and slots that the two units it holds can't keep full are wasted; a GPU benefits from
     every row.

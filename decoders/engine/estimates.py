@@ -154,6 +154,8 @@ class BoundScorer(Scorer):
         self._row_bytes = int(getattr(self.backbone, "row_bytes", 0))
         # In the order in which they came.
         self._texts: list[Text] = []
+        # How many canvases may run at once since memory ran out.
+        self._memory_bound: int | None = None
 
     @abstractmethod
     def _grouped(
@@ -175,7 +177,7 @@ class BoundScorer(Scorer):
         """One more text while the next forward has room for its canvases."""
         if not self.active:
             return 1
-        most = self._most_rows(self._columns_at(self._longest_with(length)))
+        most = self._most_canvases(self._columns_at(self._longest_with(length)))
         return int(self._num_pending() < most and self.active < self.max_rows)
 
     def slot_bytes(self, num_columns: int) -> int:
@@ -216,35 +218,60 @@ class BoundScorer(Scorer):
     # ---- one forward ---------------------------------------------------------------------------------------------
 
     def _advance(self, group: Group) -> None:
-        canvases = self._next_canvases()
-        asked = [torch.from_numpy(draw.asked_R) for canvas in canvases for draw in canvas.draws]
-        tokens = [canvas.text.tokens_L[draw.asked_R] for canvas in canvases for draw in canvas.draws]
-        hidden_RD = self._run(canvases, [canvas.text.slot for canvas in canvases])
-        tokens_R = torch.from_numpy(np.concatenate(tokens)).to(self.state.device)
-        scores = self._scores_of(hidden_RD, tokens_R) if len(tokens_R) else Scores(tokens_R.double(), tokens_R.bool())
-        counts = [len(each) for each in asked]
-        log_p = np.split(scores.log_p_R.to("cpu").numpy(), np.cumsum(counts)[:-1])
-        is_first = np.split(scores.is_first_R.to("cpu").numpy(), np.cumsum(counts)[:-1])
-        draws = [(canvas.text, draw) for canvas in canvases for draw in canvas.draws]
-        for (text, draw), log_p_R, is_first_R in zip(draws, log_p, is_first, strict=True):
+        columns = self._columns_at(self._longest_with(1))
+        self._num_lanes = self._most_canvases(columns)
+        count = min(self._num_lanes, self._num_pending())
+        before = [(text, text.next) for text in self._texts]
+        try:
+            self._make_slots(count, columns)
+            canvases = self._take(count)
+            said = self._look(canvases)
+        except (MemoryError, torch.OutOfMemoryError):
+            if count == 1:
+                raise
+            # The canvases need not run together: fewer of them take less memory. From here on no more run at once.
+            self._memory_bound = count // 2
+            for text, first in before:
+                text.next = first
+            return
+        for (text, draw), (log_p_R, is_first_R) in zip(self._draws(canvases), said, strict=True):
             text.take(draw, log_p_R, is_first_R)
         for canvas in canvases:
             self._ran(canvas.text)
 
-    def _next_canvases(self) -> list[Canvas]:
-        columns = self._columns_at(self._longest_with(1))
-        most = max(self._most_rows(columns), 1)
-        needed = min(most, self._num_pending())
-        if self._most_rows(max(columns, self._shape[1])) < needed:
-            self._allocate(needed, columns)  # narrower than before, and with more slots
+    def _most_canvases(self, num_columns: int) -> int:
+        """How many canvases with this many columns may run at once; at least one."""
+        most = max(self._most_rows(num_columns), 1)
+        return most if self._memory_bound is None else min(most, self._memory_bound)
+
+    def _make_slots(self, count: int, num_columns: int) -> None:
+        if self._most_rows(max(num_columns, self._shape[1])) < count:
+            self._allocate(count, num_columns)  # narrower than before, and with more slots
         else:
-            self._allocate_at_least(needed, columns)
-        self._num_lanes = most
+            self._allocate_at_least(count, num_columns)
+
+    def _take(self, count: int) -> list[Canvas]:
+        """The next canvases, those of the earliest text first."""
         canvases: list[Canvas] = []
         for text in self._texts:
-            while text.next < text.num_canvases and len(canvases) < most:
+            while text.next < text.num_canvases and len(canvases) < count:
                 canvases.append(text.canvas())
         return canvases
+
+    @staticmethod
+    def _draws(canvases: Sequence[Canvas]) -> list[tuple[Text, Draw]]:
+        return [(canvas.text, draw) for canvas in canvases for draw in canvas.draws]
+
+    def _look(self, canvases: Sequence[Canvas]) -> list[tuple[NDArray[np.float64], NDArray[np.bool_]]]:
+        """Run the canvases; returns the log-probabilities of each draw's tokens, and which of these are the most likely ones."""
+        draws = self._draws(canvases)
+        hidden_RD = self._run(canvases, [canvas.text.slot for canvas in canvases])
+        tokens = np.concatenate([text.tokens_L[draw.asked_R] for text, draw in draws])
+        tokens_R = torch.from_numpy(tokens).to(self.state.device)
+        scores = self._scores_of(hidden_RD, tokens_R) if len(tokens) else Scores(tokens_R.double(), tokens_R.bool())
+        ends = np.cumsum([len(draw.asked_R) for _, draw in draws])[:-1]
+        log_p, is_first = (values.to("cpu").numpy() for values in (scores.log_p_R, scores.is_first_R))
+        return list(zip(np.split(log_p, ends), np.split(is_first, ends), strict=True))
 
     def _ran(self, text: Text) -> None:
         """Count a canvas of the text; after the last one the text is finished."""

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from actors.canvas import Canvas, runs
 from actors.clerk import guarded
 from actors.job import Seat
-from actors.loading import build, load_networks
+from actors.loading import build, load_networks, most_canvases
 from actors.makers import Maker
 from actors.memory import fit
 from actors.models import user_error
@@ -144,17 +144,25 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
     _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
     cut = sorted((shortened(row, most) for row in rows), key=lambda row: len(row.canvas.tokens))
+    first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
+    at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
     try:
-        decoder, exact = _build(prepared, max_rows=len(cut))
+        decoder, exact = _build(prepared, max_rows=at_once)
     except ValueError as error:
         raise user_error(error, "model.path") from None
     room = fit(decoder, threads=_num_threads())
     try:
-        tokens, took_s = _decoded(decoder, cut, int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters))))
+        tokens, took_s = _decoded(decoder, cut, first)
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
-    return Trial(exact, len(cut), tokens, took_s, *_memory(prepared.spec.model.device), longest, room)
+    return Trial(exact, min(len(cut), at_once), tokens, took_s, *_memory(prepared.spec.model.device), longest, room)
+
+
+def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
+    """Slots for the trial: one a row; for an estimated score as many canvases as a forward of `budget` tokens holds."""
+    canvases = most_canvases(spec.task, spec.decoder, len(lengths))
+    return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
 def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:

@@ -136,6 +136,29 @@ def test_every_forward_is_full_while_canvases_are_left():
     assert scorer.stats.slot_steps == 8 * scorer.counting.num_forwards
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
+def test_where_memory_runs_out_fewer_canvases_run_at_once(monkeypatch, error):
+    requests = [text(LENGTH, range(LENGTH), index=index, seed=index) for index in range(3)]
+    expected = score(drafter(), mask_info(), LLADA, requests, samples=8)
+    table, sizes = drafter(), []
+    forward = table.forward
+
+    def small(rows):
+        sizes.append(len(rows.slots_B))
+        if sizes[-1] > 3:
+            raise error("out of memory")
+        return forward(rows)
+
+    monkeypatch.setattr(table, "forward", small)
+    outcomes = score(table, mask_info(), LLADA, requests, rows=16, samples=8)
+    assert sizes[:3] == [16, 8, 4] and set(sizes[3:-1]) == {2}
+    for index, outcome in outcomes.items():
+        assert (outcome.logprob, outcome.nfe) == (expected[index].logprob, 8)
+    monkeypatch.setattr(table, "forward", lambda rows: (_ for _ in ()).throw(error("out of memory")))
+    with pytest.raises(error):
+        score(table, mask_info(), LLADA, requests, rows=16, samples=8)
+
+
 def test_two_models_see_the_same_masks(monkeypatch):
     seen = []
     for seed in (3, 4):
