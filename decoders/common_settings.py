@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from decoders.base import ModelInfo, ModelKind
 
@@ -23,24 +23,6 @@ class Sampling(Settings):
     top_k: int | None = Field(default=None, ge=1)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     acceptance: Literal["coupled", "rejection"] = "coupled"
-
-
-def _in_pairs(samples: int) -> int:
-    if samples % 2:
-        raise ValueError(
-            f"task.estimate.samples: {samples}; allowed: even numbers, since the standard error compares pairs of masks"
-        )
-    return samples
-
-
-class Estimate(Settings):
-    """How the log-probability of a text is estimated where a model has none that is exact (decoders/draws/score_masks.py).
-
-    `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
-    """
-
-    kind: Literal["auto", "llada", "mdlm"] = "auto"
-    samples: Annotated[int, Field(ge=2, le=2**20), AfterValidator(_in_pairs)] = 128
 
 
 class DecoderChoice(Settings):
@@ -104,3 +86,22 @@ class DecoderChoice(Settings):
                     f"decoder.{field}: 'auto' chooses by time, and under sampling.acceptance 'rejection' the results would "
                     "depend on it; allowed with 'rejection': a number"
                 )
+
+
+class Estimate(Settings):
+    """How the log-probability of a text is estimated where a model has none that is exact (decoders/draws/score_masks.py).
+
+    `kind` is LLaDA's estimator or MDLM's; `auto` is the family's own. `samples` masks are drawn for each text.
+    """
+
+    kind: Literal["auto", "llada", "mdlm"] = "auto"
+    samples: int = Field(default=128, ge=2, le=2**20)
+
+    @field_validator("samples")
+    @classmethod
+    def _in_pairs(cls, samples: int) -> int:
+        if samples % 2:
+            raise ValueError(
+                f"task.estimate.samples: {samples}; allowed: even numbers, since the standard error compares pairs of masks"
+            )
+        return samples
