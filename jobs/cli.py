@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export, _add_models,
+        _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export, _add_compare, _add_models,
     ):  # fmt: skip
         add(commands, common)
     return top
@@ -114,6 +114,10 @@ def _add_validate(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _store_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", metavar="RUN_DIR", help="a folder or s3://bucket/prefix")
+    _s3_arguments(command)
+
+
+def _s3_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--s3-endpoint", metavar="URL", help="endpoint of an S3 service other than Amazon's")
     command.add_argument("--s3-region", metavar="REGION")
     command.add_argument("--s3-addressing", default="auto", choices=["auto", "path", "virtual"])
@@ -190,6 +194,21 @@ def _add_export(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_export)
 
 
+def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("compare", parents=[common], help="compare finished runs of the same samples, paired")
+    command.add_argument(
+        "run_dirs",
+        nargs="+",
+        metavar="RUN_DIR",
+        help="run directories, the first is the baseline; or a sweep's directory",
+    )
+    forms = command.add_mutually_exclusive_group()
+    forms.add_argument("--json", dest="form", action="store_const", const="json", help="all figures as JSON")
+    forms.add_argument("--markdown", dest="form", action="store_const", const="markdown", help="Markdown tables")
+    _s3_arguments(command)
+    command.set_defaults(command=_compare, form="text")
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="list the model families and decoders")
     command.set_defaults(command=_models)
@@ -260,6 +279,12 @@ def _export(arguments: argparse.Namespace) -> int:
         order=arguments.order,
         s3=_s3(arguments),
     )
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from jobs.commands.compare import compare
+
+    return compare(arguments.run_dirs, form=arguments.form, s3=_s3(arguments))
 
 
 def _models(arguments: argparse.Namespace) -> int:

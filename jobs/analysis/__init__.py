@@ -1,0 +1,1 @@
+"""Comparing finished runs, and reports on them: pairs of samples, statistics, plots."""

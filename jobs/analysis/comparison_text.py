@@ -1,0 +1,221 @@
+"""A comparison as text for a terminal, as Markdown, and as JSON data. All three show the same figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from jobs.analysis.comparison import Comparison, Comparisons, MetricFigure, RatioFigure, RunFigures
+from jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from storage.errors import printable
+
+Table = list[list[str]]
+"""A header and rows of cells."""
+
+RATIO_LABELS: Final = {
+    "nfe": "NFE",
+    "nfe_draft": "draft NFE",
+    "tokens": "tokens",
+    "nfe_per_token": "NFE per token",
+    "device_s_per_token": "device seconds per token",
+}
+RUN_LABELS: Final = {
+    "samples": "samples",
+    "failed": "failed",
+    "tokens": "tokens",
+    "nfe_per_token": "NFE per token",
+    "nfe_draft_per_token": "draft NFE per token",
+    "device_s_per_token": "device ms per token",
+    "tokens_per_iteration": "tokens per iteration",
+    "acceptance": "acceptance",
+}
+HOW: Final = (
+    f'[low, high]: {LEVEL:.0%} bootstrap interval over rows ({RESAMPLES:,} resamples). "not distinguishable": the interval '
+    f"contains no change, or p >= {ALPHA}. No correction is made for the number of figures."
+)
+
+
+def as_text(found: Comparisons) -> str:
+    """The comparison for a terminal."""
+    parts = [f"runs, the first is the baseline\n{_aligned(runs_table(found.runs))}"]
+    parts += [f"{_heading(one, found.baseline)}\n{_aligned(comparison_table(one))}" for one in found.against]
+    return printable("\n\n".join([*parts, "\n".join(notes(found))])) + "\n"
+
+
+def as_markdown(found: Comparisons) -> str:
+    """The comparison as Markdown tables."""
+    parts = ["### Runs, the first is the baseline", _markdown(runs_table(found.runs))]
+    for one in found.against:
+        title, counts = _heading(one, found.baseline).split(": ", 1)
+        parts += [f"### {_escaped(title)}", f"{_escaped(counts)}.", _markdown(comparison_table(one))]
+    return printable("\n\n".join([*parts, *(_escaped(note) for note in notes(found))])) + "\n"
+
+
+def as_data(found: Comparisons) -> dict[str, Any]:
+    """The comparison as JSON data; a figure that can't be computed is null."""
+    return {
+        "level": LEVEL,
+        "alpha": ALPHA,
+        "resamples": RESAMPLES,
+        "baseline": found.baseline,
+        "runs": [_plain(asdict(run)) for run in found.runs],
+        "comparisons": [_comparison_data(one) for one in found.against],
+        "unfinished": list(found.unfinished),
+    }
+
+
+def runs_table(runs: Sequence[RunFigures]) -> Table:
+    """Each run's own figures; columns that no run has are left out."""
+    names = [name for name in RUN_LABELS if any(getattr(run, name) for run in runs) or name in {"samples", "failed"}]
+    metrics = sorted({name for run in runs for name in run.metrics})
+    rows = [["run", "decoder", *(RUN_LABELS[name] for name in names), *metrics]]
+    for run in runs:
+        cells = [_run_cell(name, getattr(run, name)) for name in names]
+        cells += [number(run.metrics[name]) if name in run.metrics else "-" for name in metrics]
+        rows.append([run.name, run.decoder, *cells])
+    return rows
+
+
+def comparison_table(one: Comparison) -> Table:
+    """A run's figures against the baseline's."""
+    rows = [["figure", "baseline", "run", "change", "verdict"]]
+    if one.equal is not None:
+        what = "equal texts" if one.equal_by == "text" else "equal texts (tokens)"
+        rows.append([what, "", "", share_text(one.equal, one.pairs.num_compared), ""])
+    for name, ratio in one.ratios.items():
+        rows.append(_ratio_row(RATIO_LABELS[name], ratio))
+    for name, metric in one.metrics.items():
+        rows.append(_metric_row(name, metric, one.pairs.num_compared))
+    return rows
+
+
+def notes(found: Comparisons) -> list[str]:
+    """How to read the figures, and what they don't cover."""
+    lines = [HOW]
+    if any(one.pairs.clustered for one in found.against):
+        lines.append("Rows have several samples: intervals and tests resample rows, with all their samples.")
+    if any(one.pairs.num_rows < MIN_ROWS for one in found.against):
+        lines.append(f"Fewer than {MIN_ROWS} rows in a comparison: its intervals are narrower than they should be.")
+    if found.unfinished:
+        lines.append(f"Not finished, and left out: {', '.join(found.unfinished)}.")
+    return lines
+
+
+def counts_text(one: Comparison, baseline: str) -> str:
+    """How many pairs there are, and what has none."""
+    pairs = one.pairs
+    failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
+    split = (
+        f" ({pairs.failed_first:,} in {baseline}, {pairs.failed_second:,} in {one.run}, {pairs.failed_both:,} in both)"
+    )
+    return (
+        f"{pairs.both:,} pairs, {pairs.only_first:,} only in {baseline}, {pairs.only_second:,} only in {one.run}; "
+        f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
+    )
+
+
+def share_text(part: int, total: int) -> str:
+    """A count as a part of a total."""
+    return f"{part:,} of {total:,} ({part / total:.1%})" if total else "0 of 0"
+
+
+def number(value: float | None) -> str:
+    """A figure with four significant digits."""
+    if value is None or math.isnan(value):
+        return "-"
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
+        digits = 4 if value == 0 else max(0, 3 - math.floor(math.log10(abs(value))))
+        return f"{value:,.{min(digits, 6)}f}"
+    return f"{value:.3e}"
+
+
+def interval_text(interval: Interval) -> str:
+    """[low, high]; empty without bounds."""
+    if interval.low is None or interval.high is None:
+        return ""
+    return f" [{number(interval.low)}, {number(interval.high)}]"
+
+
+def p_text(p: float) -> str:
+    """A p-value."""
+    return f"p = {p:.4f}" if p >= 1e-4 else f"p = {p:.1e}"
+
+
+def _heading(one: Comparison, baseline: str) -> str:
+    return f"{one.run} against {baseline}: {counts_text(one, baseline)}"
+
+
+def _run_cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "device_s_per_token":
+        return number(1000 * value)
+    if name == "acceptance":
+        return f"{value:.1%}"
+    return f"{value:,}" if isinstance(value, int) else number(value)
+
+
+def _ratio_row(label: str, figure: RatioFigure) -> list[str]:
+    change = f"x {number(figure.ratio.value)}{interval_text(figure.ratio)}"
+    return [label, _figure_text(figure.baseline), _figure_text(figure.run), change, figure.verdict]
+
+
+def _figure_text(value: float) -> str:
+    return f"{value:,.0f}" if value.is_integer() and value >= 10 else number(value)
+
+
+def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]:
+    sign = "+" if figure.difference.value > 0 else ""
+    change = (
+        f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, {p_text(figure.p)} ({figure.test})"
+    )
+    if figure.only_baseline is not None:
+        change += f", 1 only in baseline {figure.only_baseline:,}, only in run {figure.only_run:,}"
+    if figure.pairs < num_compared:
+        change += f", {figure.pairs:,} pairs have it"
+    return [name, number(figure.baseline), number(figure.run), change, figure.verdict]
+
+
+def _aligned(table: Table) -> str:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(f"  {line.rstrip()}" for line in lines)
+
+
+def _markdown(table: Table) -> str:
+    head, *rows = [[_escaped(cell) for cell in row] for row in table]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+def _comparison_data(one: Comparison) -> dict[str, Any]:
+    pairs = one.pairs
+    return {
+        "run": one.run,
+        "pairs": pairs.both,
+        "compared": pairs.num_compared,
+        "rows": pairs.num_rows,
+        "only_in_baseline": pairs.only_first,
+        "only_in_run": pairs.only_second,
+        "failed": {"baseline": pairs.failed_first, "run": pairs.failed_second, "both": pairs.failed_both},
+        "equal": None if one.equal is None else _equal_data(one, one.equal),
+        "ratios": {name: _plain(asdict(figure)) for name, figure in one.ratios.items()},
+        "metrics": {name: _plain(asdict(figure)) for name, figure in one.metrics.items()},
+    }
+
+
+def _equal_data(one: Comparison, equal: int) -> dict[str, Any]:
+    total = one.pairs.num_compared
+    return {"count": equal, "share": equal / total if total else None, "by": one.equal_by}
+
+
+def _plain(value: Any) -> Any:
+    """The value with null in the place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

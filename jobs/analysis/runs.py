@@ -1,0 +1,103 @@
+"""Finds the finished runs that `draftmill compare` and `draftmill report` read: run directories, and the cases of sweeps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jobs.finished.passes import Pass, finished, passes_of
+from jobs.plan.plan import Plan
+from storage.errors import DamagedRun, UserError
+from storage.runs.commit import MANIFEST
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+SWEEP = "sweep.json"
+CASES = "cases/"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A finished run. `name` is unique among the runs that are read together; `place` is its directory or URL."""
+
+    name: str
+    place: str
+    passes: tuple[Pass, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first pass, which has every row."""
+        return self.passes[0].plan
+
+    @property
+    def store(self) -> Store:
+        """The run directory."""
+        return self.passes[0].store
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The runs at some places. `unfinished` names the cases of sweeps that have no complete results (yet)."""
+
+    runs: tuple[FinishedRun, ...]
+    unfinished: tuple[str, ...] = ()
+
+
+def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
+    """The runs at these places, in order; a sweep's directory stands for its cases.
+
+    Raises UserError if a place is neither, or if a run is not finished. An unfinished case of a sweep is left out and named.
+    """
+    runs: list[FinishedRun] = []
+    unfinished: list[str] = []
+    for place in places:
+        store = open_store(place, s3=s3)
+        if not store.exists(SWEEP):
+            runs.append(open_run(place, s3=s3))
+            continue
+        for name in case_names(store):
+            case = f"{place.rstrip('/')}/{CASES}{name}"
+            if open_store(case, s3=s3).exists(MANIFEST):
+                runs.append(replace(open_run(case, s3=s3), name=name))
+            else:
+                unfinished.append(name)
+    return Found(tuple(_with_unique_names(runs)), tuple(unfinished))
+
+
+def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
+    """The finished run at a place; UserError if there is none."""
+    store = open_store(place, s3=s3)
+    return FinishedRun(_last_part(place), place, tuple(finished(passes_of(store, s3=s3))))
+
+
+def case_names(store: Store) -> list[str]:
+    """The names of a sweep's cases, in the order of its file."""
+    try:
+        cases = json.loads(store.get(SWEEP))["cases"]
+        return [one if isinstance(one, str) else str(one["name"]) for one in cases]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
+
+
+def read_sweep(store: Store) -> dict[str, Any] | None:
+    """The content of `sweep.json`; None if this is not a sweep's directory."""
+    if not store.exists(SWEEP):
+        return None
+    content: dict[str, Any] = json.loads(store.get(SWEEP))
+    return content
+
+
+def _last_part(place: str) -> str:
+    return place.rstrip("/").rpartition("/")[2] or place
+
+
+def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:
+    counts = Counter(run.name for run in runs)
+    places = Counter(run.place.rstrip("/") for run in runs)
+    for run in runs:
+        if places[run.place.rstrip("/")] > 1:
+            raise UserError(f"{run.place} is given twice")
+        yield run if counts[run.name] == 1 else replace(run, name=run.place)

@@ -1,0 +1,29 @@
+"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with the first of them. Writes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Literal
+
+from jobs.analysis.comparison import compare_runs
+from jobs.analysis.comparison_text import as_data, as_markdown, as_text
+from jobs.analysis.runs import find_runs
+from jobs.codes import OK
+from storage.stores.verbs import S3Options
+
+Form = Literal["text", "json", "markdown"]
+
+
+def compare(places: Sequence[str], *, form: Form = "text", s3: S3Options | None = None) -> int:
+    """Print the comparison; a sweep's directory stands for its cases. Returns the exit code.
+
+    Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
+    """
+    found = find_runs(places, s3=s3)
+    compared = compare_runs(found.runs, unfinished=found.unfinished)
+    if form == "json":
+        print(json.dumps(as_data(compared), indent=1))
+    else:
+        print((as_markdown if form == "markdown" else as_text)(compared), end="")
+    return OK

@@ -1,0 +1,140 @@
+"""Run directories with rows that a test makes up, without a model: a plan, unit files, a manifest, metrics, a sweep of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from jobs.spec.job_spec import check_spec
+from storage.inputs.reader import InputFile
+from storage.runs.commit import commit_unit, write_manifest
+from storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
+from storage.runs.records import SCHEMA_VERSION, table_from_rows
+from storage.stores.store import open_store
+
+START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
+FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
+
+Row = dict[str, Any]
+
+
+def row(number: int, **values: Any) -> Row:
+    """One ok row: four tokens in four forwards, unless `values` say otherwise."""
+    usual = {
+        "id": f"row {number}",
+        "unit": 0,
+        "pass": 1,
+        "attempt": 1,
+        "status": "ok",
+        "text": f"text {number}",
+        "tokens": [number, 1, 2, 3],
+        "prompt_tokens": 8,
+        "new_tokens": 4,
+        "finish": "length",
+        "decoder": "autoregressive",
+        "model": "m",
+        "key": number,
+        "nfe": 4,
+        "nfe_draft": 0,
+        "iterations": 4,
+        "proposed": 0,
+        "accepted": 0,
+        "accept_hist": [0, 4],
+        "wait_s": 0.5,
+        "prefill_s": 0.1,
+        "decode_s": 0.9,
+        "total_s": 1.5,
+        "device_s": 0.4,
+        "worker": "w0",
+        "node": "n",
+        "started_at": START + datetime.timedelta(seconds=number % 50),
+        "metrics": {},
+        "sample": 0,
+    }
+    return usual | values
+
+
+def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
+    """One failed row."""
+    kept = {name: row(number)[name] for name in ("id", "unit", "pass", "attempt", "decoder", "model", "sample")}
+    reason = {"status": "failed", "error_kind": kind, "error_stage": "plan", "error": f"row {number} is {kind}"}
+    return kept | reason | {"new_tokens": 0, "metrics": {}} | values
+
+
+def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, fingerprint: str = "f" * 64, **changes: Any) -> Path:
+    """A finished run of these rows; `changes` are sections of its spec."""
+    store = open_store(str(place))
+    spec = check_spec(
+        {
+            "name": place.name,
+            "task": {"kind": "complete"},
+            "input": {"path": "rows.jsonl"},
+            "model": {"path": "builtin:ar-tiny"},
+            "decoder": {"kind": "autoregressive"},
+            "output": {"path": str(place)},
+        }
+        | changes
+    )
+    results = spec.results_key() | {"schema_version": SCHEMA_VERSION}
+    results["input"] |= {"files": "aa"}
+    results["model"] |= {"tokenizer": "t", "weights": "w" * 64, "family": "llama"}
+    plan = {
+        "format": 1,
+        "fingerprint": fingerprint,
+        "code_version": "0.1.0",
+        "totals": {"rows": len(rows), "units": units, "tokens": 0, "holes": 0, "errors": {}},
+        "results": results,
+        "spec": spec.model_dump(mode="json"),
+        "inputs": [asdict(FILE)],
+        "parts": [],
+        "keep": None,
+    }
+    store.create("_plan.json", json.dumps(plan).encode())
+    parts = [rows[len(rows) * unit // units : len(rows) * (unit + 1) // units] for unit in range(units)]
+    done = [
+        commit_unit(store, unit=unit, table=_table(part, unit), fingerprint=fingerprint, code_version="0.1.0")
+        for unit, part in enumerate(parts)
+    ]
+    write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
+    return place
+
+
+def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2) -> None:
+    """Metrics files of such a run: for each metric a value per row."""
+    store = open_store(str(place))
+    fingerprint = json.loads(store.get("_plan.json"))["fingerprint"]
+    found = MetricSet((MeasuredMetric({"kind": "made up"}, tuple(values)),))
+    record_set(store, found)
+    start = 0
+    for unit in range(units):
+        rows = pa.concat_tables([_rows(store, unit)]).select(KEYS.names)
+        columns = [pa.array(list(values[name])[start : start + rows.num_rows], pa.float64()) for name in values]
+        fields = [*KEYS, *(pa.field(name, pa.float64()) for name in values)]
+        table = pa.Table.from_arrays([*(rows[name] for name in KEYS.names), *columns], schema=pa.schema(fields))
+        commit_metrics(store, unit=unit, metric_set=found, table=table, fingerprint=fingerprint, code_version="0.1.0")
+        start += rows.num_rows
+
+
+def write_sweep(place: Path, cases: Mapping[str, Sequence[Row]], **changes: Mapping[str, Any]) -> Path:
+    """A sweep's directory with a finished run for each case; `changes` are the sections of a case's spec."""
+    for name, rows in cases.items():
+        write_run(place / "cases" / name, rows, **changes.get(name, {}))
+    (place / "sweep.json").write_text(json.dumps({"cases": [{"name": name} for name in cases]}))
+    return place
+
+
+def _table(rows: Sequence[Row], unit: int) -> pa.Table:
+    return table_from_rows([one | {"unit": unit} for one in rows])
+
+
+def _rows(store: Any, unit: int) -> pa.Table:
+    from storage.runs.commit import unit_name
+    from storage.runs.records import read_results
+
+    return next(read_results(store, objects=[unit_name(unit)]))
