@@ -65,7 +65,8 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
     for add in (
-        _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export, _add_compare, _add_models,
+        _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export,
+        _add_compare, _add_report, _add_models,
     ):  # fmt: skip
         add(commands, common)
     return top
@@ -209,6 +210,14 @@ def _add_compare(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_compare, form="text")
 
 
+def _add_report(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("report", parents=[common], help="write an HTML file with tables and plots of a run")
+    _store_arguments(command)
+    command.add_argument("--out", required=True, metavar="FILE.html", help="the file to write")
+    command.add_argument("--overwrite", action="store_true", help="replace a file that is not a report")
+    command.set_defaults(command=_report)
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="list the model families and decoders")
     command.set_defaults(command=_models)
@@ -285,6 +294,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     from jobs.commands.compare import compare
 
     return compare(arguments.run_dirs, form=arguments.form, s3=_s3(arguments))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from jobs.commands.report import report
+
+    return report(arguments.run_dir, arguments.out, overwrite=arguments.overwrite, s3=_s3(arguments))
 
 
 def _models(arguments: argparse.Namespace) -> int:

@@ -66,10 +66,10 @@ def as_data(found: Comparisons) -> dict[str, Any]:
     }
 
 
-def runs_table(runs: Sequence[RunFigures]) -> Table:
+def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Table:
     """Each run's own figures; columns that no run has are left out."""
     names = [name for name in RUN_LABELS if any(getattr(run, name) for run in runs) or name in {"samples", "failed"}]
-    metrics = sorted({name for run in runs for name in run.metrics})
+    metrics = sorted({name for run in runs for name in run.metrics}) if with_metrics else []
     rows = [["run", "decoder", *(RUN_LABELS[name] for name in names), *metrics]]
     for run in runs:
         cells = [_run_cell(name, getattr(run, name)) for name in names]

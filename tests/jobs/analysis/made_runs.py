@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jobs.spec.job_spec import check_spec
 from storage.inputs.reader import InputFile
-from storage.runs.commit import commit_unit, write_manifest
+from storage.runs.commit import commit_unit, unit_name, write_manifest
 from storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
-from storage.runs.records import SCHEMA_VERSION, table_from_rows
+from storage.runs.records import SCHEMA_VERSION, read_results, table_from_rows
 from storage.stores.store import open_store
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
@@ -113,7 +114,7 @@ def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2) -> 
     record_set(store, found)
     start = 0
     for unit in range(units):
-        rows = pa.concat_tables([_rows(store, unit)]).select(KEYS.names)
+        rows = _rows(store, unit)
         columns = [pa.array(list(values[name])[start : start + rows.num_rows], pa.float64()) for name in values]
         fields = [*KEYS, *(pa.field(name, pa.float64()) for name in values)]
         table = pa.Table.from_arrays([*(rows[name] for name in KEYS.names), *columns], schema=pa.schema(fields))
@@ -134,7 +135,6 @@ def _table(rows: Sequence[Row], unit: int) -> pa.Table:
 
 
 def _rows(store: Any, unit: int) -> pa.Table:
-    from storage.runs.commit import unit_name
-    from storage.runs.records import read_results
-
-    return next(read_results(store, objects=[unit_name(unit)]))
+    table = next(read_results(store, objects=[unit_name(unit)]))
+    place = table.schema.get_field_index("sample")
+    return table.set_column(place, KEYS.field("sample"), pc.fill_null(table["sample"], 0))

@@ -1,0 +1,311 @@
+"""Everything that a report shows of one run: sums, histograms, curves over time, and a bounded number of points."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from jobs.analysis.comparison import RunFigures, figures_of, is_binary
+from jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
+from jobs.analysis.runs import FinishedRun
+from jobs.analysis.statistics import Interval, bootstrap, grouped_sums, wilson
+from jobs.driving.attempts import Sessions, read_sessions
+from jobs.finished.passes import latest_rows
+from storage.errors import StoreError
+
+POINTS: Final = 50_000
+"""The largest number of samples that the plots of points use; a larger run gives every k-th of its samples."""
+
+TIME_BINS: Final = 120
+"""The most bins of a plot over time; runs of few samples have fewer."""
+
+GAP_S: Final = 30.0
+"""A pause between samples longer than this, and than a twentieth of the time before it, is cut out of plots over time."""
+
+WIDE: Final = 100.0
+QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """Counts of single ok samples."""
+
+    new_tokens: NDArray[np.int32]
+    prompt_tokens: NDArray[np.int32]
+    nfe: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The run over time, in equal bins: tokens per second of the samples that ended in a bin, and samples in a slot on average.
+
+    Times are seconds of decoding since the first sample got a slot, without pauses; `resumed_s` are the ends of pauses.
+    """
+
+    edges_s: NDArray[np.float64]
+    tokens_per_s: NDArray[np.float64]
+    active: NDArray[np.float64]
+    resumed_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A histogram, the QUANTILES and the mean. Where values differ by more than WIDE, bins grow by a constant factor (`log`);
+    then zeros are counted apart, in `num_zero`.
+    """
+
+    edges: NDArray[np.float64]
+    counts: NDArray[np.int64]
+    num_zero: int
+    log: bool
+    quantiles: tuple[float, ...]
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run as a report shows it."""
+
+    run: FinishedRun
+    figures: RunFigures
+    metrics: dict[str, Interval]
+    metric_rows: dict[str, int]
+    accept_hist: NDArray[np.int64]
+    points: Points
+    every: int
+    course: Course | None
+    spreads: dict[str, Spread]
+    errors: dict[str, int]
+    examples: dict[str, tuple[str, str]]
+    iterations: int
+    accepted: int
+    proposed: int
+    prompt_tokens: int
+    workers: int
+    devices: dict[str, int]
+    started: str | None
+    ended: str | None
+    sessions: Sessions
+    longest_s: float
+
+
+@dataclass(slots=True)
+class _Details:
+    """Sums over the units of a run, and the columns of times."""
+
+    accept_hist: NDArray[np.int64]
+    errors: Counter[str]
+    examples: dict[str, tuple[str, str]]
+    workers: set[str]
+    start_N: NDArray[np.float64]
+    wait_N: NDArray[np.float64]
+    resident_N: NDArray[np.float64]
+
+
+def read_case(run: FinishedRun) -> Case:
+    """Read a run and reduce it; about 100 bytes a sample are in memory meanwhile."""
+    rows, details = read_rows(run), _read_details(run)
+    ok = rows.ok_N
+    every = max(1, -(-int(ok.sum()) // POINTS))
+    columns = {name: rows.counts[name][ok] for name in ("new_tokens", "prompt_tokens", "nfe")}
+    sums = {name: int(column[ok].sum(dtype=np.int64)) for name, column in rows.counts.items()}
+    timed = ok & (details.start_N > 0)
+    start, resident = details.start_N[timed], details.resident_N[timed]
+    return Case(
+        run=run,
+        figures=figures_of(run, rows),
+        metrics=metric_intervals(rows),
+        metric_rows={name: int(np.isfinite(column).sum()) for name, column in rows.metrics.items()},
+        accept_hist=details.accept_hist,
+        points=Points(**{name: column[::every] for name, column in columns.items()}),
+        every=every,
+        course=course_of(start, start + resident, rows.counts["new_tokens"][timed]),
+        spreads={
+            "wait_s": spread_of(details.wait_N[ok]),
+            "resident_s": spread_of(details.resident_N[ok]),
+            "device_s": spread_of(rows.device_s_N[ok]),
+            "new_tokens": spread_of(columns["new_tokens"]),
+            "prompt_tokens": spread_of(columns["prompt_tokens"]),
+        },
+        errors=dict(sorted(details.errors.items(), key=lambda item: (-item[1], item[0]))),
+        examples=details.examples,
+        iterations=sums["iterations"],
+        accepted=sums["accepted"],
+        proposed=sums["proposed"],
+        prompt_tokens=sums["prompt_tokens"],
+        workers=len(details.workers),
+        devices=devices_of(run),
+        started=_moment(start.min()) if len(start) else None,
+        ended=_moment((start + resident).max()) if len(start) else None,
+        sessions=read_sessions(run.store),
+        longest_s=float(details.resident_N.max(initial=0.0)),
+    )
+
+
+def metric_intervals(rows: RunRows) -> dict[str, Interval]:
+    """The mean of each metric with its interval: Wilson's for zeros and ones of rows with one sample, else the bootstrap's."""
+    names = list(rows.metrics)
+    row_N = row_numbers(rows.ids, rows.ids)
+    columns = []
+    for name in names:
+        valid = np.isfinite(rows.metrics[name])
+        columns += [np.where(valid, rows.metrics[name], 0.0), valid.astype(np.float64)]
+    if not columns:
+        return {}
+    sums_GS = grouped_sums(np.stack(columns, axis=1), row_N)
+    means = bootstrap(sums_GS, [_mean(2 * number) for number in range(len(names))])
+    single = row_N.max(initial=-1) + 1 == len(row_N)
+    found = {}
+    for name, mean in zip(names, means, strict=True):
+        values = rows.metrics[name][np.isfinite(rows.metrics[name])]
+        found[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
+    return found
+
+
+def _mean(place: int) -> Any:
+    return lambda sums: sums[..., place] / sums[..., place + 1]
+
+
+def _read_details(run: FinishedRun) -> _Details:
+    names = [
+        "status",
+        "error_kind",
+        "error",
+        "id",
+        "worker",
+        "started_at",
+        "wait_s",
+        "prefill_s",
+        "decode_s",
+        "accept_hist",
+    ]
+    histogram = np.zeros(0, np.int64)
+    errors: Counter[str] = Counter()
+    examples: dict[str, tuple[str, str]] = {}
+    workers: set[str] = set()
+    parts: list[tuple[NDArray[np.float64], ...]] = []
+    for table in latest_rows(run.passes, columns=names):
+        good = table.filter(pc.equal(table["status"], "ok"))
+        histogram = _added(histogram, good["accept_hist"])
+        workers.update(pc.unique(table["worker"].cast(pa.string())).drop_null().to_pylist())
+        for kind, name, reason in _failed(table):
+            errors[kind] += 1
+            examples.setdefault(kind, (name, reason))
+        parts.append(_times(table))
+    start, wait, resident = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return _Details(histogram, errors, examples, workers, start, wait, resident)
+
+
+def _failed(table: pa.Table) -> Sequence[tuple[str, str, str]]:
+    rows = table.filter(pc.equal(table["status"], "failed")).select(["error_kind", "id", "error"]).to_pylist()
+    return [(row["error_kind"] or "unknown", row["id"], row["error"] or "") for row in rows]
+
+
+def _times(table: pa.Table) -> tuple[NDArray[np.float64], ...]:
+    start = table["started_at"].cast(pa.int64()).fill_null(0).to_numpy() / 1e6
+    resident = numbers(table, "prefill_s", np.float64) + numbers(table, "decode_s", np.float64)
+    return start, numbers(table, "wait_s", np.float64), resident
+
+
+def _added(histogram: NDArray[np.int64], column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """The histogram plus those of a column's rows."""
+    flat = pc.list_flatten(column).to_numpy()
+    lengths = pc.list_value_length(column.drop_null()).to_numpy()
+    place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    added = np.bincount(place, weights=flat).astype(np.int64)
+    size = max(len(histogram), len(added))
+    return np.pad(histogram, (0, size - len(histogram))) + np.pad(added, (0, size - len(added)))
+
+
+def at_least(accept_hist: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Entry j - 1: the share of iterations that committed at least j tokens, j = 1 ..; without the zeros at the end."""
+    total = accept_hist.sum()
+    if not total:
+        return np.zeros(0)
+    shares = accept_hist[::-1].cumsum()[::-1][1:] / total
+    return np.asarray(shares[shares > 0], np.float64)
+
+
+def course_of(start_N: NDArray[np.float64], end_N: NDArray[np.float64], tokens_N: NDArray[np.int32]) -> Course | None:
+    """The run over time from each sample's first and last moment in a slot, in seconds; None without samples."""
+    bins = int(np.clip(len(start_N) // 8, 12, TIME_BINS))
+    if not len(start_N):
+        return None
+    order = np.argsort(start_N, kind="stable")
+    start, end, tokens = start_N[order], end_N[order], tokens_N[order].astype(np.float64)
+    origin = start[0]
+    reached = np.maximum.accumulate(end)
+    pause = np.maximum(start[1:] - reached[:-1], 0.0)
+    cut = np.where(pause > np.maximum(GAP_S, (reached[:-1] - origin) / 20), pause, 0.0)
+    shift = np.concatenate([[0.0], np.cumsum(cut)]) + origin
+    start, end = start - shift, end - shift
+    last = float(end.max())
+    if last <= 0:
+        return None
+    edges = np.linspace(0.0, last, bins + 1)
+    width = edges[1]
+    ended = np.histogram(end, edges, weights=tokens)[0] / width
+    occupied = _time_before(edges, start) - _time_before(edges, end)
+    resumed = tuple(float(value) for value in start[1:][cut > 0])
+    return Course(edges, ended, np.diff(occupied) / width, resumed)
+
+
+def _time_before(edges: NDArray[np.float64], moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """For each edge, the sum over moments before it of the time since the moment: its differences count samples times seconds."""
+    moments = np.sort(moments)
+    sums = np.concatenate([[0.0], np.cumsum(moments)])
+    count = np.searchsorted(moments, edges)
+    return np.asarray(count * edges - sums[count])
+
+
+def spread_of(values: NDArray[Any]) -> Spread:
+    """The histogram of values of at least 0, in 10 to 40 bins."""
+    if not len(values):
+        return Spread(np.zeros(0), np.zeros(0, np.int64), 0, False, (0.0,) * len(QUANTILES), 0.0)
+    quantiles = tuple(float(value) for value in np.quantile(values, QUANTILES))
+    mean = float(np.mean(values))
+    positive = np.asarray(values[values > 0], np.float64)
+    if not len(positive):
+        return Spread(np.zeros(0), np.zeros(0, np.int64), len(values), False, quantiles, mean)
+    low, high = float(positive.min()), float(positive.max())
+    bins = int(np.clip(2 * np.sqrt(len(values)), 10, 40))
+    if high > WIDE * low:
+        edges = np.geomspace(low * 0.999, high * 1.001, bins + 1)
+        counts = np.histogram(positive, edges)[0].astype(np.int64)
+        return Spread(edges, counts, len(values) - len(positive), True, quantiles, mean)
+    if np.issubdtype(values.dtype, np.integer):  # bins of whole numbers, each with equally many
+        step = max(1, -(-int(high + 1) // bins))
+        edges = np.arange(0, high + 1 + step, step) - 0.5
+    else:
+        edges = np.linspace(0.0, high, bins + 1)
+    return Spread(edges, np.histogram(values, edges)[0].astype(np.int64), 0, False, quantiles, mean)
+
+
+def devices_of(run: FinishedRun) -> dict[str, int]:
+    """The devices of the workers that came up, with their number, from the attempts log (best effort)."""
+    found: Counter[str] = Counter()
+    for stat in run.store.list("attempts/"):
+        if "-part-" not in stat.name:
+            continue
+        try:
+            lines = [json.loads(line) for line in run.store.get(stat.name).splitlines()]
+        except (StoreError, ValueError):
+            continue
+        for line in lines:
+            if line.get("what") == "worker_up":
+                found[str((line.get("memory") or {}).get("device", "unknown"))] += 1
+    return dict(sorted(found.items()))
+
+
+def _moment(seconds: float) -> str:
+    import datetime
+
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

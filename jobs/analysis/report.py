@@ -1,0 +1,248 @@
+"""Puts a report together: what was run, tables, and plots of one run or of a sweep's cases, as one HTML page."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import yaml
+
+from jobs.analysis import page, plots
+from jobs.analysis.case import Case, read_case
+from jobs.analysis.comparison import Comparison, Comparisons, compare_runs
+from jobs.analysis.comparison_text import comparison_table, counts_text, notes, number, runs_table
+from jobs.analysis.runs import FinishedRun, Found
+from jobs.analysis.same_work import check_same_work
+from jobs.analysis.statistics import LEVEL
+from jobs.analysis.svg import inline_svg, plotting
+from jobs.driving.totals import efficiency, exactness, ratio
+from jobs.finished.summary import is_small
+from jobs.notes import counted, duration, rate_text
+from storage.errors import UserError, printable
+from storage.runs.commit import all_exact
+
+QUALITY_PLOTS: Final = 8
+"""The number of metrics, by name, that get a plot; tables have all."""
+
+EFFICIENCY: Final = {
+    "token_padding_eff": "padding efficiency (useful token rows, of those computed)",
+    "lane_eff": "lane efficiency (slots occupied)",
+    "engine_eff": "engine efficiency (workers' time in forwards)",
+    "tail_frac": "tail (workers' time with slots idle and no sample left)",
+}
+
+
+def report_page(found: Found, title: str) -> str:
+    """The page of these runs; several are the cases of a sweep. UserError without a run, or without matplotlib."""
+    if not found.runs:
+        raise UserError(f"no finished run to report on; not finished: {', '.join(found.unfinished)}")
+    with plotting():
+        cases = [read_case(run) for run in found.runs]
+        compared = [] if len(cases) == 1 else comparisons_of(found.runs)
+        sections = list(_sections(cases, compared))
+    top = page.cards(_key_figures(cases[0])) if len(cases) == 1 else ""
+    return page.page(title, _lead(cases, found.unfinished), top, sections, _foot(cases))
+
+
+def comparisons_of(runs: Sequence[FinishedRun]) -> list[Comparisons]:
+    """Paired comparisons of the runs that decoded the same: each with the first such run."""
+    groups: list[list[FinishedRun]] = []
+    for run in runs:
+        group = next((group for group in groups if _same_work(group[0], run)), None)
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return [compare_runs(group) for group in groups if len(group) > 1]
+
+
+def _same_work(one: FinishedRun, other: FinishedRun) -> bool:
+    try:
+        check_same_work(one.name, one.plan, other.name, other.plan)
+    except UserError:
+        return False
+    return True
+
+
+def _sections(cases: Sequence[Case], compared: Sequence[Comparisons]) -> Iterator[tuple[str, str, str]]:
+    numbers = itertools.count(1)
+
+    def drawn(*made: plots.Plot | None) -> list[str]:
+        return [_figure(plot, f"plot{next(numbers)}") for plot in made if plot is not None]
+
+    names = sorted({name for case in cases for name in case.metrics})
+    quality = drawn(*(plots.quality_plots(cases, names[:QUALITY_PLOTS]) if len(cases) > 1 else []))
+    tasks = {case.run.plan.spec.task.kind for case in cases}
+    iterating = [] if tasks == {"score"} else [plots.acceptance_plot(cases)]
+    for name, title, parts in (
+        ("results", "Results", [_results(cases), _metrics(cases)]),
+        ("quality", "Quality against cost", [*quality, *drawn(plots.cost_plot(cases))]),
+        ("pairs", "Paired comparison", [part for one in compared for part in _comparison(one)]),
+        ("acceptance", "Acceptance", drawn(*iterating)),
+        ("effort", "Forwards", drawn(plots.length_plot(cases), plots.mask_plot(cases))),
+        ("time", "Time", drawn(plots.course_plot(cases), plots.times_plot(cases))),
+        ("errors", "Errors", [*drawn(plots.errors_plot(cases)), _errors(cases)]),
+        ("lengths", "Lengths", drawn(plots.sizes_plot(cases))),
+        ("run", "What was run", [part for case in cases for part in _what_was_run(case, alone=len(cases) == 1)]),
+    ):
+        yield name, title, page.section(name, title, parts)
+
+
+def _figure(plot: plots.Plot, name: str) -> str:
+    svg = inline_svg(plot.figure, name, plot.title, plot.description)
+    return page.figure(name, plot.title, plot.caption, svg, plot.description)
+
+
+def _lead(cases: Sequence[Case], unfinished: Sequence[str]) -> str:
+    if len(cases) == 1:
+        spec = cases[0].run.plan.spec
+        return f"{spec.decoder.kind} on {spec.model.path}, task {spec.task.kind}, {cases[0].figures.samples:,} samples"
+    left_out = f" Not finished, and left out: {', '.join(unfinished)}." if unfinished else ""
+    samples = sum(case.figures.samples for case in cases)
+    return f"{counted(len(cases), 'case')}, {samples:,} samples.{left_out}"
+
+
+def _key_figures(case: Case) -> Iterator[tuple[str, str]]:
+    figures = case.figures
+    yield "samples", f"{figures.samples:,}"
+    yield "failed", f"{figures.failed:,}"
+    yield "tokens", f"{figures.tokens:,}"
+    if figures.nfe_per_token is not None:
+        yield "NFE per token", number(figures.nfe_per_token)
+    if case.proposed:
+        yield "acceptance", f"{figures.acceptance:.1%}"
+    if case.sessions.wall_s:
+        yield "tokens per second", rate_text(ratio(case.sessions.committed.new_tokens, case.sessions.wall_s))
+
+
+def _results(cases: Sequence[Case]) -> str:
+    if len(cases) == 1:
+        return page.facts("The run in figures", _figures(cases[0]))
+    figures = [case.figures for case in cases]
+    return page.table("Each case over its own samples", runs_table(figures, with_metrics=False), words=[1])
+
+
+def _figures(case: Case) -> Iterator[tuple[str, str]]:
+    figures = case.figures
+    yield "samples", f"{figures.samples:,} ({figures.samples - figures.failed:,} ok, {figures.failed:,} failed)"
+    yield "tokens", f"{figures.tokens:,} {case.run.plan.spec.task.done}, {case.prompt_tokens:,} given"
+    yield "NFE per token", number(figures.nfe_per_token)
+    if figures.nfe_draft_per_token:
+        yield "draft NFE per token", number(figures.nfe_draft_per_token)
+    yield "device ms per token", number(plots.device_cost(case))
+    if case.iterations:
+        yield "tokens per iteration", number(figures.tokens_per_iteration)
+    if case.proposed:
+        yield "acceptance", f"{figures.acceptance:.1%} of {case.proposed:,} draft tokens"
+        yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
+    yield from _machine_figures(case)
+
+
+def _machine_figures(case: Case) -> Iterator[tuple[str, str]]:
+    sessions = case.sessions
+    if not sessions.wall_s:
+        return
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    yield "tokens per second", f"{rate_text(rate)} ({duration(sessions.wall_s)} of decoding)"
+    if not is_small(case.figures.samples, sessions):
+        found = efficiency(sessions.effort)
+        yield from ((label, f"{found[name]:.1%}") for name, label in EFFICIENCY.items() if name in found)
+
+
+def _metrics(cases: Sequence[Case]) -> str:
+    rows = [
+        [
+            *([case.figures.name] if len(cases) > 1 else []),
+            name,
+            plots.interval_words(mean),
+            f"{case.metric_rows[name]:,}",
+        ]
+        for case in cases
+        for name, mean in case.metrics.items()
+    ]
+    if not rows:
+        return ""
+    head = [*(["case"] if len(cases) > 1 else []), "metric", f"mean ({LEVEL:.0%} interval)", "samples"]
+    return page.table("Metrics: means over the samples that have a value", [head, *rows])
+
+
+def _comparison(found: Comparisons) -> Iterator[str]:
+    for one in found.against:
+        yield page.table(_heading(one, found.baseline), comparison_table(one), words=[3, 4])
+    yield from (page.paragraph(note, "note") for note in notes(found))
+
+
+def _heading(one: Comparison, baseline: str) -> str:
+    return f"{one.run} against {baseline}: {counts_text(one, baseline)}"
+
+
+def _errors(cases: Sequence[Case]) -> str:
+    rows = [
+        [*([case.figures.name] if len(cases) > 1 else []), kind, f"{count:,}", *map(_brief, case.examples[kind])]
+        for case in cases
+        for kind, count in case.errors.items()
+    ]
+    if not rows:
+        return page.paragraph("No sample failed.")
+    head = [*(["case"] if len(cases) > 1 else []), "class", "samples", "first id", "its message"]
+    return page.table(
+        "Failed samples, with the first of each class", [head, *rows], words=[len(head) - 2, len(head) - 1]
+    )
+
+
+def _what_was_run(case: Case, *, alone: bool) -> Iterator[str]:
+    title = "The job" if alone else case.figures.name
+    yield page.facts(title, _job(case))
+    spec = case.run.plan.spec.model_dump(mode="json")
+    yield page.details("The whole spec", page.preformatted(yaml.safe_dump(spec, sort_keys=False, allow_unicode=True)))
+
+
+def _job(case: Case) -> Iterator[tuple[str, Any]]:
+    plan = case.run.plan
+    spec, results = plan.spec, plan.results
+    yield "name", spec.name
+    yield "fingerprint", plan.fingerprint
+    yield "task", _settings(spec.task.model_dump(mode="json"))
+    model = results["model"]
+    yield (
+        "model",
+        f"{spec.model.path} ({model.get('family', 'unknown family')}, weights {_short(model.get('weights'))})",
+    )
+    yield "decoder", _settings(spec.decoder.model_dump(mode="json"))
+    yield "sampling", f"seed {spec.seed}, {_settings(spec.sampling.model_dump(mode='json'))}"
+    files = ", ".join(f"{file.name} ({file.size or 0:,} bytes)" for file in plan.files[:5])
+    more = f" and {len(plan.files) - 5:,} more" if len(plan.files) > 5 else ""
+    yield "inputs", f"{files}{more}"
+    yield "rows and passes", f"{plan.rows:,} samples in {plan.units:,} units, passes: {len(case.run.passes)}"
+    yield "draftmill", f"version {plan.code_version}, result schema {results.get('schema_version', 'unknown')}"
+    devices = ", ".join(f"{count} on {device}" for device, count in case.devices.items())
+    yield "workers", f"{case.workers:,} with results{f'; started: {devices}' if devices else ''}"
+    if case.started is not None:
+        yield "decoded", f"{case.started} to {case.ended}"
+    exact = all_exact(one.manifest.exact for one in case.run.passes if one.manifest is not None)
+    yield "exact", exactness(exact)
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {_plain(value)}" for name, value in values.items() if value not in (None, [], ()))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{_settings(value)}}}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "unknown"
+
+
+def _brief(message: str) -> str:
+    message = printable(" ".join(message.split()))
+    return message if len(message) <= 120 else f"{message[:117]}..."
+
+
+def _foot(cases: Sequence[Case]) -> str:
+    versions = ", ".join(sorted({case.run.plan.code_version for case in cases}))
+    return f"Made by draftmill report from the files of the run alone (version {versions}). Figures are counted or measured."

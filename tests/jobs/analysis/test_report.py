@@ -1,0 +1,359 @@
+"""`draftmill report`: figures of made-up runs, one self-contained file, equal bytes, and a look with a real browser."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
+from jobs.analysis.palette import COLOURS, MARKERS
+from jobs.analysis.plots import better, frontier
+from jobs.analysis.runs import open_run
+from jobs.cli import main
+from tests.conftest import ROOT
+from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
+from tests.runs.jobs_of_tests import write_rows, write_spec
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+BROWSER = [
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-background-networking",
+    ),
+    *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--window-size=1150,4000"),
+    *("--virtual-time-budget=8000", "--proxy-bypass-list=<-loopback>", "--dump-dom"),
+]
+ITS_OWN = {"accounts.google.com", "clients2.google.com", "update.googleapis.com"}
+"""Hosts that the browser asks by itself, whatever the page."""
+
+
+def drafted(count: int, seed: int, **values: Any) -> list[dict[str, Any]]:
+    """Rows of a decoder that drafts: iterations commit one to three tokens."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(count):
+        ones, threes = rng.randint(1, 20), rng.randint(1, 10)
+        counts = {"iterations": ones + threes, "nfe": ones + threes, "accept_hist": [0, ones, 0, threes]}
+        counts |= {"new_tokens": ones + 3 * threes, "proposed": 2 * (ones + threes), "accepted": 2 * threes}
+        moment = START + datetime.timedelta(seconds=rng.random() * 60)
+        rows.append(row(number, started_at=moment, device_s=rng.random(), **counts | values))
+    return rows
+
+
+def written(place: Path, out: Path) -> str:
+    """The report on `place`."""
+    assert main(["report", str(place), "--out", str(out)]) == 0
+    return out.read_text()
+
+
+class Page(HTMLParser):
+    """What a page has: tags with attributes, and its text outside of style."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in {"meta"} and tag not in {"use", "path", "rect"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self.open:
+            while self.open.pop() != tag:
+                pass
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three cases with metrics; one has failed rows and many samples."""
+    cases = {
+        "plain": [row(number) for number in range(40)],
+        "drafts & more <k=3>": [*drafted(38, 1), failed(38), failed(39, "bad_json", error="<script>alert(1)</script>")],
+        "crowd": drafted(2500, 2),
+    }
+    place = tmp_path_factory.mktemp("reports") / "sweep"
+    styles = {"drafts & more <k=3>": {"decoder": {"kind": "speculative"}}, "crowd": {"decoder": {"kind": "jacobi"}}}
+    write_sweep(place, cases, **styles)
+    rng = random.Random(0)
+    for name, rows in cases.items():
+        values = [rng.random() for _ in rows]
+        write_metrics(
+            place / "cases" / name, {"exact_match": [float(v > 0.4) for v in values], "bits_per_byte": values}
+        )
+    return place
+
+
+@pytest.fixture(scope="module")
+def sweep_page(sweep: Path) -> str:
+    return written(sweep, sweep.parent / "sweep.html")
+
+
+def check_self_contained(text: str) -> None:
+    page = Page(text)
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    for tag, attributes in page.tags:
+        assert not [name for name in attributes if name.startswith("on")], tag
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            value = attributes.get(name) or "#"
+            assert value.startswith(("#", "data:")), (tag, value)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert "http" not in text
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids)), "ids are unique"
+    for tag, attributes in page.tags:
+        for one in (attributes.get("aria-labelledby") or "").split():
+            assert one in ids, (tag, one)
+        if (attributes.get("href") or "").startswith("#"):
+            assert str(attributes["href"])[1:] in ids
+
+
+def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page: str) -> None:
+    check_self_contained(sweep_page)
+
+
+def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp_path: Path) -> None:
+    code = "import sys; from jobs.cli import main; sys.exit(main(sys.argv[1:]))"
+    out = tmp_path / "again.html"
+    command = [sys.executable, "-c", code, "report", str(sweep), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert out.read_text() == sweep_page
+
+
+def test_a_report_says_what_was_run_and_what_came_of_it(sweep_page: str) -> None:
+    words = Page(sweep_page).text
+    for said in (
+        "Sweep: sweep",
+        "3 cases, 2,580 samples.",
+        "drafts & more <k=3>",
+        "fingerprint " + "f" * 64,
+        "draftmill version 0.1.0, result schema",
+        "builtin:ar-tiny (llama, weights wwwwwwwwwwww)",
+        "kind: speculative",
+        "inputs rows.jsonl (10 bytes)",
+        "The grey line joins",
+        "1 too_long",
+        "<script>alert(1)</script>",
+        "hexagons",
+    ):
+        assert said in words, said
+
+
+def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
+    page = Page(sweep_page)
+    drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
+    assert len(drawings) >= 8 and all(one["role"] == "img" and one["aria-labelledby"] for one in drawings)
+    counts = {
+        tag: sum(one == tag for one, _ in page.tags)
+        for tag in ("table", "caption", "figure", "figcaption", "h1", "desc")
+    }
+    assert counts["table"] == counts["caption"] and counts["figure"] == counts["figcaption"] == counts["desc"]
+    assert counts["h1"] == 1 and ("html", {"lang": "en"}) in page.tags
+    assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
+    levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
+    assert all(after <= before + 1 for before, after in pairwise(levels)), "no level is skipped"
+    assert "@media print" in sweep_page
+
+
+def test_every_decoder_has_a_colour_with_contrast_on_white() -> None:
+    from decoders.settings import DECODERS
+
+    assert set(DECODERS) <= set(COLOURS) == set(MARKERS)
+    for name, colour in COLOURS.items():
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+        assert 1.05 / (luminance + 0.05) >= 4.5, name
+    assert len(set(COLOURS.values())) == len(COLOURS)
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    """Answers every request with 404, and remembers its host."""
+
+    hosts: ClassVar[set[str]] = set()
+
+    def do_GET(self) -> None:
+        Proxy.hosts.add(self.path.removeprefix("http://").split("/")[0].split(":")[0])
+        self.send_error(404)
+
+    do_CONNECT = do_POST = do_HEAD = do_GET
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+def browsed(file: Path, proxy: str) -> tuple[str, bytes, set[str]]:
+    """What a browser makes of a file: its text, a screenshot, and the hosts that it asked for something."""
+    Proxy.hosts.clear()
+    shot = file.with_suffix(".png")
+    own = [f"--user-data-dir={file.with_suffix('.profile')}", f"--proxy-server={proxy}", f"--screenshot={shot}"]
+    done = subprocess.run(
+        [str(CHROMIUM), *BROWSER, *own, f"file://{file}"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout, shot.read_bytes(), Proxy.hosts - ITS_OWN
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_a_browser_shows_the_report_and_asks_nobody_for_anything(sweep_page: str, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    proxy = f"127.0.0.1:{server.server_port}"
+    (tmp_path / "control.html").write_text('<img src="http://outside.example/a.png">')
+    (tmp_path / "report.html").write_text(sweep_page)
+    try:
+        assert browsed(tmp_path / "control.html", proxy)[2] == {"outside.example"}, "a request would be seen"
+        found, picture, hosts = browsed(tmp_path / "report.html", proxy)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert hosts == set()
+    words = Page(found).text
+    assert "Paired comparison" in words and "tokens committed per iteration" in words
+    assert picture.startswith(b"\x89PNG") and len(picture) > 100_000, "a page with drawings, not an empty one"
+
+
+def test_the_figures_of_a_case_are_sums_over_its_rows(tmp_path: Path) -> None:
+    rows = [*drafted(30, 3), failed(30), failed(31, "bad_json"), failed(32)]
+    case = read_case(open_run(str(write_run(tmp_path / "run", rows, units=3))))
+    good = rows[:30]
+    assert case.errors == {"too_long": 2, "bad_json": 1} and case.examples["too_long"][0] == "row 30"
+    assert case.accept_hist.tolist() == [sum(one["accept_hist"][j] for one in good) for j in range(4)]
+    tokens, iterations = (sum(one[name] for one in good) for name in ("new_tokens", "iterations"))
+    assert case.figures.tokens == tokens and case.figures.tokens_per_iteration == pytest.approx(tokens / iterations)
+    assert sum(j * count for j, count in enumerate(case.accept_hist)) == tokens
+    assert case.points.nfe.tolist() == [one["nfe"] for one in good] and case.every == 1
+    assert case.course is not None and sum(case.course.tokens_per_s) * case.course.edges_s[1] == pytest.approx(tokens)
+    resident = sum(one["prefill_s"] + one["decode_s"] for one in good)
+    assert sum(case.course.active) * case.course.edges_s[1] == pytest.approx(resident, rel=1e-6)
+
+
+def test_histograms_of_lists_add_up_position_by_position() -> None:
+    column = pa.chunked_array([[[0, 2], None, []], [[1, 0, 5], [7]]], type=pa.list_(pa.int32()))
+    assert _added(np.array([1, 1], np.int64), column).tolist() == [9, 3, 5]
+    assert _added(np.zeros(0, np.int64), pa.chunked_array([[None]], type=pa.list_(pa.int32()))).tolist() == []
+    assert at_least(np.array([1, 2, 0, 1])).tolist() == [0.75, 0.25, 0.25]
+    assert len(at_least(np.zeros(0, np.int64))) == 0
+
+
+def test_pauses_are_cut_out_of_the_time() -> None:
+    start = np.array([0.0, 1.0, 5000.0, 5001.0]) + 1e9
+    course = course_of(start, start + 4, np.array([10, 20, 30, 40], np.int32))
+    assert course is not None and course.edges_s[-1] == pytest.approx(10.0) and course.resumed_s == (5.0,)
+    assert course.tokens_per_s.sum() * course.edges_s[1] == pytest.approx(100)
+    assert course_of(np.zeros(0), np.zeros(0), np.zeros(0, np.int32)) is None
+
+
+@pytest.mark.parametrize(
+    "values", [[0, 0, 3, 900], [5, 5, 5], [0, 0], [], [0.001, 4.0, 7.5], [0.5, 0.6], [1, 2, 3, 200]]
+)
+def test_a_histogram_counts_every_value(values: list[float]) -> None:
+    found = spread_of(np.array(values))
+    assert found.counts.sum() + found.num_zero == len(values)
+
+
+def test_a_frontier_has_the_cases_that_no_other_beats() -> None:
+    points = [(3.0, 0.9), (1.0, 0.5), (2.0, 0.4), (2.5, 0.7), (3.0, 0.95), (4.0, 0.95)]
+    expected = [p for p in points if not any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
+    assert frontier(points, 1) == sorted(expected)
+    assert frontier([(x, -y) for x, y in points], -1) == [(x, -y) for x, y in sorted(expected)]
+    assert [better(name) for name in ("exact_match", "judge_perplexity", "distinct_2", "pass@1")] == [1, -1, 0, 1]
+
+
+def test_what_can_not_be_reported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [row(0)])
+    (tmp_path / "mine.html").write_text("mine")
+    for place, out, message in (
+        (tmp_path / "nowhere", "a.html", "is not a run directory"),
+        (run, "mine.html", "exists and is not a report"),
+        (run, ".", "is a folder"),
+        (run, "none/a.html", "a folder that does not exist"),
+    ):
+        assert main(["report", str(place), "--out", str(tmp_path / out)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["report", str(run), "--out", "s3://b/a.html"]) == 2
+    assert (tmp_path / "mine.html").read_text() == "mine"
+    (run / "_manifest.json").unlink()
+    assert main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 2
+    assert not (tmp_path / "a.html").exists() and "is not finished" in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = write_run(tmp_path / "run", [row(0)])
+    assert main(["report", str(run), "--out", str(tmp_path / "a.html")]) == 2
+    assert "pip install 'draftmill[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [failed(number) for number in range(3)],
+        [row(0)],
+        [row(n, new_tokens=0, tokens=[], nfe=0, iterations=0, accept_hist=[], started_at=None) for n in range(3)],
+        [row(n, accept_hist=[0, 0, 0, 0, 1], iterations=1, device_s=0.0, wait_s=0.0) for n in range(5)],
+    ],
+    ids=["all failed", "one row", "no tokens", "no times"],
+)
+def test_small_and_empty_runs_have_a_report(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows, units=1)
+    text = written(run, tmp_path / "a.html")
+    check_self_contained(text)
+    assert "nan" not in Page(text).text.lower()
+    place = write_sweep(tmp_path / "sweep", {"a": rows * 1, "b": [row(number) for number in range(4)]})
+    check_self_contained(written(place, tmp_path / "b.html"))
+
+
+def test_cases_of_different_tasks_are_compared_only_with_their_like(tmp_path: Path) -> None:
+    rows = [row(number) for number in range(4)]
+    task = {"task": {"kind": "complete", "max_new_tokens": 7}}
+    place = write_sweep(tmp_path / "sweep", {"a": rows, "b": rows, "c": rows, "d": rows}, c=task, d=task)
+    words = Page(written(place, tmp_path / "a.html")).text
+    assert "b against a: 4 pairs" in words and "d against c: 4 pairs" in words and "c against a" not in words
+
+
+def test_a_report_on_a_real_run(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", 24)
+    assert main(["run", str(write_spec(tmp_path, rows=rows)), "--local", "--quiet"]) == 0
+    text = written(tmp_path / "run", tmp_path / "a.html")
+    check_self_contained(text)
+    words = Page(text).text
+    manifest = json.loads((tmp_path / "run" / "_manifest.json").read_text())
+    assert f"fingerprint {manifest['fingerprint']}" in words
+    assert "NFE against the masked share" in words and "started: 1 on cpu" in words and "No sample failed." in words
+    assert "exact true: results are bit-identical in any batch" in words
+    assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
