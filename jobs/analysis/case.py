@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jobs.analysis.comparison import RunFigures, figures_of, is_binary
 from jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from jobs.analysis.runs import FinishedRun
-from jobs.analysis.statistics import Interval, bootstrap, grouped_sums, wilson
+from jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
 from jobs.driving.attempts import Sessions, read_sessions
 from jobs.finished.passes import latest_rows
 from storage.errors import StoreError
@@ -154,13 +154,9 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
     """The mean of each metric with its interval: Wilson's for zeros and ones of rows with one sample, else the bootstrap's."""
     names = list(rows.metrics)
     row_N = row_numbers(rows.ids, rows.ids)
-    columns = []
-    for name in names:
-        valid = np.isfinite(rows.metrics[name])
-        columns += [np.where(valid, rows.metrics[name], 0.0), valid.astype(np.float64)]
-    if not columns:
+    if not names:
         return {}
-    sums_GS = grouped_sums(np.stack(columns, axis=1), row_N)
+    sums_GS = grouped_sums(_valid_values(rows, names), row_N)
     means = bootstrap(sums_GS, [_mean(2 * number) for number in range(len(names))])
     single = row_N.max(initial=-1) + 1 == len(row_N)
     found = {}
@@ -168,6 +164,14 @@ def metric_intervals(rows: RunRows) -> dict[str, Interval]:
         values = rows.metrics[name][np.isfinite(rows.metrics[name])]
         found[name] = wilson(int(values.sum()), len(values)) if single and is_binary(values) else mean
     return found
+
+
+def _valid_values(rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
+    """For each metric its values, 0 where there is none, and where there is one."""
+    for name in names:
+        valid = np.isfinite(rows.metrics[name])
+        yield np.where(valid, rows.metrics[name], 0.0)
+        yield valid.astype(np.float64)
 
 
 def _mean(place: int) -> Any:

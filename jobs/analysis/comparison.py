@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -161,16 +161,8 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
 
 def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:
     """All ratios and differences, from one set of resamples; without those that are not defined, such as ratios to 0."""
-    columns: list[Floats] = []
-    for one, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
-        columns += [one.counts[name][place].astype(np.float64) for name in ("nfe", "nfe_draft", "new_tokens")]
-        columns.append(one.device_s_N[place])
     names = [name for name in baseline.metrics if name in rows.metrics]
-    for name in names:
-        difference = rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P]
-        valid = np.isfinite(difference)
-        columns += [np.where(valid, difference, 0.0), valid.astype(np.float64)]
-    sums_GS = grouped_sums(np.stack(columns, axis=1), pairs.row_P)
+    sums_GS = grouped_sums(_columns(pairs, baseline, rows, names), pairs.row_P)
     statistics = [_ratio(*places) for places in _PLACES.values()]
     statistics += [_mean(8 + 2 * number) for number in range(len(names))]
     intervals = bootstrap(sums_GS, statistics)
@@ -185,6 +177,19 @@ def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, 
         if sums_GS[:, 9 + 2 * number].any()
     }
     return ratios, metrics
+
+
+def _columns(pairs: Pairs, baseline: RunRows, rows: RunRows, names: Sequence[str]) -> Iterator[Floats]:
+    """The values to sum, one column at a time: four of each run, then difference and validity of each metric."""
+    for one, place in ((baseline, pairs.first_P), (rows, pairs.second_P)):
+        for name in ("nfe", "nfe_draft", "new_tokens"):
+            yield one.counts[name][place].astype(np.float64)
+        yield one.device_s_N[place]
+    for name in names:
+        difference = rows.metrics[name][pairs.second_P] - baseline.metrics[name][pairs.first_P]
+        valid = np.isfinite(difference)
+        yield np.where(valid, difference, 0.0)
+        yield valid.astype(np.float64)
 
 
 _PLACES: Final[dict[str, tuple[int, int | None]]] = {

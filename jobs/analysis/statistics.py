@@ -8,7 +8,7 @@ groups of a random partition vary as the rows do, so this changes the intervals 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -44,8 +44,8 @@ class Interval:
         return self.low is None or self.high is None or self.low <= value <= self.high
 
 
-def grouped_sums(values_PS: Floats, row_P: NDArray[np.int64]) -> Floats:
-    """Sum columns over the pairs of each row, and over random groups of rows if there are more than GROUPS rows; [G, S].
+def grouped_sums(columns: Iterable[Floats], row_P: NDArray[np.int64]) -> Floats:
+    """Sum each column [P] over the pairs of each row, and over random groups of rows if there are more than GROUPS; [G, S].
 
     `row_P` numbers the rows from 0 without gaps.
     """
@@ -53,8 +53,7 @@ def grouped_sums(values_PS: Floats, row_P: NDArray[np.int64]) -> Floats:
     if num_rows > GROUPS:
         row_P = (np.random.default_rng(SEED).permutation(num_rows) % GROUPS)[row_P]
         num_rows = GROUPS
-    columns = [np.bincount(row_P, weights=values_PS[:, s], minlength=num_rows) for s in range(values_PS.shape[1])]
-    return np.stack(columns, axis=1) if columns else np.zeros((num_rows, 0))
+    return np.stack([np.bincount(row_P, weights=column_P, minlength=num_rows) for column_P in columns], axis=1)
 
 
 def bootstrap(sums_GS: Floats, statistics: Sequence[Statistic], *, resamples: int = RESAMPLES) -> list[Interval]:

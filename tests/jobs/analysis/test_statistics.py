@@ -65,9 +65,9 @@ def test_intervals_are_the_same_every_time_and_for_each_statistic_alone() -> Non
 def test_many_rows_are_grouped_and_their_interval_stays_that_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     values = data(4000, seed=9)
     rows = np.arange(len(values))
-    (alone,) = bootstrap(grouped_sums(values, rows), [ratio])
+    (alone,) = bootstrap(grouped_sums(values.T, rows), [ratio])
     monkeypatch.setattr(statistics, "GROUPS", 500)
-    sums = grouped_sums(values, rows)
+    sums = grouped_sums(values.T, rows)
     (grouped,) = bootstrap(sums, [ratio])
     assert sums.shape == (500, 2) and sums.sum(axis=0) == pytest.approx(values.sum(axis=0))
     assert grouped.value == pytest.approx(alone.value)
@@ -79,10 +79,10 @@ def test_samples_of_a_row_are_resampled_together() -> None:
     """Copies of each row's value say nothing new: the interval is that of the rows alone."""
     values = data(50)
     rows = np.arange(50)
-    once = bootstrap(grouped_sums(values, rows), [ratio])
-    copied = bootstrap(grouped_sums(np.repeat(values, 4, axis=0), np.repeat(rows, 4)), [ratio])
+    once = bootstrap(grouped_sums(values.T, rows), [ratio])
+    copied = bootstrap(grouped_sums(np.repeat(values, 4, axis=0).T, np.repeat(rows, 4)), [ratio])
     assert copied[0].low == pytest.approx(once[0].low) and copied[0].high == pytest.approx(once[0].high)
-    apart = bootstrap(grouped_sums(np.repeat(values, 4, axis=0), np.arange(200)), [ratio])
+    apart = bootstrap(grouped_sums(np.repeat(values, 4, axis=0).T, np.arange(200)), [ratio])
     assert width(apart[0]) < 0.6 * width(once[0])
 
 
