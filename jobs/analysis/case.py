@@ -25,7 +25,7 @@ POINTS: Final = 50_000
 """The largest number of samples that the plots of points use; a larger run gives every k-th of its samples."""
 
 TIME_BINS: Final = 120
-"""The most bins of a plot over time; runs of few samples have fewer."""
+"""The most bins of a plot over time; runs of few samples have fewer. A multiple of 24, or 12, so that plots can join bins."""
 
 GAP_S: Final = 30.0
 """A pause between samples longer than this, and than a twentieth of the time before it, is cut out of plots over time."""
@@ -240,7 +240,7 @@ def at_least(accept_hist: NDArray[np.int64]) -> NDArray[np.float64]:
 
 def course_of(start_N: NDArray[np.float64], end_N: NDArray[np.float64], tokens_N: NDArray[np.int32]) -> Course | None:
     """The run over time from each sample's first and last moment in a slot, in seconds; None without samples."""
-    bins = int(np.clip(len(start_N) // 8, 12, TIME_BINS))
+    bins = 12 if len(start_N) < 200 else 24 * int(np.clip(len(start_N) // 200, 1, TIME_BINS // 24))
     if not len(start_N):
         return None
     order = np.argsort(start_N, kind="stable")

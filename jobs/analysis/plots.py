@@ -381,7 +381,8 @@ def _panels(
     limits = [1.05 * max(float(pair[axis].max()) for pair in pairs) for axis in (0, 1)]
     crowded = any(len(pair[0]) > SCATTER_UP_TO for pair in pairs)
     for case, (x, y), axes, style in zip(shown, pairs, grid, styles_of(_decoders(shown)), strict=False):
-        _cloud(axes, x, y, style, (0.0, limits[0] or 1.0, 0.0, limits[1] or 1.0))
+        extent = (0.0, limits[0] or 1.0, 0.0, limits[1] or 1.0)
+        _cloud(axes, x, y, style, extent, cells=(54, 12) if columns == 1 else (24, 12))
         if diagonal:
             axes.plot([0, min(limits)], [0, min(limits)], color="#555555", linestyle="--", linewidth=0.9)
         if len(shown) > 1:
@@ -407,7 +408,13 @@ def _panels(
 
 
 def _cloud(
-    axes: Axes, x: NDArray[Any], y: NDArray[Any], style: Style, extent: tuple[float, float, float, float]
+    axes: Axes,
+    x: NDArray[Any],
+    y: NDArray[Any],
+    style: Style,
+    extent: tuple[float, float, float, float],
+    *,
+    cells: tuple[int, int],
 ) -> None:
     if len(x) <= SCATTER_UP_TO:
         axes.plot(x, y, ".", color=style.colour, markersize=3.5, alpha=0.5, markeredgewidth=0)
@@ -415,7 +422,7 @@ def _cloud(
     from matplotlib.colors import LinearSegmentedColormap
 
     shades = LinearSegmentedColormap.from_list("shades", ["#e9e9e9", style.colour])
-    axes.hexbin(x, y, gridsize=36, extent=extent, bins="log", mincnt=1, cmap=shades, linewidths=0.1)
+    axes.hexbin(x, y, gridsize=cells, extent=extent, bins="log", mincnt=1, cmap=shades, linewidths=0.1)
 
 
 def coarser(course: Course) -> Course:

@@ -20,8 +20,8 @@ FREE_INPUT = ("path", "limit", "keep", "columns")
 FREE_COLUMNS = ("reference", "temperature", "top_p")
 """Columns that don't change a sample's canvas; neither does `seed`, unless it places the mask."""
 
-FREE_TASK = ("fim",)
-"""How a causal model is asked to fill a hole: part of the model rather than of the task."""
+FREE_TASK = ("fim", "estimate")
+"""How a causal model is asked to fill a hole, and how closely a score is estimated: how the work is done, not what it is."""
 
 MAX_NEW = "task.max_new_tokens"
 FILES = "input.files"

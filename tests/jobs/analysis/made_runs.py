@@ -18,6 +18,7 @@ from storage.runs.commit import commit_unit, unit_name, write_manifest
 from storage.runs.metric_files import KEYS, MeasuredMetric, MetricSet, commit_metrics, record_set
 from storage.runs.records import SCHEMA_VERSION, read_results, table_from_rows
 from storage.stores.store import open_store
+from storage.stores.verbs import Store
 
 START = datetime.datetime(2026, 11, 22, 12, tzinfo=datetime.UTC)
 FILE = InputFile(uri="/in/rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
@@ -68,17 +69,23 @@ def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
     return kept | reason | {"new_tokens": 0, "metrics": {}} | values
 
 
-def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, fingerprint: str = "f" * 64, **changes: Any) -> Path:
+def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> Path:
     """A finished run of these rows; `changes` are sections of its spec."""
-    store = open_store(str(place))
+    fill_store(open_store(str(place)), rows, units=units, **changes)
+    return place
+
+
+def fill_store(store: Store, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> None:
+    """The same in any store."""
+    fingerprint = "f" * 64
     spec = check_spec(
         {
-            "name": place.name,
+            "name": store.url.rpartition("/")[2],
             "task": {"kind": "complete"},
             "input": {"path": "rows.jsonl"},
             "model": {"path": "builtin:ar-tiny"},
             "decoder": {"kind": "autoregressive"},
-            "output": {"path": str(place)},
+            "output": {"path": "run"},
         }
         | changes
     )
@@ -103,7 +110,6 @@ def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, fingerprint: 
         for unit, part in enumerate(parts)
     ]
     write_manifest(store, done, fingerprint=fingerprint, units=units, rows=len(rows))
-    return place
 
 
 def write_metrics(place: Path, values: Mapping[str, Any], *, units: int = 2) -> None:
@@ -134,7 +140,7 @@ def _table(rows: Sequence[Row], unit: int) -> pa.Table:
     return table_from_rows([one | {"unit": unit} for one in rows])
 
 
-def _rows(store: Any, unit: int) -> pa.Table:
+def _rows(store: Store, unit: int) -> pa.Table:
     table = next(read_results(store, objects=[unit_name(unit)]))
     place = table.schema.get_field_index("sample")
     return table.set_column(place, KEYS.field("sample"), pc.fill_null(table["sample"], 0))

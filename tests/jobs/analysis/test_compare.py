@@ -14,8 +14,10 @@ import pytest
 from scipy import stats
 
 from jobs.cli import main
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
 from tests.conftest import ROOT
-from tests.jobs.analysis.made_runs import failed, row, write_metrics, write_run, write_sweep
+from tests.jobs.analysis.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
@@ -181,6 +183,20 @@ def test_a_sweep_stands_for_its_cases(tmp_path: Path, capsys: pytest.CaptureFixt
     alone = write_run(tmp_path / "alone", numbers(20, 8))
     found = compared(capsys, alone, sweep)
     assert [run["name"] for run in found["runs"]] == ["alone", "plain", "faster"] and found["unfinished"] == ["fast"]
+
+
+@pytest.mark.s3
+def test_runs_on_s3_are_compared_with_local_ones(
+    tmp_path: Path, s3_url: str, s3_options: S3Options, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {name: numbers(30, seed) for seed, name in enumerate("ab")}
+    fill_store(open_store(s3_url, s3=s3_options), rows["b"])
+    local = compared(capsys, write_run(tmp_path / "a", rows["a"]), write_run(tmp_path / "b", rows["b"]))
+    service = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", "us-east-1"]
+    assert main(["compare", str(tmp_path / "a"), s3_url, "--json", *service]) == 0
+    remote = json.loads(capsys.readouterr().out)
+    assert remote["runs"][1]["place"] == s3_url and remote["comparisons"][0]["run"] == "one"
+    assert remote["comparisons"][0] | {"run": "b"} == local["comparisons"][0]
 
 
 def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
