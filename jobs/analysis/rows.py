@@ -123,7 +123,8 @@ def metrics_of_files(
     for name in table.column_names[2:]:
         values = np.full(len(sample_N), np.nan)
         values[place_N] = table[name].cast(pa.float64()).to_numpy()[row_M]
-        found[name] = values
+        if not np.isnan(values).all():
+            found[name] = values
     return found
 
 

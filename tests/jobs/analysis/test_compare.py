@@ -109,9 +109,11 @@ def test_other_metrics_get_a_permutation_test_and_missing_values_are_left_out(
     before, noise = rng.random(80), rng.normal(0, 0.1, 80)
     rows = [row(number) for number in range(80)]
     a, b = write_run(tmp_path / "a", rows), write_run(tmp_path / "b", rows)
-    write_metrics(a, {"rouge": [None, *before[1:]], "same": before})
-    write_metrics(b, {"rouge": before + noise, "same": before})
-    metrics = compared(capsys, a, b)["comparisons"][0]["metrics"]
+    write_metrics(a, {"rouge": [None, *before[1:]], "same": before, "none": [None] * 80})
+    write_metrics(b, {"rouge": before + noise, "same": before, "none": [None] * 80})
+    found = compared(capsys, a, b)
+    metrics = found["comparisons"][0]["metrics"]
+    assert list(metrics) == ["rouge", "same"] == list(found["runs"][0]["metrics"])
     rouge = metrics["rouge"]
     assert rouge["pairs"] == 79 and rouge["test"] == "sign flips" and rouge["only_run"] is None
     assert rouge["difference"]["value"] == pytest.approx(noise[1:].mean())
