@@ -1,12 +1,14 @@
 """Distils a causal model so that Jacobi decoding needs fewer forwards, and writes its model folder.
 
-    python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 8:8,16:8]
+    python -m recipes.consistency --out DIR [--checkpoint-dir WORK] [--model MODEL] [--rounds 8:8,16:8,16:live]
 
-Every round decodes prompts from the training files with the model so far, in a batch job of its own (decoder `jacobi`,
-greedy, `output.trace: steps`), and trains it on the trajectories that the job's traces hold: progressive consistency
-distillation (pcLLM, section 3.1). A round `n:w` has blocks of n tokens and noise schedules of w blocks. Then the model
-before and after are measured on held-out prompts, again by jobs. WORK (by default DIR-work) keeps jobs, checkpoints and
-the rounds' models: run the same command again to continue.
+Every round decodes prompts from the training files with the model so far, in a batch job of its own, greedily, and trains it:
+progressive consistency distillation (pcLLM, section 3.1). A round `n:w` has blocks of n tokens and noise schedules of w
+blocks, and takes its noise from the traces of that job (decoder `jacobi`, `output.trace: steps`). A round `n:live` takes from
+the job the texts alone; its noise is the drafts of the model as it trains (live_drafts.py). It starts from a mean of the
+round before and MODEL, which takes back a part of what the rounds cost in quality. Then the model before and after are
+measured on held-out prompts of every length, again by jobs. WORK (by default DIR-work) keeps jobs, checkpoints and the
+rounds' models: run the same command again to continue.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import json
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,27 @@ from jobs.codes import OK
 from jobs.commands.run import RunOptions, run_job
 from jobs.driving.session import ray_session
 from jobs.spec.job_spec import JobSpec
-from recipes import causal, causal_folder, corpus, distillation, jacobi_report, loop, masking, trajectories
+from recipes import causal, causal_folder, corpus, distillation, jacobi_report, live_drafts, loop, masking, trajectories
 from recipes.packing import IDS, Trajectory
 from storage.stores.store import open_store
 from storage.stores.verbs import Store
 
+NEW_TOKENS = 64
+"""New tokens of every text that is measured."""
 BUILTIN = Path(__file__).parent.parent / "decoders" / "builtin"
 
 
 @dataclass(frozen=True)
 class Round:
-    """One round of distillation: the blocks' size in tokens and the number of noise ratios."""
+    """One round of distillation: the blocks' size in tokens and the number of noise ratios; None: live drafts."""
 
     block_size: int
-    ratios: int
+    ratios: int | None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the noise comes from the model as it trains."""
+        return self.ratios is None
 
 
 @dataclass(frozen=True)
@@ -53,17 +62,31 @@ class Prompts:
 
 
 def rounds(text: str) -> list[Round]:
-    """`n:w` for every round, separated by commas."""
-    return [Round(*(int(part) for part in one.split(":"))) for one in text.split(",")]
+    """`n:w` or `n:live` for every round, separated by commas."""
+    pairs = [one.split(":") for one in text.split(",")]
+    return [Round(int(size), None if ratios == "live" else int(ratios)) for size, ratios in pairs]
+
+
+def length_range(text: str) -> tuple[int, int]:
+    """`n`, or `low:high`."""
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
 
 
 def draw_prompts(
-    prepared: corpus.Prepared, path: Path, *, training: bool, count: int, length: int, seed: int
+    prepared: corpus.Prepared, path: Path, *, training: bool, count: int, lengths: tuple[int, int], seed: int
 ) -> Prompts:
-    """`count` pieces of `length` tokens from training or held-out files, written to `path` as JSON lines."""
+    """`count` pieces of training or held-out files, written to `path` as JSON lines.
+
+    The logarithm of their length in tokens is uniform: there are as many short ones as long ones.
+    """
     stream = prepared.train if training else prepared.held_out
-    index = masking.draw_windows(stream, np.random.default_rng([seed, 3]), count=count, length=length)
-    prompts = {f"{row:06d}": ids for row, ids in enumerate(stream.ids[index])}
+    rng = np.random.default_rng([seed, 3])
+    drawn = np.exp(rng.uniform(np.log(lengths[0]), np.log(lengths[1] + 1), count)).astype(int).clip(*lengths)
+    prompts = {
+        f"{row:06d}": stream.ids[masking.draw_windows(stream, rng, count=1, length=int(length))[0]]
+        for row, length in enumerate(drawn)
+    }
     text = "".join(json.dumps({"id": name, "tokens": ids.tolist()}) + "\n" for name, ids in prompts.items())
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:  # a job refuses an input with a new date
@@ -98,12 +121,19 @@ def distil(
     plan = plan_from(flags, one)
     model = causal.load_model(source, device).train()
     text, anchor = causal.packed(prepared.train, plan.seed), causal.load_model(flags.model, device)
-    trainer = distillation.Trainer(model, plan, found, text, anchor, device=device)
+    if one.is_live:
+        drafts = live_drafts.LiveDrafts(found, one.block_size, plan.versions, plan.seed)
+        rows = flags.most_rows
+        trainer: distillation.Trainer = distillation.LiveTrainer(
+            model, plan, drafts, text, anchor, device=device, most_rows=rows
+        )
+    else:
+        trainer = distillation.Trainer(model, plan, found, text, anchor, device=device)
     return trainer if loop.run_visibly(trainer, work / "state", pace) else None
 
 
 def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
-    return distillation.Plan(
+    common = distillation.Plan(
         steps=flags.steps or 4000,
         seed=flags.seed,
         batch_tokens=flags.batch_tokens or 1024,
@@ -114,11 +144,44 @@ def plan_from(flags: argparse.Namespace, one: Round) -> distillation.Plan:
         decay_share=flags.decay_share,
         samples=flags.samples,
         versions=flags.versions,
-        ratios=one.ratios,
         window=flags.window,
         clean_weight=flags.clean_weight,
         text_weight=flags.text_weight,
     )
+    if one.ratios is not None:
+        return replace(common, ratios=one.ratios)
+    # Decoding drafts a block after the finished ones before it, so its copies see those alone.
+    rate, tokens = flags.learning_rate or 1e-3, flags.batch_tokens or 512
+    return replace(
+        common, learning_rate=rate, batch_tokens=tokens, warmup=50, window=1, fade=0.9, sharp=0.5, soft_clean=True
+    )
+
+
+def traced(flags: argparse.Namespace, source: Path, prompts: Prompts, work: Path, n: int) -> list[Trajectory]:
+    """The Jacobi trajectories of the prompts, from the traces of a job."""
+    # One token more than whole blocks: the last position is never fed, and every block's states are complete.
+    new_tokens = flags.new_tokens // n * n + 1
+    decoder = {"kind": "jacobi", "block_size": n, "window": "fixed"}
+    run = decode(source, prompts, decoder, work / "trajectories", new_tokens=new_tokens, trace=True)
+    return trajectories.read(run, prompts.ids)
+
+
+def decoded_texts(flags: argparse.Namespace, source: Path, prompts: Prompts, work: Path, n: int) -> list[Trajectory]:
+    """The greedy completions of the prompts as fixed points of whole blocks."""
+    new_tokens = flags.new_tokens // n * n
+    run = decode(source, prompts, {"kind": "autoregressive"}, work / "texts", new_tokens=new_tokens, trace=False)
+    found = jacobi_report.read_decoded(run).tokens
+    return live_drafts.texts(list(prompts.ids.values()), [np.array(found[name]) for name in prompts.ids], n)
+
+
+def blend(source: Path, other: Path, share: float, out: Path) -> Path:
+    """Write the folder `out`: the weights of `source` moved `share` of the way to those of `other`."""
+    model, towards = (causal.load_model(folder, torch.device("cpu")) for folder in (source, other))
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), towards.parameters(), strict=True):
+            mine.lerp_(theirs, share)
+    causal_folder.copy_with_weights(other, out, model)
+    return out
 
 
 def run_round(
@@ -129,19 +192,17 @@ def run_round(
     out: Path = work / "model"
     if (out / "model.safetensors").exists():
         return out
+    if one.is_live:
+        source = blend(flags.model, source, flags.kept, work / "start")
     prompts = draw_prompts(
         prepared,
         work / "prompts.jsonl",
         training=True,
         count=flags.prompts,
-        length=flags.prompt_tokens,
+        lengths=flags.prompt_tokens,
         seed=flags.seed + number,
     )
-    # One token more than whole blocks: the last position is never fed, and every block's states are complete.
-    new_tokens = flags.new_tokens // n * n + 1
-    decoder = {"kind": "jacobi", "block_size": n, "window": "fixed"}
-    run = decode(source, prompts, decoder, work / "trajectories", new_tokens=new_tokens, trace=True)
-    found = trajectories.read(run, prompts.ids)
+    found = decoded_texts(flags, source, prompts, work, n) if one.is_live else traced(flags, source, prompts, work, n)
     # A later command may continue with other flags: the README states the settings of each round.
     loop.write_json(work / "plan.json", describe_round(flags, one))
     trainer = distil(flags, source, found, prepared, work, one)
@@ -155,9 +216,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.consistency", description="Distil a model for Jacobi decoding.")
     loop.add_flags(parser)
     parser.add_argument("--model", type=Path, default=BUILTIN / "ar-tiny", help="the model folder to start from")
-    parser.add_argument("--rounds", type=rounds, default=rounds("8:8,16:8"), help="block size and noise ratios of each")
+    parser.add_argument(
+        "--rounds", type=rounds, default=rounds("8:8,16:8,16:live"), help="block size and noise ratios of each"
+    )
     parser.add_argument("--prompts", type=int, default=4096, help="samples decoded in each round")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--prompt-tokens", type=length_range, default=(8, 400), help="n, or low:high")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="trajectories in a step")
     parser.add_argument("--versions", type=int, default=3, help="noisy versions of each")
@@ -168,7 +231,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--text-weight", type=float, default=1.0, help="weight of the corpus loss against the source model"
     )
-    parser.add_argument("--measured", type=int, default=64, help="held-out prompts to measure with")
+    parser.add_argument("--most-rows", type=int, default=2500, help="rows of a step's texts, in a live round")
+    parser.add_argument(
+        "--kept", type=float, default=0.75, help="share of the rounds so far that a live round starts from"
+    )
+    parser.add_argument(
+        "--measured", type=int, default=64, help="held-out prompts to measure with, of each class of lengths"
+    )
     flags = parser.parse_args(arguments)
     flags.work = flags.checkpoint_dir or flags.out.with_name(flags.out.name + "-work")
     return flags
@@ -201,7 +270,7 @@ def finish(flags: argparse.Namespace, prepared: corpus.Prepared) -> None:
         decoded,
         {length: (scores[0][length], scores[1][length]) for length in scores[0]},
         jacobi_report.same_top1(one, two, prepared),
-        jacobi_report.same_text(*next(iter(decoded.values()))),
+        jacobi_report.same_text(decoded),
     )
     text = jacobi_report.readme(
         flags.out.name, flags.model.name, comparison, describe(flags, prepared), prepared.held_out_paths
@@ -210,32 +279,41 @@ def finish(flags: argparse.Namespace, prepared: corpus.Prepared) -> None:
     Console().print(f"wrote {flags.out}")
 
 
-def measure(
-    flags: argparse.Namespace, prepared: corpus.Prepared
-) -> dict[str, tuple[jacobi_report.Decoded, jacobi_report.Decoded]]:
-    """Every decoder's completions of held-out prompts, of the model before and after."""
+def measure(flags: argparse.Namespace, prepared: corpus.Prepared) -> jacobi_report.ByLength:
+    """Every decoder's completions of held-out prompts of each class of lengths, of the model before and after."""
     work = flags.work / "measured"
-    length, count = flags.prompt_tokens, flags.measured
-    prompts = draw_prompts(
-        prepared, work / "prompts.jsonl", training=False, count=count, length=length, seed=flags.seed
-    )
-    found = {}
-    for name, decoder in jacobi_report.decoders([one.block_size for one in flags.rounds]).items():
-        runs = [
-            decode(model, prompts, decoder, work / f"{part} {name}", new_tokens=flags.new_tokens, trace=False)
-            for part, model in (("before", flags.model), ("after", flags.out))
-        ]
-        found[name] = (jacobi_report.read_decoded(runs[0]), jacobi_report.read_decoded(runs[1]))
+    found: jacobi_report.ByLength = {}
+    for low, high in jacobi_report.LENGTHS:
+        path = work / f"prompts-{low}-{high}.jsonl"
+        prompts = draw_prompts(
+            prepared, path, training=False, count=flags.measured, lengths=(low, high), seed=flags.seed
+        )
+        for name, decoder in jacobi_report.decoders(flags.rounds[-1].block_size).items():
+            runs = [
+                decode(
+                    model, prompts, decoder, work / f"{part} {name} {low}-{high}", new_tokens=NEW_TOKENS, trace=False
+                )
+                for part, model in (("before", flags.model), ("after", flags.out))
+            ]
+            one, two = (jacobi_report.read_decoded(run) for run in runs)
+            found.setdefault(name, {})[low, high] = (one, two)
     return found
 
 
 def describe_round(flags: argparse.Namespace, one: Round) -> str:
     """A round's settings in words."""
     plan = plan_from(flags, one)
+    low, high = flags.prompt_tokens
+    if one.is_live:
+        noise = f"live drafts, from {flags.kept:.0%} of the rounds before"
+        noise += f", rows fade by {plan.fade}, teacher {plan.sharp:.0%} greedy"
+        batch = f"{flags.most_rows} rows of texts"
+    else:
+        noise, batch = f"{one.ratios} noise ratios", f"{flags.samples} trajectories"
     return (
-        f"blocks of {one.block_size} tokens, {one.ratios} noise ratios; "
-        f"{flags.prompts} prompts of {flags.prompt_tokens} tokens, {flags.new_tokens} new ones; "
-        f"{flags.samples} trajectories in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a step; "
+        f"blocks of {one.block_size} tokens, {noise}; "
+        f"{flags.prompts} prompts of {low} to {high} tokens, {flags.new_tokens} new ones; "
+        f"{batch} in {flags.versions} noisy versions and {plan.batch_tokens} tokens of the corpus a step; "
         f"loss weights: consistency 1, its fixed points {plan.clean_weight}, corpus {plan.text_weight}; {plan.describe()}"
     )
 

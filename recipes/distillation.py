@@ -6,6 +6,11 @@ with clean context for the teacher); the second, on prompts and clean copies, ke
 reach (equation 9). The third is not in the paper: the cross-entropy against the distribution of the model that all began with, on
 windows of the corpus. A small model's greedy text is far less varied than the corpus; trained on it alone, the model
 forgets what else it knew.
+
+Not in the paper either, each off by default: `fade` weighs a row less the further it is behind the divergence, since a draft
+is accepted only if all before it are; `sharp` moves a share of the teacher's distribution to its first choice, which is what
+greedy decoding accepts; `soft_clean` measures L_AR against the distribution of the model that all began with, where the
+fixed points' tokens would teach it to be too sure of them. LiveTrainer takes its noisy copies from the model as it trains.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
 from recipes import causal, loop, packing
+from recipes.live_drafts import LiveDrafts
 from recipes.packing import Batch, Trajectory
 
 
@@ -29,7 +35,7 @@ class Plan(loop.Schedule):
     """One round: `samples` trajectories and `batch_tokens` of corpus windows a step, noise ratios of `ratios` blocks.
 
     A trajectory is packed with `versions` noisy versions. `window` is the number of blocks that share noisy context
-    (packing.visibility; None: all of them).
+    (packing.visibility; None: all of them). `fade` is the weight of a row over that of the row before it.
     """
 
     samples: int = 4
@@ -38,10 +44,32 @@ class Plan(loop.Schedule):
     window: int | None = None
     clean_weight: float = 1.0
     text_weight: float = 1.0
+    fade: float = 1.0
+    sharp: float = 0.0
+    soft_clean: bool = False
 
 
-def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Consistency and AR loss of a batch, each the mean over its rows in nats; the first is 0 without a noisy row."""
+@dataclass(frozen=True)
+class Losses:
+    """The consistency and the AR loss of a batch, each the mean over its rows in nats, and what the student rows say [R].
+
+    The consistency loss is 0 without a noisy row.
+    """
+
+    consistency: Tensor
+    clean: Tensor
+    said: Tensor
+
+
+def losses(
+    model: Qwen2ForCausalLM,
+    batch: Batch,
+    *,
+    fade: float = 1.0,
+    sharp: float = 0.0,
+    source: Qwen2ForCausalLM | None = None,
+) -> Losses:
+    """The losses of a batch; with a `source`, the AR loss is against its distribution instead of the tokens."""
     with loop.autocast(batch.ids.device):
         mask = batch.visible.unsqueeze(1)
         hidden = model.model(
@@ -50,8 +78,29 @@ def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
         student = model.lm_head(hidden[batch.student]).float()
         clean = model.lm_head(hidden[batch.inputs]).float()
         with torch.no_grad():
-            teacher = model.lm_head(hidden[batch.teacher]).float().softmax(-1)
-    return soft_cross_entropy(student, teacher), functional.cross_entropy(clean, batch.targets)
+            teacher = sharpened(model.lm_head(hidden[batch.teacher]).float().softmax(-1), sharp)
+            law = None if source is None else source_law(source, batch)
+    weights = fade ** batch.depth.float()
+    consistency = -((teacher * student.log_softmax(-1)).sum(-1) * weights).sum() / weights.sum().clamp(min=1.0)
+    return Losses(
+        consistency, functional.cross_entropy(clean, batch.targets if law is None else law), student.argmax(-1)
+    )
+
+
+def sharpened(law: Tensor, share: float) -> Tensor:
+    """The distributions [R, V] with `share` of each moved to its most likely token."""
+    first = functional.one_hot(law.argmax(-1), law.shape[-1])
+    return law + share * (first - law)
+
+
+def source_law(source: Qwen2ForCausalLM, batch: Batch) -> Tensor:
+    """The source's distribution after every row of `batch.inputs`, [R, V], from the prompts and clean copies alone."""
+    samples, places = batch.inputs // batch.ids.shape[1], batch.positions.flatten()[batch.inputs]
+    lines = batch.ids.new_zeros(len(batch.ids), int(places.max()) + 1)
+    lines[samples, places] = batch.ids.flatten()[batch.inputs]
+    hidden = source.model(input_ids=lines).last_hidden_state
+    law: Tensor = source.lm_head(hidden[samples, places]).float().softmax(-1)
+    return law
 
 
 def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
@@ -96,11 +145,22 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
         ]
         return packing.collate(packed, self.plan.window)
 
+    def trajectory_losses(self, step: int) -> tuple[Losses, int]:
+        """The losses of a step's trajectories, and how many tokens were read."""
+        batch = self.batch(step).to(self.device)
+        return self.losses(batch), batch.ids.numel()
+
+    def losses(self, batch: Batch) -> Losses:
+        """The losses of a batch as the plan has them."""
+        plan = self.plan
+        source = self.source if plan.soft_clean else None
+        return losses(self.model, batch, fade=plan.fade, sharp=plan.sharp, source=source)
+
     def batch_loss(self, step: int) -> tuple[Tensor, int]:
         """The sum of the three losses and how many tokens were read."""
-        plan, batch = self.plan, self.batch(step).to(self.device)
-        consistency, clean = losses(self.model, batch)
-        loss, tokens = consistency + plan.clean_weight * clean, batch.ids.numel()
+        plan = self.plan
+        found, tokens = self.trajectory_losses(step)
+        loss = found.consistency + plan.clean_weight * found.clean
         if plan.text_weight:
             length = plan.length(step)
             count = max(1, plan.batch_tokens // length)
@@ -109,3 +169,51 @@ class Trainer(loop.Trainer[Qwen2ForCausalLM]):
             loss = loss + plan.text_weight * text_loss(self.model, self.source, text)
             tokens += windows.size
         return loss, tokens
+
+
+class LiveTrainer(Trainer):
+    """Takes the noisy copies from `drafts`, which every step carries one Jacobi iteration further.
+
+    A step's texts are neighbours in length, `most_rows` rows of them at most, so that little of a batch is padding.
+    """
+
+    def __init__(
+        self,
+        model: Qwen2ForCausalLM,
+        plan: Plan,
+        drafts: LiveDrafts,
+        text: NDArray[np.int64],
+        source: Qwen2ForCausalLM,
+        *,
+        device: torch.device,
+        most_rows: int,
+    ) -> None:
+        super().__init__(model, plan, drafts.texts, text, source, device=device)
+        self.drafts, self.most_rows = drafts, most_rows
+        self.by_length = sorted(range(len(drafts.texts)), key=lambda number: len(drafts.texts[number].prompt))
+
+    def more_state(self) -> dict[str, Tensor]:
+        """The drafts."""
+        return {"drafts": torch.from_numpy(self.drafts.drafts)}
+
+    def trajectory_losses(self, step: int) -> tuple[Losses, int]:
+        """The losses of a step's texts; moves their drafts on."""
+        rng = np.random.default_rng([self.plan.seed, step, 2])
+        numbers = self._neighbours(rng)
+        packed = [packing.pack(self.drafts.texts[i], *self.drafts.versions(i)) for i in numbers]
+        batch = packing.collate(packed, self.plan.window)
+        found = self.losses(batch.to(self.device))
+        length, rows, said = batch.ids.shape[1], batch.student.numpy(), found.said.cpu().numpy()
+        of = [rows // length == place for place in range(len(numbers))]
+        self.drafts.advance(numbers, packed, [rows[mine] % length for mine in of], [said[mine] for mine in of], rng)
+        return found, batch.ids.numel()
+
+    def _neighbours(self, rng: np.random.Generator) -> list[int]:
+        """Texts of about the same length: one that is drawn, and some of those just below it."""
+        last = int(rng.integers(len(self.by_length)))
+        new = self.drafts.final.shape[1]
+        rows = len(self.drafts.texts[self.by_length[last]].prompt) + (1 + self.plan.versions) * new
+        count = max(1, self.most_rows // rows)
+        below = np.arange(max(0, last - 4 * count), last)
+        others = rng.choice(below, size=min(count - 1, len(below)), replace=False)
+        return [self.by_length[i] for i in (last, *others)]

@@ -5,7 +5,7 @@ Knows finished runs and models, not how they were made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,20 @@ def read_decoded(run: Store) -> Decoded:
     return Decoded({row["id"]: row["tokens"] for row in rows}, sum(row["nfe"] for row in rows))
 
 
-def same_text(one: Decoded, other: Decoded) -> float:
-    """The share of tokens before the first difference, mean over the samples."""
+LENGTHS = ((8, 32), (32, 96), (96, 200), (200, 400))
+"""The classes of prompts: their lengths in tokens."""
+
+ByLength = dict[str, dict[tuple[int, int], tuple[Decoded, Decoded]]]
+"""By the decoder's name and the class of lengths: the runs of the model before and after."""
+
+
+def same_text(decoded: ByLength) -> float:
+    """The share of tokens before the first difference, mean over the samples of the first decoder."""
     shares = []
-    for name, tokens in one.tokens.items():
-        differs = np.array(tokens) != np.array(other.tokens[name])
-        shares.append(differs.argmax() / len(tokens) if differs.any() else 1.0)
+    for one, other in next(iter(decoded.values())).values():
+        for name, tokens in one.tokens.items():
+            differs = np.array(tokens) != np.array(other.tokens[name])
+            shares.append(differs.argmax() / len(tokens) if differs.any() else 1.0)
     return float(np.mean(shares))
 
 
@@ -68,19 +76,20 @@ def same_top1(
 
 @dataclass(frozen=True)
 class Comparison:
-    """Before and after: by decoder's name the two runs' Decoded, by window the two Quality; agreement as a share."""
+    """Before and after: by decoder's name and length the two runs' Decoded, by window the two Quality; agreement as a share."""
 
-    decoded: dict[str, tuple[Decoded, Decoded]]
+    decoded: ByLength
     quality: dict[int, tuple[Quality, Quality]]
     same_top1: float
     same_text: float
 
 
-def decoders(block_sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
+PLAIN, BLOCKS = "jacobi", "multiblock_jacobi"
+
+
+def decoders(block_size: int) -> dict[str, dict[str, Any]]:
     """The decoders to measure with, by name."""
-    plain = {f"jacobi n={n}": {"kind": "jacobi", "block_size": n} for n in block_sizes}
-    blocks = {f"multiblock_jacobi n={n}": {"kind": "multiblock_jacobi", "block_size": n} for n in block_sizes}
-    return {**plain, **blocks}
+    return {kind: {"kind": kind, "block_size": block_size} for kind in (PLAIN, BLOCKS)}
 
 
 def readme(name: str, source: str, comparison: Comparison, settings: dict[str, str], held_out_paths: list[str]) -> str:
@@ -96,8 +105,9 @@ def readme(name: str, source: str, comparison: Comparison, settings: dict[str, s
             "",
             "## Tokens per forward",
             "",
-            "Completions of held-out prompts at temperature 0, the prefill counted as a forward. A small model's greedy text",
-            "repeats itself, and repetition is what both models are best at: see the second table before comparing.",
+            f"Completions of held-out prompts at temperature 0 ({_prompts(comparison)} of each class, 64 new tokens, blocks",
+            "of 16); the prefill counts as a forward. One token at a time is 1.00. A small model's greedy text repeats",
+            "itself, and repetition is what both models are best at: see the second table before comparing.",
             "",
             *_speed_table(source, name, comparison),
             "",
@@ -113,12 +123,19 @@ def readme(name: str, source: str, comparison: Comparison, settings: dict[str, s
     )
 
 
+def _prompts(comparison: Comparison) -> int:
+    return len(next(iter(comparison.decoded[PLAIN].values()))[0].tokens)
+
+
 def _speed_table(source: str, name: str, comparison: Comparison) -> Iterator[str]:
-    yield f"| decoder | {source} | {name} | ratio |"
-    yield "|---|---|---|---|"
-    for decoder, (before, after) in comparison.decoded.items():
-        one, two = before.tokens_per_forward, after.tokens_per_forward
-        yield f"| {decoder} | {one:.2f} | {two:.2f} | {two / one:.2f} |"
+    plain, blocks = (f"{kind}, {source} | {kind}, {name}" for kind in (PLAIN, BLOCKS))
+    yield f"| prompt tokens | {plain} | ratio | {blocks} | over {PLAIN} |"
+    yield "|---|---|---|---|---|---|---|"
+    for low, high in comparison.decoded[PLAIN]:
+        before, after = (run.tokens_per_forward for run in comparison.decoded[PLAIN][low, high])
+        one, two = (run.tokens_per_forward for run in comparison.decoded[BLOCKS][low, high])
+        cells = f"{before:.2f} | {after:.2f} | {after / before:.2f} | {one:.2f} | {two:.2f} | {two / after:.2f}"
+        yield f"| {low} to {high} | {cells} |"
 
 
 def _quality_table(source: str, name: str, comparison: Comparison) -> Iterator[str]:

@@ -105,6 +105,10 @@ class Trainer(ABC, Generic[ModelT]):
     def batch_loss(self, step: int) -> tuple[Tensor, int]:
         """The loss of a step's batch in nats per token, a function of (seed, step) and the weights, and its tokens."""
 
+    def more_state(self) -> dict[str, Tensor]:
+        """What else a step depends on and changes, by name; the tensors are saved and, on the CPU, written in place."""
+        return {}
+
     def advance(self) -> float:
         """Do one step; returns its loss in nats per token. FloatingPointError where the loss is not finite."""
         for group in self.optimizer.param_groups:
@@ -128,6 +132,7 @@ class Trainer(ABC, Generic[ModelT]):
         for name, parameter in self.parameters.items():
             for key, tensor in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = tensor
+        tensors |= {f"more.{name}": tensor for name, tensor in self.more_state().items()}
         state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
         # The step also travels with the tensors: the two files are replaced one after the other.
         save_file(
@@ -154,6 +159,9 @@ class Trainer(ABC, Generic[ModelT]):
                 # The step counter stays where AdamW keeps it; the moments live with their parameter.
                 parameter = self.parameters[name]
                 self.optimizer.state[parameter][key] = tensor.to(parameter.device)
+        more = self.more_state()
+        for name, tensor in with_prefix(tensors, "more.").items():
+            more[name].copy_(tensor)
         return True
 
 

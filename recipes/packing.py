@@ -104,8 +104,8 @@ def visibility(rows: dict[str, Tensor], window: int | None) -> Tensor:
 class Batch:
     """Samples side by side, padded on the right: rows [B, L] as in Packed, and indices into the B * L rows.
 
-    `student[r]` is a noisy row from its block's first divergence on, `teacher[r]` the clean row at its position;
-    `inputs[r]` is a prompt or clean row whose next token is `targets[r]`.
+    `student[r]` is a noisy row from its block's first divergence on, `teacher[r]` the clean row at its position, and
+    `depth[r]` how many rows it is from that divergence; `inputs[r]` is a prompt or clean row whose next token is `targets[r]`.
     """
 
     ids: Tensor
@@ -113,6 +113,7 @@ class Batch:
     visible: Tensor
     student: Tensor
     teacher: Tensor
+    depth: Tensor
     inputs: Tensor
     targets: Tensor
 
@@ -130,9 +131,10 @@ def collate(samples: Sequence[Packed], window: int | None) -> Batch:
         torch.from_numpy(np.concatenate([found[part] + number * length for number, found in enumerate(pairs)]))
         for part in range(4)
     )
+    depth = torch.from_numpy(np.concatenate([found[4] for found in pairs]))
     targets = rows["ids"].flatten()[following]
     visible = visibility(rows, window)
-    return Batch(rows["ids"], rows["positions"], visible, student, teacher, inputs, targets)
+    return Batch(rows["ids"], rows["positions"], visible, student, teacher, depth, inputs, targets)
 
 
 def _padded(samples: Sequence[Packed], name: str, length: int, fill: int) -> Tensor:
@@ -140,8 +142,8 @@ def _padded(samples: Sequence[Packed], name: str, length: int, fill: int) -> Ten
     return torch.from_numpy(np.stack([np.pad(row, (0, length - len(row)), constant_values=fill) for row in rows]))
 
 
-def _pairs(sample: Packed) -> tuple[IDS, IDS, IDS, IDS]:
-    """Rows of one sample: student and teacher of the consistency loss; inputs of the AR loss and the rows that follow."""
+def _pairs(sample: Packed) -> tuple[IDS, IDS, IDS, IDS, IDS]:
+    """Rows of one sample: student and teacher of the consistency loss; inputs of the AR loss and the rows that follow; depths."""
     noisy, line = np.flatnonzero(sample.kind == NOISY), np.flatnonzero(sample.kind != NOISY)
     clean = line[sample.positions[noisy]]  # the prompt and the clean copies, end to end, stand at 0, 1, 2, ...
     run = sample.block[noisy] * (1 + sample.version.max()) + sample.version[noisy]
@@ -149,4 +151,6 @@ def _pairs(sample: Packed) -> tuple[IDS, IDS, IDS, IDS]:
     seen = np.cumsum(differs)
     starts = np.searchsorted(run, run)  # of each row's noisy copy
     diverged = seen > (seen - differs)[starts]
-    return noisy[diverged], clean[diverged], line[:-1], line[1:]
+    since = np.cumsum(diverged)
+    depth = (since - (since - diverged)[starts] - 1)[diverged]
+    return noisy[diverged], clean[diverged], line[:-1], line[1:], depth
