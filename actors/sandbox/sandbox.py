@@ -1,0 +1,298 @@
+"""Runs one Python program in a sandbox: no network, no files but its own folder, bounded time, memory and output.
+
+Two kinds: `kernel` (Landlock, seccomp, limits; no package and no privilege needed) and `bwrap` (user namespaces by bubblewrap,
+with the same seccomp filter and limits). Not a virtual machine: the program runs on the same kernel.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal
+
+from actors.sandbox.seccomp import MACHINES, filter_for
+
+Kind = Literal["kernel", "bwrap"]
+
+NOBODY: Final = 65534
+"""The user that programs run as where we are root: limits of processes do not hold for root."""
+
+READABLE: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
+DEVICES: Final = ("/dev/null", "/dev/urandom")
+LOOK_S: Final = 0.25
+"""Seconds between two looks at how much the program has written."""
+
+MOST_FILES: Final = 4096
+OUTPUT_SHOWN: Final = 2000
+SPARE_TASKS: Final = 32
+"""Threads that a program may have, and processes of the same user that may start at the same time."""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed: the program did not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that one program may use; `processes` beyond its own (0: it can't fork). MB are 2^20 bytes."""
+
+    timeout_s: float = 10.0
+    memory_mb: int = 1024
+    file_mb: int = 16
+    disk_mb: int = 64
+    processes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a program ended: `passed` if it ran to its last line. `output` is the end of what it printed."""
+
+    passed: bool
+    how: Literal["ended", "timeout", "disk"]
+    returncode: int
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sandbox:
+    """Runs programs, one call each; several threads may call it."""
+
+    kind: Kind = "kernel"
+
+    def run(self, program: str, limits: Limits = Limits(), *, stopping: Callable[[], bool] = lambda: False) -> Ran:
+        """Run a program to its end or its limits, and kill all that is left of it.
+
+        `stopping` is asked while it runs; if it is true, the program counts as out of time. Raises SandboxError if the sandbox
+        can't be set up.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="draftmill-sandbox-"))
+        try:
+            return self._run(program, limits, folder, stopping)
+        finally:
+            shutil.rmtree(folder, onerror=_opened)
+
+    def _run(self, program: str, limits: Limits, folder: Path, stopping: Callable[[], bool]) -> Ran:
+        token = secrets.token_hex(16)
+        reader, writer = os.pipe()
+        try:
+            text = f"{program}\n\n__import__('os').write({writer}, b'{token}')\n"
+            (folder / "program.py").write_text(text, encoding="utf-8", errors="backslashreplace")
+            if os.getuid() == 0 and self.kind == "kernel":
+                os.chown(folder, NOBODY, NOBODY)
+            with tempfile.TemporaryFile() as output:
+                process = self._start(folder, limits, writer, output)
+                os.close(writer)
+                writer = -1
+                how = _watched(process, folder, limits, stopping)
+                said, report = _tail(output), os.read(reader, 4096)
+        finally:
+            os.close(reader)
+            if writer >= 0:
+                os.close(writer)
+        if not report.startswith(b".") and how == "ended":
+            raise SandboxError(said.strip().splitlines()[-1] if said.strip() else "the sandbox did not start")
+        passed = how == "ended" and process.returncode == 0 and report == b"." + token.encode()
+        return Ran(passed, how, process.returncode, said)
+
+    def _start(self, folder: Path, limits: Limits, report: int, output: BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self.command(folder, limits, report),
+            cwd=folder,
+            env=environment(folder),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(report,),
+            start_new_session=True,
+        )
+
+    def command(self, folder: Path, limits: Limits, report: int) -> list[str]:
+        """The command line of one program: the launcher, behind bubblewrap or alone."""
+        launcher = [
+            interpreter(),
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            launcher_source(),
+            json.dumps(self.policy(folder, limits, report)),
+        ]
+        if self.kind == "kernel":
+            return launcher
+        bound = [part for path in readable() for part in ("--ro-bind-try", path, path)]
+        return [
+            *(
+                "bwrap",
+                "--unshare-all",
+                "--die-with-parent",
+                "--new-session",
+                "--uid",
+                str(NOBODY),
+                "--gid",
+                str(NOBODY),
+            ),
+            *bound,
+            *("--dev", "/dev", "--proc", "/proc", "--bind", str(folder), str(folder), "--chdir", str(folder), "--"),
+            *launcher,
+        ]
+
+    def policy(self, folder: Path, limits: Limits, report: int) -> dict[str, Any]:
+        """What the launcher is told."""
+        machine, is_root = platform.machine(), os.getuid() == 0
+        bare = self.kind == "kernel"
+        return {
+            "workdir": str(folder),
+            "landlock": bare,
+            "readable": readable(),
+            "devices": list(DEVICES),
+            "uid": NOBODY if bare and is_root else None,
+            "reads_any": bare and is_root and not is_open_to_all(interpreter(), sys.base_prefix),
+            "machine": machine,
+            "limits": _rlimits(limits),
+            "tasks": limits.processes + SPARE_TASKS,
+            "parent": os.getpid() if bare else None,
+            "report": report,
+            "filter": base64.b64encode(filter_for(machine, forks=limits.processes > 0)).decode(),
+            "argv": [interpreter(), "-s", "-P", "-S", "-B", "program.py"],
+            "environment": environment(folder),
+        }
+
+
+def supported() -> bool:
+    """Whether the tables of system calls have this machine."""
+    return sys.platform == "linux" and platform.machine() in MACHINES
+
+
+def _rlimits(limits: Limits) -> dict[str, int]:
+    memory, file_bytes = limits.memory_mb * 2**20, limits.file_mb * 2**20
+    seconds = int(limits.timeout_s) + 2
+    return {"AS": memory, "FSIZE": file_bytes, "CPU": seconds, "NOFILE": 64, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0}
+
+
+def interpreter() -> str:
+    """The Python that runs this process, without its environment's packages."""
+    base: str = getattr(sys, "_base_executable", "") or sys.executable
+    return os.path.realpath(base)
+
+
+def readable() -> list[str]:
+    """The folders that programs may read: the system's libraries and Python's own."""
+    return list(dict.fromkeys([*READABLE, sys.base_prefix, str(Path(interpreter()).parent)]))
+
+
+def is_open_to_all(*paths: str) -> bool:
+    """Whether every user may read these paths."""
+    return all(_is_open(Path(path)) for path in paths)
+
+
+def _is_open(path: Path) -> bool:
+    found = [path, *path.parents]
+    return bool(path.stat().st_mode & stat.S_IROTH) and all(one.stat().st_mode & stat.S_IXOTH for one in found)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The whole environment of a program. Hashes are fixed, so that it runs alike each time."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "TMPDIR": str(folder),
+        "LANG": "C.UTF-8",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+@lru_cache(maxsize=1)
+def launcher_source() -> str:
+    """The launcher's text."""
+    return Path(__file__).with_name("launcher.py").read_text(encoding="utf-8")
+
+
+def _watched(
+    process: subprocess.Popen[bytes], folder: Path, limits: Limits, stopping: Callable[[], bool]
+) -> Literal["ended", "timeout", "disk"]:
+    """Wait for the program's end or its limits; afterwards none of its processes is left."""
+    until_s = time.monotonic() + limits.timeout_s
+    try:
+        while (left_s := until_s - time.monotonic()) > 0 and not stopping():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=min(LOOK_S, left_s))
+                return "ended"
+            if _is_full(folder, limits.disk_mb * 2**20):
+                return "disk"
+        return "timeout"
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the program's whole group, also after its main process has ended: what it started may go on."""
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # macOS and empty groups
+            break
+        process.poll()
+        if not _group_lives(process.pid):
+            break
+        time.sleep(0.01)
+    process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    """Whether a process of the group is there that is no zombie."""
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError, IndexError, ValueError):
+            state, _, found = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:3]
+            if int(found) == group and state not in "ZX":
+                return True
+    return False
+
+
+def _is_full(folder: Path, most_bytes: int) -> bool:
+    total = count = 0
+    for place, _, names in os.walk(folder, onerror=None):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+            count += 1
+            if total > most_bytes or count > MOST_FILES:
+                return True
+        count += 1
+    return False
+
+
+def _tail(output: BinaryIO) -> str:
+    size = output.seek(0, os.SEEK_END)
+    output.seek(max(0, size - OUTPUT_SHOWN))
+    return output.read().decode("utf-8", "backslashreplace")
+
+
+def _opened(remove: Callable[..., Any], path: str, _: Any) -> None:
+    """A program may make folders that their owner can't read: open them and try again."""
+    with suppress(OSError):
+        os.chmod(os.path.dirname(path), 0o700)
+        os.chmod(path, 0o700)
+        if remove in {os.open, os.scandir, os.rmdir} or os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            remove(path)
+
+
+def described(limits: Limits) -> dict[str, Any]:
+    """The limits in JSON form."""
+    return asdict(limits)
