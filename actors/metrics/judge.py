@@ -1,0 +1,97 @@
+"""Judges: the log-probability of each text under another causal model, batched by the scorer of `task: score`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actors.canvas import Canvas
+from actors.job import ModelPlace
+from actors.loading import build, load_networks
+from actors.makers import Maker, maker_for
+from actors.memory import fit
+from actors.metrics.base import MeasuredRow, Stopping, Values
+from actors.models import fetch_model
+from actors.task import Columns, Score
+from actors.text import load_tokenizer
+from decoders.base import Decoder, Outcome, Request
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
+from storage.errors import RowError
+from storage.stores.verbs import S3Options
+
+
+@dataclass(slots=True)
+class JudgeMeter:
+    """A judge that is loaded: `prompt` is the kept column that stands before the text, if any."""
+
+    decoder: Decoder
+    maker: Maker
+    prompt: str | None
+
+    def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
+        """See actors.metrics.base.Meter."""
+        answers: list[Values | Exception | None] = [None] * len(rows)
+        waiting: list[Request] = []
+        for index, row in enumerate(rows):
+            if row.text is None:
+                continue
+            try:
+                canvas = self._canvas(row)
+            except Exception as error:  # noqa: BLE001 - tokenizers raise bare exceptions; the error is this row's alone
+                answers[index] = error
+                continue
+            waiting.append(Request(index, 0, canvas.tokens, score_from=canvas.score_from))
+        waiting.sort(key=lambda request: (-len(request.canvas), request.index))
+        for outcome in self._outcomes(waiting, stopping):
+            answers[outcome.index] = _values(outcome)
+        return answers
+
+    def _canvas(self, row: MeasuredRow) -> Canvas:
+        values: dict[str, object] = {"completion": row.text}
+        if self.prompt is not None:
+            values["prompt"] = row.values.get(self.prompt)
+        return self.maker.make(values, 0)
+
+    def _outcomes(self, waiting: list[Request], stopping: Callable[[], bool]) -> list[Outcome]:
+        """Score all requests, longest first; the decoder is empty before and after."""
+        found: list[Outcome] = []
+        while waiting or self.decoder.active:
+            if stopping():
+                self.decoder.clear()
+                raise Stopping
+            while waiting and (room := self._room(len(waiting[0].canvas))):
+                self.decoder.admit(waiting[:room])
+                del waiting[:room]
+            found += self.decoder.step()
+        return found
+
+    def _room(self, length: int) -> int:
+        return max(self.decoder.room(length), 0 if self.decoder.active else 1)
+
+
+def _values(outcome: Outcome) -> Values | Exception:
+    if outcome.error_kind is not None or outcome.logprob is None:
+        return RowError(outcome.error_kind or "decode_error", "decode", outcome.error or "the judge gave no score")
+    count = len(outcome.tokens)
+    return outcome.logprob, math.exp(min(-outcome.logprob / count, 700.0)), float(count)
+
+
+def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads: int, s3: S3Options) -> JudgeMeter:
+    """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
+    import torch
+
+    from decoders.backbones.checkpoint import inspect_model
+
+    torch.set_num_threads(threads)
+    folder = fetch_model(place.path, revision=place.revision, s3=s3)
+    info, task, decoder = inspect_model(folder), Score(kind="score"), AutoregressiveSettings(kind="autoregressive")
+    networks = load_networks(folder, place, decoder, s3)
+    max_tokens = max_rows * (512 if networks.backbone.device.type == "cpu" else 2048)
+    scorer = build(networks, info, task, decoder, Sampling(), stops=None, max_rows=max_rows, max_tokens=max_tokens)
+    fit(scorer, threads=threads)
+    tokenizer = load_tokenizer(folder, place.tokenizer)
+    columns = Columns(completion="completion", prompt=None if prompt is None else "prompt")
+    maker = maker_for(task, columns, tokenizer, info, decoder=decoder, sampling=Sampling())
+    return JudgeMeter(scorer, maker, prompt)

@@ -1,0 +1,130 @@
+"""Metrics of texts that need no library: exact match, edit similarity, distinct-n, entropy, length."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Final
+
+from actors.metrics.base import MeasuredRow, RowByRow, Values, compared
+from actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
+
+_NUMBER: Final = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
+_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
+_ARTICLES: Final = re.compile(r"\b(a|an|the)\b")
+
+
+def exact_match(settings: ExactMatch) -> RowByRow:
+    """Whether the text equals one of the references."""
+    same = {"exact_match": _equal, "normalised_match": _equal_normalised, "number_match": _equal_number}[settings.kind]
+    return compared(lambda text, references: (float(any(same(text, one) for one in references)),))
+
+
+def _equal(text: str, reference: str) -> bool:
+    return text == reference
+
+
+def _equal_normalised(text: str, reference: str) -> bool:
+    return normalised(text) == normalised(reference)
+
+
+def _equal_number(text: str, reference: str) -> bool:
+    wanted = last_number(reference)
+    if wanted is None:
+        raise ValueError("the reference has no number")
+    return last_number(text) == wanted
+
+
+def normalised(text: str) -> str:
+    """Lower case, without punctuation and the articles a, an, the, and with single spaces (SQuAD's evaluation script)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text, with commas between thousands left out; None if there is none."""
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
+
+
+def edit_similarity(settings: EditSimilarity) -> RowByRow:
+    """The best similarity to one of the references."""
+
+    def parts(text: str) -> Sequence[str]:
+        return text if settings.over == "characters" else text.split()
+
+    return compared(lambda text, references: (max(similarity(parts(text), parts(one)) for one in references),))
+
+
+def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+    """1 - distance / length of the longer one; 1 if both are empty."""
+    longer = max(len(one), len(other))
+    return 1.0 - distance(one, other) / longer if longer else 1.0
+
+
+def distance(one: Sequence[str], other: Sequence[str]) -> int:
+    """The Levenshtein distance, by Myers' algorithm on bit vectors of any length (Hyyro 2003, figure 8)."""
+    if not one or not other:
+        return len(one) + len(other)
+    places: dict[str, int] = {}
+    for place, part in enumerate(one):
+        places[part] = places.get(part, 0) | 1 << place
+    full, last = (1 << len(one)) - 1, 1 << (len(one) - 1)
+    plus, minus, score = full, 0, len(one)
+    for part in other:
+        match = places.get(part, 0)
+        zero = (((match & plus) + plus) ^ plus) | match | minus
+        up, down = minus | (full & ~(zero | plus)), plus & zero
+        score += bool(up & last) - bool(down & last)
+        up, down = (up << 1 | 1) & full, (down << 1) & full
+        plus, minus = down | (full & ~(zero | up)), up & zero
+    return score
+
+
+def distinct(settings: Distinct) -> RowByRow:
+    """The share of different n-grams, for each n; no value for a text with fewer than n parts."""
+
+    def measure(row: MeasuredRow) -> Values | None:
+        parts = _parts(row, settings.over)
+        return None if parts is None else tuple(_distinct(parts, n) for n in settings.n)
+
+    return RowByRow(measure)
+
+
+def _distinct(parts: Sequence[str | int], n: int) -> float | None:
+    grams = [tuple(parts[start : start + n]) for start in range(len(parts) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def entropy(settings: Entropy) -> RowByRow:
+    """The entropy of the sample's own unigram frequencies, in nats; no value for an empty sample."""
+
+    def measure(row: MeasuredRow) -> Values | None:
+        parts = _parts(row, settings.over)
+        if not parts:
+            return None
+        shares = [count / len(parts) for count in Counter(parts).values()]
+        return (-math.fsum(share * math.log(share) for share in shares) + 0.0,)
+
+    return RowByRow(measure)
+
+
+def length(settings: Length) -> RowByRow:
+    """The numbers of tokens, characters and words; the latter two have no value without a text."""
+
+    def measure(row: MeasuredRow) -> Values:
+        tokens = float(len(row.tokens))
+        if row.text is None:
+            return tokens, None, None
+        return tokens, float(len(row.text)), float(len(row.text.split()))
+
+    return RowByRow(measure)
+
+
+def _parts(row: MeasuredRow, over: str) -> Sequence[str | int] | None:
+    if over == "tokens":
+        return row.tokens
+    return None if row.text is None else row.text.split()

