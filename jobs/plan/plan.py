@@ -130,14 +130,15 @@ def build_plan(
     unit_rows = None if spec.output.unit_rows == "auto" else spec.output.unit_rows
     writer = PlanWriter(store, window=spec.batching.window, unit_rows=unit_rows, epoch=epoch)
     writer.discard()
-    kept = KeptTypes(spec.input.keep) if spec.input.keep else None
+    kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
             writer.add(table)
             progress(table.num_rows)
         writer.finish()
         if kept is not None and (absent := kept.absent()):
-            raise UserError(f"no row has a column {absent[0]!r}", field="input.keep")
+            field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
+            raise UserError(f"no row has a column {absent[0]!r}", field=field)
     except UserError:
         writer.discard()
         raise

@@ -65,11 +65,11 @@ def _batches(spec: JobSpec, inputs: Sequence[InputFile], kept: KeptTypes | None)
     for number, (file, _) in enumerate(fetched_ahead(((file, [(0, 0)]) for file in inputs), s3=s3)):
         batch = Batch(number)
         columns = spec.input.columns.wanted(spec.task)
-        types = column_types(file, spec.input.keep, s3) if kept is not None else None
+        types = column_types(file, spec.kept, s3) if kept is not None else None
         if kept is not None and types is not None:
             kept.see_types(types)
         elif kept is not None:
-            columns |= names_read(spec.input.keep)
+            columns |= names_read(spec.kept)
         for row in iterate(file, columns=columns, chunk_chars=spec.input.chunk_chars, s3=s3):
             if left == 0:
                 break

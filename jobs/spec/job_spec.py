@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
+from actors.metrics.settings import Metrics
 from actors.task import Columns, Side, Task, as_tuple
 from decoders.common_settings import Sampling, Settings
 from decoders.settings import DecoderSettings
+from jobs.spec.metric_rules import kept_names, metric_problem, reference_of
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_override, read_mapping
@@ -167,6 +169,12 @@ class JobSpec(Settings):
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
+    metrics: Metrics = ()
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The columns of the inputs that travel into the results: `input.keep`, and references."""
+        return kept_names(self.input.keep, self.input.columns, self.task, self.metrics)
 
     @model_validator(mode="after")
     def _places_can_be(self) -> JobSpec:
@@ -183,6 +191,20 @@ class JobSpec(Settings):
             problem = truncate_problem(self.task, self.input.columns)
         if problem:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _metrics_fit(self) -> JobSpec:
+        problem = metric_problem(
+            self.metrics,
+            [f"metrics.{index}" for index in range(len(self.metrics))],
+            kept=self.kept,
+            has_reference=reference_of(self.input.columns, self.task, self.kept)[0] is not None,
+            has_tokenizer=self.model.tokenizer != "none",
+            samples=getattr(self.sampling, "n", None),
+        )
+        if problem:
+            raise ValueError(": ".join(problem))
         return self
 
     @model_validator(mode="after")
