@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
         _add_compare, _add_report, _add_models,
     ):  # fmt: skip
         add(commands, common)
+    _add_measure(commands, common)
     return top
 
 
@@ -129,6 +130,25 @@ def _add_status(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("status", parents=[common], help="show the progress of a run")
     _store_arguments(command)
     command.set_defaults(command=_status)
+
+
+def _add_measure(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser("measure", parents=[common], help="measure metrics on a finished run's results")
+    _store_arguments(command)
+    command.add_argument(
+        "--metric",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="NAME",
+        help="a metric (exact_match, rouge, pass@1, ...), a Python file of your own, or '{kind: ..., ...}'",
+    )
+    command.add_argument("--reference", metavar="COLUMN", help="kept column with the references")
+    command.add_argument(
+        "--allow-code-execution", action="store_true", help="let pass@k run code that a model wrote, in a sandbox"
+    )
+    _driver_arguments(command)
+    command.set_defaults(command=_measure)
 
 
 def _add_verify(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -261,6 +281,22 @@ def _status(arguments: argparse.Namespace) -> int:
     from jobs.commands.status import status
 
     return status(arguments.run_dir, s3=_s3(arguments))
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from jobs.driving.driver import interruptible
+
+    with interruptible():
+        from jobs.commands.measure import measure
+
+        return measure(
+            arguments.run_dir,
+            arguments.metric,
+            _options(arguments),
+            allow_code_execution=arguments.allow_code_execution,
+            reference=arguments.reference,
+            s3=_s3(arguments),
+        )
 
 
 def _verify(arguments: argparse.Namespace) -> int:

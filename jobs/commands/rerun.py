@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from jobs.codes import INTERRUPTED
-from jobs.commands.run import Run, RunOptions, broken_off, decode, judge, print_table
+from jobs.commands.run import Run, RunOptions, broken_off, decode, judge, print_metrics, print_table, ready_for
 from jobs.driving.driver import StopFlag
 from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display, make_display
 from jobs.driving.site import site_of
+from jobs.finished.measure_session import measure_run
 from jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
 from jobs.notes import counted
 from jobs.plan.plan import Plan, create_plan
@@ -56,8 +57,13 @@ def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s
         return INTERRUPTED
     if finish.how != "done":
         return broken_off(plan.store, plan, finish, conditional=conditional)
+    ready = ready_for(spec, plan)
+    if ready is not None and not measure_run(store, spec, ready, options, s3=spec.s3.options()):
+        return INTERRUPTED
     print_table(inside, plan.store)
-    return judge(spec, passes_of(store, s3=s3))
+    passes = passes_of(store, s3=s3)
+    print_metrics(store, passes)
+    return judge(spec, passes)
 
 
 def spec_of(plan: Plan, run_dir: str, overrides: Sequence[str], s3: S3Options | None) -> JobSpec:

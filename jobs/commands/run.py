@@ -22,6 +22,10 @@ from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
 from jobs.driving.totals import Totals
+from jobs.finished.measure import measure_units
+from jobs.finished.measure_session import measure_run, say_interrupted
+from jobs.finished.metric_figures import metric_lines
+from jobs.finished.metric_ready import Ready, kept_in, ready_metrics
 from jobs.finished.passes import Pass, finished, left_failed, passes_of
 from jobs.finished.summary import read_summary, table_lines
 from jobs.notes import counted, size_text
@@ -86,9 +90,11 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
     store = open_store(spec.output.path, s3=spec.s3.options())
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
+    ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is already finished")
-        return close(spec, store)
+        is_measured = ready is None or measure_run(store, spec, ready, options, s3=spec.s3.options())
+        return close(spec, store) if is_measured else INTERRUPTED
     site = site_of(address=options.ray_address, local=options.local)
     site.check(spec)
     conditional = probe(store)
@@ -102,13 +108,46 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
                 if prepared.plan is None:  # fail on missing resources before writing anything
                     stack.enter_context(site.opening(display, prepared))
                 plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
-                finish = decode(Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site))
+                run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
+                finish = decode(run)
+                is_measured = finish.how != "done" or ready is None or measured(run, ready)
     except (LeaseHeld, LeaseLost) as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return INTERRUPTED
     except RayDidNotStart as error:
         raise without_ray(error, store) from error
-    return close(spec, store) if finish.how == "done" else broken_off(store, plan, finish, conditional=conditional)
+    if finish.how != "done":
+        return broken_off(store, plan, finish, conditional=conditional)
+    return close(spec, store) if is_measured else INTERRUPTED
+
+
+def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:
+    """The spec's metrics, checked before anything is decoded; None if it has none."""
+    if not spec.metrics:
+        return None
+    fields = [f"metrics.{index}" for index in range(len(spec.metrics))]
+    kept = spec.kept if plan is None else kept_in(plan)
+    return ready_metrics(spec.metrics, fields, spec, kept, s3=spec.s3.options())
+
+
+def measured(run: Run, ready: Ready) -> bool:
+    """Measure the spec's metrics on the run that has just finished; returns whether all is measured."""
+    s3 = run.spec.s3.options()
+    is_done = measure_units(
+        run.store,
+        run.spec,
+        passes_of(run.store, s3=s3),
+        ready,
+        site=run.site,
+        local=run.options.local,
+        display=run.display,
+        stop=run.stop,
+        grace_s=run.options.grace_s,
+        s3=s3,
+    )
+    if not is_done:
+        say_interrupted(run.store, ready, s3=s3)
+    return is_done
 
 
 def without_ray(error: StoreError, store: Store) -> StoreError:
@@ -267,7 +306,15 @@ def committed_facts(run: Run, name: str) -> CommittedUnit:
 def close(spec: JobSpec, store: Store) -> int:
     """Print the table of a finished run; returns 0, or 3 if too many samples are still failed."""
     print_table(spec, store)
-    return judge(spec, passes_of(store, s3=spec.s3.options()))
+    passes = passes_of(store, s3=spec.s3.options())
+    print_metrics(store, passes)
+    return judge(spec, passes)
+
+
+def print_metrics(store: Store, passes: Sequence[Pass]) -> None:
+    """Print the means of a run's metrics, if any are measured."""
+    if lines := metric_lines(store, passes[0].plan.rows):
+        print("\n".join(["  metrics", *(f"  {line}" for line in lines)]))
 
 
 def print_table(spec: JobSpec, store: Store) -> None:

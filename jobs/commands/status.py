@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from jobs.codes import OK
 from jobs.driving.attempts import read_sessions
 from jobs.driving.totals import exactness, ratio
+from jobs.finished.metric_figures import metric_lines
 from jobs.finished.passes import Pass, left_failed, passes_of, require_plan
 from jobs.notes import duration, rate_text
 from jobs.plan.plan import Plan
@@ -26,6 +27,8 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     if store.exists(SUCCESS):
         lines += [pass_line(one) for one in passes_of(store, s3=s3)[1:]]
+    if found := metric_lines(store, plan.rows):
+        lines += ["  metrics", *(f"  {line}" for line in found)]
     print("\n".join(lines))
     return OK
 

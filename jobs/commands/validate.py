@@ -28,6 +28,7 @@ from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
 from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
+from jobs.commands.run import ready_for
 from jobs.driving.crew import fitting_threads
 from jobs.notes import counted
 from jobs.plan.plan import lacks_a_column, make_maker, no_column
@@ -59,6 +60,7 @@ def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store)
+    ready_for(spec, prepared.plan)
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
     for line in header(prepared):

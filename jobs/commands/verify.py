@@ -2,7 +2,8 @@
 
 It checks the plan against the data files, the data files against the manifest, and `_SUCCESS` against both. It checks each
 later pass in the same way, and that the pass has exactly the rows that failed in the one before. It checks compacted files
-against all of these. With --invariance N, it decodes N samples again, each alone, and compares them token for token.
+against all of these, and files of metrics against the results. With --invariance N, it decodes N samples again, each alone, and
+compares them token for token.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import pyarrow as pa
 
 from jobs.codes import OK, UNEXPECTED
 from jobs.commands.compact_check import check_compact
+from jobs.commands.metrics_check import check_metrics
 from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from jobs.notes import counted
 from jobs.plan.plan import Plan
@@ -76,6 +78,9 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     lines = [check_later_pass(before, after, findings) for before, after in pairwise(done)]
     if not findings.problems:
         line, problems = check_compact(store, done)
+        lines += [line] if line else []
+        findings.problems += problems
+        line, problems = check_metrics(store, done)
         lines += [line] if line else []
         findings.problems += problems
     _print_findings(store, plan, findings, lines)

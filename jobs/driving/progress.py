@@ -34,6 +34,10 @@ class Display(Notes, Protocol):
         """Show the current totals; may be called often."""
         ...
 
+    def line(self, share: float, text: str) -> None:
+        """Show a line of figures, and which share of the work is done; may be called often."""
+        ...
+
 
 def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     """The display for `stream` (default stderr)."""
@@ -55,6 +59,9 @@ class Silence(Unnoted):
     def show(self, totals: Totals) -> None:
         """See Display."""
 
+    def line(self, share: float, text: str) -> None:
+        """See Display."""
+
 
 class LineDisplay(Silence):
     """One line every `every_s` seconds, for logs."""
@@ -72,6 +79,12 @@ class LineDisplay(Silence):
         if self._clock() - self._last_s >= self._every_s:
             self._last_s = self._clock()
             self.note(progress_line(totals))
+
+    def line(self, share: float, text: str) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self.note(text)
 
     def note(self, message: str) -> None:
         """See Display."""
@@ -103,6 +116,10 @@ class LiveLine(Silence):
     def show(self, totals: Totals) -> None:
         """See Display."""
         self._bar(ratio(totals.rows_done, totals.rows), progress_line(totals))
+
+    def line(self, share: float, text: str) -> None:
+        """See Display."""
+        self._bar(share, text)
 
     def step(self, what: str, done: int, total: int) -> None:
         """See Display."""

@@ -25,6 +25,7 @@ from storage.runs.lease import LEASE
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
+from tests.jobs.finished.test_measure import POINTS  # those of `draftmill measure` are killed there
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 from tests.storage.stores.s3_server import S3Server
@@ -176,7 +177,7 @@ def test_the_matrix_has_every_failpoint_of_the_source():
     for package in ("jobs", "actors", "decoders", "storage"):
         for path in (ROOT / package).rglob("*.py"):
             named |= set(re.findall(r'\bfailpoint\("([\w.]+)"\)', path.read_text()))
-    assert named == {point.partition(":")[0] for point in LOCAL + S3 + CARELESS}
+    assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *CARELESS, *POINTS)}
 
 
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])

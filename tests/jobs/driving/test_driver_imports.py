@@ -92,6 +92,10 @@ def test_commands_that_only_read_import_neither_torch_nor_ray(finished: Path, co
     check(WATCH, command, *([] if command == "models" else [str(finished / "run")]))
 
 
+def test_metrics_of_texts_are_measured_here_without_torch_and_ray(finished: Path) -> None:
+    check(WATCH, "measure", str(finished / "run"), "--local", "--quiet", "--metric", "length", "distinct")
+
+
 @pytest.mark.parametrize("form", ["openai", "jsonl", "csv", "parquet"])
 def test_export_imports_neither_torch_nor_ray(finished: Path, form: str, tmp_path: Path) -> None:
     check(WATCH, "export", str(finished / "run"), "--format", form, "--out", str(tmp_path / "out"))

@@ -1,0 +1,201 @@
+"""Measures the units of a run that lack some of the wanted metrics, in this process or on Ray; resumable and exactly once.
+
+metrics, checked -> units without them -> sets recorded -> workers -> one file per unit and set
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from actors.job import Seat
+from actors.measuring import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
+from actors.metrics.base import Stopping
+from jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
+from jobs.driving.progress import Display
+from jobs.driving.site import Site
+from jobs.driving.totals import ratio
+from jobs.finished.metric_ready import Ready, check_columns
+from jobs.finished.passes import Pass, finished
+from jobs.notes import counted, duration
+from jobs.plan.fingerprint import code_version
+from jobs.plan.worker_job import absolute
+from jobs.spec.job_spec import JobSpec
+from storage.errors import StoreError
+from storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
+from storage.stores.verbs import S3Options, Store
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is done so far; `rows_before` were measured by earlier commands."""
+
+    units: int
+    rows: int
+    rows_before: int
+    started_s: float
+    done: int = 0
+    rows_done: int = 0
+    errors: int = 0
+
+    def take(self, found: UnitMeasured) -> None:
+        """Count a unit."""
+        self.done += 1
+        self.rows_done += found.rows
+        self.errors += found.errors
+
+    def line(self, now_s: float) -> tuple[float, str]:
+        """The share that is done, and one line of figures."""
+        rows, total = self.rows_before + self.rows_done, self.rows_before + self.rows
+        rate = ratio(self.rows_done, now_s - self.started_s)
+        left = f"ETA {duration((self.rows - self.rows_done) / rate)}" if rate else "ETA -"
+        share = ratio(rows, total)
+        return (
+            share,
+            f"measured {rows:,}/{total:,} samples ({share:.0%})  {rate:,.1f} samples/s  {self.errors:,} errors  {left}",
+        )
+
+
+@dataclass(slots=True)
+class Grace:
+    """Whether to stop now: once the flag is set, running units may go on for the grace period."""
+
+    stop: StopFlag
+    grace_s: float
+    display: Display
+    _until_s: float | None = None
+
+    def over(self) -> bool:
+        """Whether units that are being measured must be given up."""
+        if self.stop.reason is None:
+            return False
+        if self._until_s is None:
+            run_on_s = max(0.0, self.grace_s - CLOSING_S)
+            self._until_s = time.monotonic() + run_on_s
+            self.display.note(f"{self.stop.reason}: finishing the running units, for at most {run_on_s:.0f} s")
+        return self.stop.urgent or time.monotonic() > self._until_s
+
+
+def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> list[UnitToMeasure]:
+    """The units of all finished passes that lack some of the metrics, each with those that it lacks.
+
+    Reads listings and the descriptions of sets, no unit.
+    """
+    sets = metric_sets(store)
+    check_columns(ready, sets)
+    measured = measured_units(store)
+    found = []
+    for one in finished(passes):
+        assert one.manifest is not None
+        folder = "" if one.number == 1 else f"passes/{one.number:04d}/"
+        for unit in one.manifest.units:
+            there = {
+                metric.identity
+                for name in measured.get((one.number, unit.unit), ())
+                if name in sets
+                for metric in sets[name].metrics
+            }
+            lacking = tuple(n for n, metric in enumerate(ready.metrics) if metric.measured.identity not in there)
+            if lacking:
+                found.append(UnitToMeasure(one.number, unit.unit, f"{folder}{unit.object}", unit.rows, lacking))
+    return found
+
+
+def measure_units(
+    store: Store,
+    spec: JobSpec,
+    passes: Sequence[Pass],
+    ready: Ready,
+    *,
+    site: Site,
+    local: bool,
+    display: Display,
+    stop: StopFlag,
+    grace_s: float,
+    s3: S3Options,
+) -> bool:
+    """Measure what is missing; returns whether all is measured, False if it was interrupted.
+
+    The caller holds the run directory's lease. Raises StoreError if a unit can't be measured, after all others.
+    """
+    units = units_to_measure(store, passes, ready)
+    if not units:
+        return True
+    for lacking in dict.fromkeys(unit.metrics for unit in units):
+        record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
+    job = MeasureJob(
+        store_url=absolute(store.url),
+        s3=s3,
+        fingerprint=passes[0].plan.fingerprint,
+        code_version=code_version(),
+        metrics=ready.metrics,
+        reference=ready.reference,
+        joiner=ready.joiner,
+    )
+    total = sum(one.plan.rows for one in finished(passes))
+    rows = sum(unit.rows for unit in units)
+    progress = Progress(len(units), rows, total - rows, time.monotonic())
+    wanted = {index for unit in units for index in unit.metrics}
+    names = ", ".join(dict.fromkeys(ready.metrics[index].settings.shown for index in sorted(wanted)))
+    display.note(f"measuring {names}: {counted(len(units), 'unit')}, {rows:,} samples")
+
+    def moved(found: Sequence[UnitMeasured]) -> None:
+        for one in found:
+            progress.take(one)
+        display.line(*progress.line(time.monotonic()))
+
+    grace = Grace(stop, grace_s, display)
+    with site.opened(display), stop.on_signals():
+        count, seat = _seats(site, spec, ready, len(units))
+        if local:
+            _measure_here(job, seat, units, moved, grace)
+        else:
+            _measure_on_ray(job, seat, count, units, moved, grace)
+    return progress.done == len(units)
+
+
+def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Seat]:
+    """As many workers as the run's own `workers` allow; they get GPUs only if there is a judge."""
+    if any(metric.place is not None for metric in ready.metrics):
+        return site.seats(spec, units=units)
+    workers = spec.workers.model_copy(update={"gpus": 0})
+    bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
+    return site.seats(bare, units=units)
+
+
+Moved = Callable[[Sequence[UnitMeasured]], None]
+
+
+def _measure_here(job: MeasureJob, seat: Seat, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace) -> None:
+    measurer = UnitMeasurer(job, seat.threads)
+    for unit in units:
+        if grace.stop.reason is not None:
+            grace.over()
+            return
+        try:
+            moved([measurer.measure(unit, grace.over)])
+        except Stopping:
+            return
+
+
+def _measure_on_ray(
+    job: MeasureJob, seat: Seat, count: int, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace
+) -> None:
+    from actors.measure_pool import MeasurePool
+
+    pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units)
+    pool.start()
+    try:
+        while pool.busy:
+            moved(pool.poll(POLL_S))
+            if grace.stop.reason is not None:
+                pool.stop()
+                if grace.over():
+                    return
+    finally:
+        pool.close()
+    if pool.failed:
+        (pass_, unit), reason = min(pool.failed.items())
+        more = f" and {len(pool.failed) - 1} more" if len(pool.failed) > 1 else ""
+        raise StoreError(f"unit {unit} of pass {pass_}{more} can't be measured: {reason}; all others are measured")

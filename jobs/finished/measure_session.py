@@ -1,0 +1,77 @@
+"""Measures what a finished run lacks, under the run's lease: one command's work from the lease to its last file."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+from jobs.driving.driver import StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.progress import make_display
+from jobs.driving.session import RayDidNotStart
+from jobs.driving.site import site_of
+from jobs.finished.measure import measure_units, units_to_measure
+from jobs.finished.metric_ready import Ready
+from jobs.finished.passes import finished, passes_of
+from jobs.spec.job_spec import JobSpec
+from storage.errors import StoreError
+from storage.runs.lease import LeaseHeld, LeaseLost
+from storage.stores.store import sweep
+from storage.stores.verbs import S3Options, Store
+
+
+class Options(Protocol):
+    """How to run (jobs.commands.run.RunOptions)."""
+
+    @property
+    def ray_address(self) -> str | None: ...
+
+    @property
+    def local(self) -> bool: ...
+
+    @property
+    def quiet(self) -> bool: ...
+
+    @property
+    def grace_s(self) -> float: ...
+
+
+def measure_run(store: Store, spec: JobSpec, ready: Ready, options: Options, *, s3: S3Options | None) -> bool:
+    """Measure what a finished run lacks; returns whether all is measured. If not, the user has been told why."""
+    if not units_to_measure(store, passes_of(store, s3=s3), ready):
+        return True
+    site = site_of(address=options.ray_address, local=options.local)
+    stop = StopFlag()
+    try:
+        with kept_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+            sweep(store)
+            is_done = measure_units(
+                store,
+                spec,
+                passes_of(store, s3=s3),  # read again: under the lease, no other driver adds a pass
+                ready,
+                site=site,
+                local=options.local,
+                display=display,
+                stop=stop,
+                grace_s=options.grace_s,
+                s3=s3 or S3Options(),
+            )
+    except (LeaseHeld, LeaseLost) as error:
+        print(f"draftmill: {error}", file=sys.stderr)
+        return False
+    except RayDidNotStart as error:
+        raise StoreError(f"{error}; run it again to resume") from error
+    if not is_done:
+        say_interrupted(store, ready, s3=s3)
+    return is_done
+
+
+def say_interrupted(store: Store, ready: Ready, *, s3: S3Options | None) -> None:
+    """Say how far an interrupted measurement came."""
+    passes = finished(passes_of(store, s3=s3))
+    units, left = sum(one.plan.units for one in passes), len(units_to_measure(store, passes, ready))
+    print(
+        f"draftmill: interrupted with {units - left:,} of {units:,} units measured; run it again to resume",
+        file=sys.stderr,
+    )

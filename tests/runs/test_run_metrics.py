@@ -1,0 +1,148 @@
+"""Metrics in whole jobs: judges beside score jobs and transformers' own law, `metrics:` in specs, and workers on Ray."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from jobs.cli import main
+from storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
+from tests.jobs.finished.test_measure import by_id, contents, right_but_f, write
+from tests.jobs.finished.written_runs import spec_for, write_run
+from tests.runs.causal_jobs import World, job_spec, make_world, run_here
+
+TEXTS = {
+    "a": "import os\n",
+    "b": "    return x + 1\n",
+    "c": "x",
+    "d": "the quick brown fox jumps",
+    "long": "word " * 100,
+    "none": "",
+}
+ROWS = [{"id": name, "prompt": f"def {name}(x):"} for name in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make_world(tmp_path_factory.mktemp("causal"))
+
+
+@pytest.fixture(scope="module")
+def judged(world: World, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A run with these texts, measured by two judges: of the text alone, and of the text after its prompt."""
+    folder = tmp_path_factory.mktemp("judged")
+    inputs = {"path": str(folder / "rows.jsonl"), "columns": {"id": "id", "prompt": "prompt"}, "keep": ["prompt"]}
+    store = write_run(spec_for(folder, ROWS, input=inputs), lambda name: [{"text": TEXTS[name]}])
+    model = world.folder / "model"
+    words = [
+        f"{{kind: judge, model: {model}, device: cpu}}",
+        f"{{kind: judge, model: {model}, prompt: prompt, name: after}}",
+    ]
+    assert main(["measure", store.url, "--local", "--quiet", "--metric", *words]) == 0
+    return store
+
+
+def test_a_judge_gives_the_models_law(world: World, judged: Store) -> None:
+    for name in "abd":
+        for prefix, before in (("judge", ""), ("after", f"def {name}(x):")):
+            prompt, ids = world.ids(before), world.tokenizer.encode(TEXTS[name])
+            with torch.no_grad():
+                laws = world.model(torch.tensor([[*prompt, *ids]])).logits[0].log_softmax(-1)
+            expected = sum(float(laws[len(prompt) - 1 + place, one]) for place, one in enumerate(ids))
+            assert by_id(judged, f"{prefix}_logprob")[name] == pytest.approx(expected, abs=1e-3)
+            assert by_id(judged, f"{prefix}_tokens")[name] == len(ids)
+            assert by_id(judged, f"{prefix}_perplexity")[name] == pytest.approx(
+                math.exp(-expected / len(ids)), rel=1e-4
+            )
+
+
+def test_a_judge_gives_what_a_score_job_gives(world: World, judged: Store, tmp_path: Path) -> None:
+    rows = [{"id": name, "completion": text} for name, text in TEXTS.items()]
+    model = {"path": str(world.folder / "model"), "device": "cpu"}
+    scored = run_here(job_spec(tmp_path, rows, task={"kind": "score"}, model=model))
+    for name, row in scored.items():
+        assert by_id(judged, "judge_logprob")[name] == row["logprob"]
+
+
+def test_texts_that_a_judge_can_not_score_fail_alone(judged: Store) -> None:
+    assert by_id(judged, "judge_logprob")["long"] is None and by_id(judged, "judge_logprob")["none"] is None
+    errors = {(error.id, error.metric): error.message for _, found in read_metric_errors(judged) for error in found}
+    assert set(errors) == {("long", "judge"), ("none", "judge"), ("long", "after"), ("none", "after")}
+    assert "too_long" in errors["long", "judge"] and "empty_text" in errors["none", "judge"]
+
+
+# ---- metrics of a spec
+
+
+def job(folder: Path, *metrics: Any) -> Path:
+    (folder / "rows.csv").write_text("id,prompt,answer\na,def f(x):,x\nb,import os,y\nc,class A:,z\n")
+    spec = {
+        "task": {"kind": "complete", "max_new_tokens": 4},
+        "input": {"path": str(folder / "rows.csv"), "columns": {"id": "id", "prompt": "prompt", "reference": "answer"}},
+        "model": {"path": "builtin:ar-micro", "device": "cpu"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(folder / "run"), "unit_rows": 1},
+        "metrics": list(metrics),
+    }
+    (folder / "job.yaml").write_text(yaml.safe_dump(spec))
+    return folder / "job.yaml"
+
+
+def test_a_run_measures_the_metrics_of_its_spec(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(job(tmp_path, "exact_match", "rougeL")), "--local", "--quiet"]
+    assert main(words) == 0
+    assert "exact_match  0.0000  mean of 3 samples" in capsys.readouterr().out
+    store = open_store(str(tmp_path / "run"))
+    table = read_metrics(store)
+    assert table is not None and table.column_names == ["id", "sample", "exact_match", "rougeL"]
+    before = contents(tmp_path / "run")
+    assert main(words) == 0
+    assert contents(tmp_path / "run") == before
+    assert main(["run", str(job(tmp_path, "exact_match", "length")), "--local", "--quiet"]) == 0
+    assert by_id(store, "length_tokens") == dict.fromkeys("abc", 4.0)
+    assert {name: contents(tmp_path / "run")[name] for name in before} == before
+    assert main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_metrics_that_can_not_be_measured_are_refused_before_decoding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(job(tmp_path, {"kind": "judge", "model": "builtin:nothing"})), "--local", "--quiet"]) == 2
+    assert "metrics.0.model" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+# ---- Ray
+
+
+@pytest.mark.ray
+def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ray_session: ModuleType) -> None:
+    store = write(tmp_path)
+    (tmp_path / "mortal.py").write_text(
+        f"import os, pathlib\n\ndef measure(row):\n    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "    if row['id'] == 'c' and not mark.exists():\n        mark.touch()\n        os.kill(os.getpid(), 9)\n    return 1\n"
+    )
+    assert main(["measure", store.url, "--quiet", "--metric", str(tmp_path / "mortal.py"), "exact_match"]) == 0
+    assert by_id(store, "mortal") == dict.fromkeys("abcdef", 1.0)
+    assert by_id(store, "exact_match") == {name: float(name != "f") for name in "abcdef"}
+
+
+@pytest.mark.ray
+def test_a_unit_that_ends_its_worker_each_time_is_named_and_all_others_are_measured(
+    tmp_path: Path, ray_session: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = write(tmp_path, right_but_f)
+    (tmp_path / "deadly.py").write_text(
+        "import os\n\ndef measure(row):\n    if row['id'] == 'c':\n        os.kill(os.getpid(), 9)\n    return 1\n"
+    )
+    assert main(["measure", store.url, "--quiet", "--metric", str(tmp_path / "deadly.py")]) == 1
+    assert "of pass 1 can't be measured" in capsys.readouterr().err
+    assert len(measured_units(store)) == 2
