@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from actors.sandbox.self_test import problem
+from decoders.common_settings import Sampling
 from jobs.cli import main
 from storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
 from storage.stores.store import open_store
@@ -118,6 +121,26 @@ def test_metrics_that_can_not_be_measured_are_refused_before_decoding(
     assert main(["run", str(job(tmp_path, {"kind": "judge", "model": "builtin:nothing"})), "--local", "--quiet"]) == 2
     assert "metrics.0.model" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif("n" not in Sampling.model_fields, reason="no sampling.n in this version")
+@pytest.mark.skipif(problem("kernel") is not None, reason=f"no kernel sandbox here: {problem('kernel')}")
+def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path: Path) -> None:
+    """Units of two samples cut the rows of three apart."""
+    spec = yaml.safe_load(job(tmp_path).read_text())
+    code = {"kind": "pass_at_k", "k": [1, 2], "program": "assert len('''{text}''') % 2", "allow_code_execution": True}
+    spec |= {"sampling": {"n": 3}, "metrics": [code, "length"]}
+    spec["output"]["unit_rows"] = 2
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
+    assert main(["run", str(tmp_path / "job.yaml"), "--local", "--quiet"]) == 0
+    table = read_metrics(open_store(str(tmp_path / "run")))
+    assert table is not None and table.num_rows == 9
+    rows = table.to_pylist()
+    for row in rows:
+        passed = [other["length_characters"] % 2 for other in rows if other["id"] == row["id"]]
+        pairs = [max(one, other) for one, other in combinations(passed, 2)]
+        assert row["passed"] == row["length_characters"] % 2
+        assert row["pass@1"] == pytest.approx(sum(passed) / 3) and row["pass@2"] == pytest.approx(sum(pairs) / 3)
 
 
 # ---- Ray
