@@ -28,10 +28,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """Renders a conversation up to the start of the model's answer. `names` are the special tokens by name: {bos_token: <s>}."""
+    """Renders a conversation up to the start of the model's answer. `source` is the template, in Jinja; `names` are the
+    special tokens by name: {bos_token: <s>}.
+    """
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        self._source, self._names = source, dict(names)
+        self.source, self._names = source, dict(names)
 
     def __call__(self, messages: Messages) -> str:
         """Return the conversation's text, with special tokens spelled out; raises whatever the template raises."""
@@ -46,7 +48,7 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> Template:
-        return _environment().from_string(self._source)
+        return _environment().from_string(self.source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

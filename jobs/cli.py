@@ -12,9 +12,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
+from jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, named, seeds
 from storage.errors import DamagedRun, StoreError, UserError
 from storage.secrets import presentable
 from storage.stores.verbs import S3Options
@@ -64,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
+    _add_eval(commands, common)
     for add in (
         _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export,
         _add_compare, _add_report, _add_models,
@@ -346,6 +348,95 @@ def _models(arguments: argparse.Namespace) -> int:
 
 def _s3(arguments: argparse.Namespace) -> S3Options:
     return S3Options(arguments.s3_endpoint, arguments.s3_region, arguments.s3_addressing, arguments.s3_checksums)
+
+
+# ---- eval: options of lm-evaluation-harness
+
+
+def _add_eval(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "eval",
+        parents=[common],
+        allow_abbrev=False,
+        help="run lm-evaluation-harness's tasks with a spec's model and decoder, or resume that",
+    )
+    _spec_arguments(command)
+    _driver_arguments(command)
+    command.add_argument("--tasks", nargs="+", required=True, metavar="T", help="names, patterns, files or folders")
+    command.add_argument("--include_path", metavar="FOLDER", help="tasks of your own")
+    command.add_argument("--num_fewshot", type=int, metavar="N")
+    command.add_argument(
+        "--limit", type=float, metavar="N", help="documents of each task, or a share below 1; for trials"
+    )
+    command.add_argument("--samples", metavar="JSON", help='documents of each task: {"task": [0, 5]}, or a file')
+    command.add_argument("--gen_kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="override generation_kwargs")
+    command.add_argument("--apply_chat_template", nargs="?", const="true", default="false", metavar="true|false")
+    command.add_argument("--fewshot_as_multiturn", nargs="?", const="true", metavar="true|false")
+    command.add_argument("--system_instruction", metavar="TEXT")
+    command.add_argument("--seed", metavar="N", help="of Python, numpy, torch, few-shot: one or four numbers")
+    command.add_argument("--confirm_run_unsafe_code", action="store_true", help="allow tasks that run generated code")
+    command.add_argument("--predict_only", action="store_true", help="answers without scores")
+    command.add_argument("--log_samples", action="store_true", help="has no effect: samples are always written")
+    command.add_argument("--write_out", action="store_true", help="print the first prompts")
+    command.add_argument("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="for tasks that need some")
+    for option, reason in REFUSED.items():
+        command.add_argument(option, nargs="*", action=_Refused, reason=reason, help=argparse.SUPPRESS)
+    command.set_defaults(command=_eval)
+
+
+class _Refused(argparse.Action):
+    """An option that is known and not supported, with the reason."""
+
+    def __init__(self, *, reason: str, **rest: Any) -> None:
+        super().__init__(**rest)
+        self._reason = reason
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]}: {self._reason}")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from jobs.driving.driver import interruptible
+
+    try:
+        with interruptible():
+            from jobs.commands.evaluate import evaluate
+
+            return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _options(arguments))
+    except KeyboardInterrupt:
+        print("draftmill: interrupted; run it again to resume", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
+    multiturn = arguments.fewshot_as_multiturn
+    return EvalOptions(
+        tasks=tuple(name for given in arguments.tasks for name in given.split(",") if name),
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        samples=documents(arguments.samples),
+        include_path=arguments.include_path,
+        gen_kwargs=named(arguments.gen_kwargs, "--gen_kwargs"),
+        apply_chat_template=_truth(arguments.apply_chat_template, "--apply_chat_template"),
+        fewshot_as_multiturn=None if multiturn is None else _truth(multiturn, "--fewshot_as_multiturn"),
+        system_instruction=arguments.system_instruction,
+        seeds=SEEDS if arguments.seed is None else seeds(arguments.seed),
+        confirm_run_unsafe_code=arguments.confirm_run_unsafe_code,
+        predict_only=arguments.predict_only,
+        write_out=arguments.write_out,
+        metadata=named(arguments.metadata, "--metadata"),
+    )
+
+
+def _truth(text: str, option: str) -> bool:
+    if text.lower() not in {"true", "false"}:
+        raise UserError(
+            f"{text!r} is not allowed; allowed: true, false (templates have no names here: the tokenizer's own is used)"
+            if option == "--apply_chat_template"
+            else f"{text!r} is not allowed; allowed: true, false",
+            field=option,
+        )
+    return text.lower() == "true"
 
 
 if __name__ == "__main__":

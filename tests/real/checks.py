@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.models import fetch_model
+from tests.real import lm_eval_on_it as harness
 from tests.real.jobs_on_it import Place, Row, call, finish, kill_after, rows_of, same
 from tests.real.prompts import prompts
 from tests.real.theirs import Theirs
@@ -331,6 +332,29 @@ def check_openai(bench: Bench) -> list[Finding]:
     ]
 
 
+def check_lm_eval(bench: Bench) -> list[Finding]:
+    """`draftmill eval` answers like lm_eval's own `hf` model: texts at temperature 0, log-probabilities and `is_greedy`."""
+    harness.offline()
+    questions = [text for text in bench.asked if len(text) < 600]
+    tasks = harness.write_tasks(bench.place.root / "lm_eval" / "tasks", questions, min(32, bench.new_tokens))
+    chat = harness.ours(bench.place, tasks, ["answers"], "--apply_chat_template")
+    plain = harness.ours(bench.place, tasks, ["words", "texts"])
+    pair = bench.theirs.model, bench.theirs.tokenizer
+    expected = dict(harness.theirs(*pair, tasks, ["answers"], apply_chat_template=True)["samples"])
+    expected |= harness.theirs(*pair, tasks, ["words", "texts"])["samples"]
+    texts = sum(a["resps"] == b["resps"] for a, b in zip(chat["answers"], expected["answers"], strict=True))
+    answers = [one for sample in chat["answers"] for of in sample["draftmill"] for one in of]
+    nfe, tokens = (sum(one[key] for one in answers) for key in ("nfe", "new_tokens"))
+    words = harness.same_choices(plain["words"], expected["words"], CLOSE)
+    pairs = list(zip(plain["texts"], expected["texts"], strict=True))
+    rolled = sum(abs(float(a["resps"][0][0]) - float(b["resps"][0][0])) < 10 * CLOSE for a, b in pairs)
+    return [
+        Finding("eval, generate_until: lm_eval's hf", texts, len(questions), f"{nfe / tokens:.2f} forwards a token"),
+        Finding("eval, loglikelihood: lm_eval's hf", words, len(questions), f"{len(harness.CHOICES)} choices each"),
+        Finding("eval, loglikelihood_rolling: lm_eval's hf", rolled, len(questions)),
+    ]
+
+
 def check_refusals(bench: Bench) -> list[Finding]:
     """What the model can't do is refused by name before anything is written."""
     folder = bench.place.spec(
@@ -350,5 +374,6 @@ CHECKS: dict[str, Callable[[Bench], list[Finding]]] = {
     "stops": check_stops,
     "bfloat16": check_bfloat16,
     "openai": check_openai,
+    "lm_eval": check_lm_eval,
     "refusals": check_refusals,
 }

@@ -1,0 +1,1 @@
+"""Evaluation with lm-evaluation-harness: its requests as jobs, their results as its answers."""

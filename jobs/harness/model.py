@@ -1,0 +1,221 @@
+"""The model that lm-evaluation-harness asks: its three kinds of requests as jobs, all tasks of a kind at once.
+
+Importing this module imports lm_eval (extra `lm-eval`), which takes some seconds; it imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from lm_eval.api.model import LM
+
+from actors.text import Tokenizer
+from decoders.base import ModelInfo
+from jobs.harness.conversations import rendered
+from jobs.harness.encoding import Encoder, Scored
+from jobs.harness.generation import Generation, generation_of
+from jobs.harness.rows import Asked, Instance, Rows, numbered
+from jobs.harness.runs import Done, Row, Runs
+from jobs.harness.spec import EvalSpec
+from storage.errors import UserError
+
+SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
+"""What is added up over the windows of a rolling text."""
+
+MINUS_INFINITY: Final = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The checkpoint, as far as requests need it."""
+
+    name: str
+    info: ModelInfo
+    tokenizer: Tokenizer
+
+
+@dataclass(slots=True)
+class Notes:
+    """How each request was answered: by the object's id, for each repeat the facts of its row."""
+
+    _of: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def add(self, one: Asked, row: Row, place: str, **more: Any) -> None:
+        """Record an answer's row and its run directory."""
+        self._of.setdefault(id(one.instance), []).append(facts(row, place) | more)
+
+    def of(self, instance: Instance) -> list[dict[str, Any]]:
+        """The facts of each repeat."""
+        return self._of.get(id(instance), [])
+
+
+def facts(row: Row, place: str) -> dict[str, Any]:
+    """What the logged samples say of a row: its id and run directory, and what it cost."""
+    left_out = {"tokens", "logprob", "is_greedy", "error_kind"}
+    return {"id": row["id"], "run_dir": place} | {
+        key: value for key, value in row.items() if key not in left_out and value is not None
+    }
+
+
+class Draftmill(LM):  # type: ignore[misc]
+    """lm-evaluation-harness's model. `check` is called once, before the first request is answered."""
+
+    def __init__(
+        self,
+        spec: EvalSpec,
+        model: Model,
+        runs: Runs,
+        *,
+        chosen: Mapping[str, list[int]],
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__()
+        self.notes = Notes()
+        self._spec, self._model, self._runs = spec, model, runs
+        self._encoder = Encoder(model.tokenizer, model.info)
+        self._chosen, self._check = dict(chosen), check
+        self._is_checked = False
+        self._sampling = spec.any_job().sampling
+        self._generations: dict[tuple[str, str], Generation] = {}
+
+    # ---- generate_until
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text of each request, before the first of its `until` strings; one job for each generation setting."""
+        asked = self._begin(requests)
+        groups: dict[Generation, list[int]] = {}
+        for place, one in enumerate(asked):
+            groups.setdefault(self.generation(one.task, one.instance.args[1]), []).append(place)
+        answers = [""] * len(asked)
+        for how, places in groups.items():
+            for place, text in zip(places, self._generated(how, [asked[place] for place in places]), strict=True):
+                answers[place] = text
+        return answers
+
+    def generation(self, task: str, given: Mapping[str, Any]) -> Generation:
+        """The settings for a task's generation_kwargs; UserError if they can't be met."""
+        name = (task, repr(given))
+        if name not in self._generations:
+            self._generations[name] = self._checked_generation(task, given)
+        return self._generations[name]
+
+    def _checked_generation(self, task: str, given: Mapping[str, Any]) -> Generation:
+        found = generation_of(
+            given,
+            task,
+            sampling=self._sampling,
+            temperature=self._spec.temperature,
+            most=self._spec.max_new_tokens,
+        )
+        most = self._model.info.max_length
+        if most is not None and found.max_new_tokens >= most:
+            raise UserError(
+                f"{found.max_new_tokens} leaves no room for a prompt; the model's length is {most} tokens; "
+                "--gen_kwargs max_gen_toks=N changes it",
+                field=f"{task}: generation_kwargs.max_gen_toks",
+            )
+        return found
+
+    def job_for(self, how: Generation) -> Callable[[str, str], Any]:
+        """Make the spec of the job that generates so."""
+        special = self._model.tokenizer.special.values()
+        hidden = any(text in stop for stop in how.stop for text in special)
+        return lambda path, out: self._spec.completing(how, path, out, special=hidden)
+
+    def _generated(self, how: Generation, asked: Sequence[Asked]) -> list[str]:
+        rows = Rows()
+        names = [self._add_prompt(rows, one, how) for one in asked]
+        done = self._runs.done("complete", rows, self.job_for(how))
+        return [self._text(one, done, name, how) for one, name in zip(asked, names, strict=True)]
+
+    def _add_prompt(self, rows: Rows, one: Asked, how: Generation) -> str:
+        tokens = self._encoder.context(one.instance.args[0])
+        # Without noise, the same prompt has the same text.
+        return rows.add(one.id, {"tokens": tokens}, same=tokens if how.temperature == 0 else None)
+
+    def _text(self, one: Asked, done: Done, name: str, how: Generation) -> str:
+        row = done.rows[name]
+        self.notes.add(one, row, done.place)
+        text = self._model.tokenizer.continuation(row["tokens"] or (), skip_special=True)
+        for stop in how.stop:
+            text = text.split(stop)[0]
+        return text
+
+    # ---- loglikelihood
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return the log-probability of each continuation, and whether each of its tokens is the model's first choice."""
+        asked = self._begin(requests)
+        rows = Rows()
+        scored = [self._encoder.pair(*one.instance.args) for one in asked]
+        names = [self._add_scored(rows, one.id, found) for one, found in zip(asked, scored, strict=True)]
+        done = self._runs.done("score", rows, self._spec.scoring)
+        answers = []
+        for one, name in zip(asked, names, strict=True):
+            row = done.rows[name]
+            self.notes.add(one, row, done.place)
+            answers.append((_logprob(row), bool(row["is_greedy"])))
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log-probability of each text, in windows of the model's length that score each token once."""
+        asked = self._begin(requests)
+        rows = Rows()
+        windows = [list(self._encoder.windows(one.instance.args[0])) for one in asked]
+        names = [
+            [self._add_scored(rows, f"{one.id}:w{number}", found) for number, found in enumerate(of_text)]
+            for one, of_text in zip(asked, windows, strict=True)
+        ]
+        if not len(rows):
+            return [0.0] * len(asked)
+        done = self._runs.done("score", rows, self._spec.scoring)
+        return [self._total(one, done, of_text) for one, of_text in zip(asked, names, strict=True)]
+
+    def _total(self, one: Asked, done: Done, names: Sequence[str]) -> float:
+        found = [done.rows[name] for name in names]
+        sums = {key: sum(row[key] or 0 for row in found) for key in SUMS if any(row[key] is not None for row in found)}
+        bad = next((row for row in found if row["status"] != "ok"), None)
+        row = {**(bad or (found[0] if found else {"status": "ok"})), **sums, "id": names[0] if names else one.id}
+        self.notes.add(one, row, done.place, windows=len(names))
+        return sum(_logprob(row) for row in found)
+
+    def _add_scored(self, rows: Rows, name: str, found: Scored) -> str:
+        return rows.add(name, {"tokens": found.context, "reference": found.scored}, same=found)
+
+    # ---- what lm_eval asks besides
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Render a conversation, up to the start of the model's answer, or up to the end of the answer's given beginning."""
+        chat = self._model.tokenizer.chat
+        assert chat is not None, "a tokenizer without a chat template is refused"
+        return rendered(chat, chat_history, begun=not add_generation_prompt)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The model's name, without characters that part a path."""
+        return self._model.name.replace("/", "__")
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The source of the template, for the results' record of it."""
+        return getattr(self._model.tokenizer.chat, "source", "") if chat_template else None
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the model: the job's settings."""
+        job = self._spec.any_job()
+        return {
+            "model_num_parameters": self._model.info.num_parameters,
+            "draftmill": job.model_dump(mode="json", include={"seed", "decoder", "sampling", "model"}),
+        }
+
+    def _begin(self, requests: Sequence[Instance]) -> list[Asked]:
+        if not self._is_checked:
+            self._check()
+            self._is_checked = True
+        return numbered(requests, self._chosen)
+
+
+def _logprob(row: Row) -> float:
+    """The row's log-probability; minus infinity for a row that failed."""
+    return MINUS_INFINITY if row["logprob"] is None else float(row["logprob"])

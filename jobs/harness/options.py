@@ -1,0 +1,167 @@
+"""The options of lm-evaluation-harness that `draftmill eval` passes on, and those it refuses, with the reason."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from storage.errors import UserError
+
+Seeds = tuple[int | None, int | None, int | None, int | None]
+"""Seeds of Python's `random`, of numpy, of torch and of the choice of few-shot examples; None leaves one as it is."""
+
+SEEDS: Final[Seeds] = (0, 1234, None, 1234)
+"""The defaults of lm-evaluation-harness, except torch's: nothing here draws from it, and setting it imports torch."""
+
+REFUSED: Final[Mapping[str, str]] = {
+    "--model": "SPEC names the model; write model.path there, or --set model.path=...",
+    "--model_args": "SPEC describes the model; use its model section, or --set model.KEY=VALUE",
+    "--batch_size": "workers batch by themselves; batching.max_rows and batching.max_tokens in SPEC limit them",
+    "--max_batch_size": "workers batch by themselves; batching.max_rows and batching.max_tokens in SPEC limit them",
+    "--device": "use model.device in SPEC, or --set model.device=...",
+    "--output_path": "results go to output.path in SPEC; use --set output.path=...",
+    "--use_cache": "its key has neither the decoder, the seed nor the weights, so it can give another job's answers; finished "
+    "requests are kept in output.path anyway, and the same command continues from them",
+    "--cache_requests": "it writes pickle files; requests are built again in every run",
+    "--trust_remote_code": "code of data sets never runs here; model.trust_remote_code in SPEC is for the model's tokenizer",
+    "--config": "write the options on the command line, and the model in SPEC",
+    "--check_integrity": "it runs the tests of lm-evaluation-harness, which are not installed with it",
+    "--wandb_args": "not supported; upload the files in output.path",
+    "--trackio_args": "not supported; upload the files in output.path",
+    "--hf_hub_log_args": "not supported; upload the files in output.path",
+}
+"""Options that `draftmill eval` refuses, and what to use instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """What to evaluate and how prompts are made; the meaning of each option is that of lm-evaluation-harness.
+
+    `limit` is a number of documents per task, or a share below 1. `samples` maps a task to the indices of its documents.
+    `gen_kwargs` replace values in the tasks' generation_kwargs.
+    """
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None = None
+    limit: float | None = None
+    samples: dict[str, list[int]] | None = None
+    include_path: str | None = None
+    gen_kwargs: dict[str, Any] = field(default_factory=dict)
+    apply_chat_template: bool = False
+    fewshot_as_multiturn: bool | None = None
+    system_instruction: str | None = None
+    seeds: Seeds = SEEDS
+    confirm_run_unsafe_code: bool = False
+    predict_only: bool = False
+    write_out: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+    bootstrap_iters: int = 100_000
+
+    def __post_init__(self) -> None:
+        if self.samples is not None and self.limit is not None:
+            raise UserError("both choose documents; allowed: only one of --samples and --limit", field="--samples")
+        if self.fewshot_as_multiturn and not self.apply_chat_template:
+            raise UserError("it needs --apply_chat_template, too", field="--fewshot_as_multiturn")
+        if self.limit is not None and not self.limit > 0:
+            raise UserError(f"{self.limit:g} is not allowed; allowed: a number above 0", field="--limit")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise UserError(f"{self.num_fewshot} is not allowed; allowed: a whole number from 0", field="--num_fewshot")
+
+    @property
+    def multiturn(self) -> bool:
+        """Whether few-shot examples are turns of a conversation: by default wherever there is a chat template."""
+        return self.apply_chat_template if self.fewshot_as_multiturn is None else self.fewshot_as_multiturn
+
+
+def named(values: Sequence[str], option: str) -> dict[str, Any]:
+    """Read `a=1,b=[2,3]` (in one value or several), or a JSON object, as lm_eval does. UserError for anything else."""
+    text = ",".join(values)
+    if text.lstrip().startswith("{"):
+        return _object(text, option)
+    found = {}
+    for item in _parts(text):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"{item!r} is not allowed; allowed: KEY=VALUE,KEY=VALUE, or a JSON object", field=option)
+        found[key.strip()] = _value(value.strip())
+    return found
+
+
+def documents(text: str | None) -> dict[str, list[int]] | None:
+    """The documents of each task, from JSON (`{"task": [0, 5]}`) or from a file that holds it; None without text."""
+    if text is None:
+        return None
+    field = "--samples"
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{text!r} is neither JSON nor a file: {error.strerror}", field=field) from None
+    found = _object(text, field)
+    for task, numbers in found.items():
+        good = isinstance(numbers, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in numbers)
+        if not good or not numbers or min(numbers) < 0 or len(set(numbers)) < len(numbers):
+            raise UserError(f"{task}: {numbers!r} is not allowed; allowed: a list of different indices", field=field)
+    return found
+
+
+def seeds(text: str) -> Seeds:
+    """Read one number, or four, with None for none; three leave the default for few-shot examples."""
+    parts = [part.strip().lower() for part in text.split(",")]
+    try:
+        found = [None if part == "none" else int(part) for part in parts]
+    except ValueError:
+        found = []
+    if len(found) == 1:
+        return (found[0], found[0], found[0], found[0])
+    if len(found) == 3:
+        found.append(SEEDS[3])
+    if len(found) != 4:
+        raise UserError(
+            f"{text!r} is not allowed; allowed: a whole number, or four, separated by commas", field="--seed"
+        )
+    return (found[0], found[1], found[2], found[3])
+
+
+def _object(text: str, option: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"not JSON: {error}", field=option) from None
+    if not isinstance(found, dict):
+        raise UserError("must be a JSON object", field=option)
+    return found
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text between commas that are outside of brackets and quotes."""
+    part, depth, quote = "", 0, ""
+    for one in text:
+        if quote:
+            quote = "" if one == quote else quote
+        elif one in "\"'":
+            quote = one
+        elif one in "[({":
+            depth += 1
+        elif one in "])}":
+            depth -= 1
+        if one == "," and not quote and depth <= 0:
+            yield part
+            part = ""
+        else:
+            part += one
+    if part:
+        yield part
+
+
+def _value(text: str) -> Any:
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

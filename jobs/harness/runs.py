@@ -1,0 +1,91 @@
+"""Runs the jobs of an evaluation, each in a run directory that its requests and settings name, and reads their results.
+
+    EVAL/requests/complete-3f2a91c0.jsonl     the rows of a job: ids, tokens
+    EVAL/runs/complete-3f2a91c0/              its run directory
+
+The name is a hash of all that decides the results. The same command finds the same directories: what is finished is only
+read, and what is not is resumed. Other requests or settings get directories of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jobs.codes import OK
+from jobs.finished.passes import latest_rows, passes_of
+from jobs.harness.rows import Rows
+from jobs.harness.spec import EvalSpec, Kind
+from jobs.plan.fingerprint import digest
+from jobs.spec.job_spec import JobSpec
+from storage.stores.store import open_store
+from storage.stores.verbs import AlreadyExists
+
+LETTERS: Final = 12
+"""Hexadecimal digits of a job's name."""
+
+COLUMNS: Final = (
+    "id", "status", "error_kind", "error", "tokens", "finish", "logprob", "logprob_stderr", "is_greedy", "prompt_tokens",
+    "new_tokens", "truncated_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s",
+)  # fmt: skip
+
+Row = Mapping[str, Any]
+"""A result row, with the columns above."""
+
+
+class Unfinished(Exception):
+    """A job did not finish; its exit code is the command's, and the reason has been printed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished job: its run directory and its result rows by id."""
+
+    place: str
+    rows: Mapping[str, Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The jobs of one evaluation; `run` runs a job and returns its exit code (jobs.commands.run)."""
+
+    spec: EvalSpec
+    run: Callable[[JobSpec], int]
+
+    def done(self, kind: Kind, rows: Rows, job: Callable[[str, str], JobSpec]) -> Done:
+        """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
+
+        Raises Unfinished if the job was interrupted or too many of its rows failed.
+        """
+        first = self.spec.any_job()
+        base = first.output.path.rstrip("/")
+        store = open_store(base, s3=first.s3.options())
+        lines = rows.lines()
+        name = f"{kind}-{name_of(job('requests.jsonl', base), lines)}"
+        with suppress(AlreadyExists):  # by an earlier run of this evaluation; the name has a hash of the content
+            store.create(f"requests/{name}.jsonl", lines)
+        place = f"{base}/runs/{name}"
+        code = self.run(job(f"{base}/requests/{name}.jsonl", place))
+        if code != OK:
+            raise Unfinished(code)
+        return Done(place, self._read(place, first))
+
+    def _read(self, place: str, first: JobSpec) -> dict[str, Row]:
+        options = first.s3.options()
+        passes = passes_of(open_store(place, s3=options), s3=options)
+        return {row["id"]: row for table in latest_rows(passes, columns=COLUMNS) for row in table.to_pylist()}
+
+
+def name_of(job: JobSpec, lines: bytes) -> str:
+    """A hash of the rows and of everything in the spec that decides their results."""
+    settings = job.model_dump(mode="json", include={"seed", "task", "decoder", "sampling", "model"})
+    settings["model"].pop("device")
+    settings["truncate"] = job.input.truncate
+    return digest({"settings": settings, "rows": hashlib.sha256(lines).hexdigest()})[:LETTERS]

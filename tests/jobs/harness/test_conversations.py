@@ -1,0 +1,48 @@
+"""Conversations become the prompts that transformers makes of them, also where the answer has begun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.text import Tokenizer
+from jobs.harness.conversations import rendered
+from storage.errors import UserError
+from tests.actors.test_prompts import chat_folder, chatting
+
+__all__ = ["chat_folder", "chatting"]
+
+TALK = [{"role": "user", "content": "Is 7 odd?"}, {"role": "assistant", "content": "The answer is "}]
+
+
+def test_a_conversation_ends_where_the_answer_begins_or_goes_on(chat_folder: Path, chatting: Tokenizer) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast.from_pretrained(chat_folder)
+    assert chatting.chat is not None
+    asked = theirs.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    begun = theirs.apply_chat_template(TALK, tokenize=False, continue_final_message=True)
+    assert rendered(chatting.chat, TALK[:1], begun=False) == asked
+    assert rendered(chatting.chat, TALK, begun=True) == begun and begun.endswith("The answer is ")
+
+
+def test_a_template_that_trims_gets_no_trailing_space() -> None:
+    def chat(messages: list[dict[str, str]]) -> str:
+        return "".join(f"[{one['role']}]{one['content'].strip()}!" for one in messages)
+
+    assert rendered(chat, TALK, begun=True) == "[user]Is 7 odd?![assistant]The answer is"
+
+
+def test_a_template_without_system_messages_gets_none_and_other_refusals_are_said(chatting: Tokenizer) -> None:
+    def chat(messages: list[dict[str, str]]) -> str:
+        if messages[0]["role"] == "system":
+            raise ValueError("no system")
+        return messages[0]["content"]
+
+    assert rendered(chat, [{"role": "system", "content": "s"}, *TALK[:1]], begun=False) == "Is 7 odd?"
+    assert chatting.chat is not None
+    with pytest.raises(
+        UserError, match="--apply_chat_template: the tokenizer's chat template refuses a conversation: no such"
+    ):
+        rendered(chatting.chat, [{"role": "odd", "content": "x"}], begun=False)
