@@ -19,6 +19,7 @@ from jobs.cli import main
 from jobs.commands.run import RunOptions
 from jobs.harness.options import EvalOptions
 from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
 from tests.conftest import ROOT
 from tests.jobs.harness.tasks_of_tests import (
     DOCUMENTS,
@@ -30,6 +31,7 @@ from tests.jobs.harness.tasks_of_tests import (
     write_eval_spec,
     write_tasks,
 )
+from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.slow
 
@@ -259,6 +261,51 @@ def test_masked_and_block_models_generate_up_to_a_stop_string(
         seed=7,
     )
     assert found == {name: row["text"] for name, row in run_here(spec).items()}
+
+
+def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World, tmp_path: Path) -> None:
+    """The prompts are those that transformers makes with the checkpoint's own template."""
+    import shutil
+
+    from transformers import PreTrainedTokenizerFast
+
+    from actors.models import fetch_model
+
+    model = tmp_path / "model"
+    shutil.copytree(fetch_model("builtin:ar-tiny"), model)
+    template = "{{ bos_token }}{% for m in messages %}<cls>{{ m.role }}\n{{ m.content }}<sep>{% endfor %}"
+    template += "{% if add_generation_prompt %}<cls>assistant\n{% endif %}"
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    shots = {"fewshot_split": "test", "fewshot_config": {"sampler": "first_n"}}
+    tasks = write_tasks(
+        tmp_path / "tasks",
+        {"asked": GENERATES | shots, "begun": GENERATES | shots | {"gen_prefix": "return width"}},
+    )
+    write_eval_spec(tmp_path, model={"path": str(model), "device": "cpu"})
+    options = ["--apply_chat_template", "--num_fewshot", "1", "--system_instruction", "Go on.", "--limit", "2"]
+    assert evaluated(tmp_path, tasks, ["asked", "begun"], *options) == 0
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    for name in ("asked", "begun"):
+        for sample in samples_of(tmp_path, name):
+            prompt = sample["arguments"]["gen_args_0"]["arg_0"]
+            assert prompt.startswith("<s><cls>system\nGo on.<sep><cls>user\n")
+            assert prompt.count("<cls>user") == prompt.count("<cls>assistant") == 2
+            assert prompt.endswith("<cls>assistant\n" if name == "asked" else "<cls>assistant\nreturn width")
+            ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            assert sample["draftmill"][0][0]["prompt_tokens"] == len(ids)
+
+
+@pytest.mark.s3
+def test_requests_runs_and_results_may_be_on_s3(world: World, s3_server: S3Server, tmp_path: Path) -> None:
+    url = f"s3://{s3_server.new_bucket()}/eval"
+    options = S3Options(endpoint=s3_server.endpoint, region="us-east-1")
+    server = {"endpoint": s3_server.endpoint, "region": "us-east-1"}
+    write_eval_spec(tmp_path, output={"path": url}, s3=server)
+    assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "2") == 0
+    names = [stat.name for stat in open_store(url, s3=options).list()]
+    kinds = {name.split("/")[0] for name in names}
+    assert kinds == {"requests", "runs", "builtin__ar-tiny"} and any("/samples_gen_" in name for name in names)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
