@@ -417,7 +417,8 @@ def _cloud(
     cells: tuple[int, int],
 ) -> None:
     if len(x) <= SCATTER_UP_TO:
-        axes.plot(x, y, ".", color=style.colour, markersize=3.5, alpha=0.5, markeredgewidth=0)
+        size = 6.5 if len(x) <= 200 else 3.5
+        axes.plot(x, y, ".", color=style.colour, markersize=size, alpha=0.6, markeredgewidth=0)
         return
     from matplotlib.colors import LinearSegmentedColormap
 

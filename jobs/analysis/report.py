@@ -135,8 +135,15 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
         yield "tokens per iteration", number(figures.tokens_per_iteration)
     if case.proposed:
         yield "acceptance", f"{figures.acceptance:.1%} of {case.proposed:,} draft tokens"
-        yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
+        if commits_one_more(case):
+            yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
     yield from _machine_figures(case)
+
+
+def commits_one_more(case: Case) -> bool:
+    """Whether iterations commit the accepted drafts and one more token, up to what the ends of texts cut off."""
+    beyond = case.iterations + case.accepted - case.figures.tokens
+    return abs(beyond) <= case.figures.samples + 0.02 * case.figures.tokens
 
 
 def _machine_figures(case: Case) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jobs.finished.passes import Pass, finished, passes_of
 from jobs.plan.plan import Plan
@@ -80,14 +79,6 @@ def case_names(store: Store) -> list[str]:
         return [one if isinstance(one, str) else str(one["name"]) for one in cases]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
-
-
-def read_sweep(store: Store) -> dict[str, Any] | None:
-    """The content of `sweep.json`; None if this is not a sweep's directory."""
-    if not store.exists(SWEEP):
-        return None
-    content: dict[str, Any] = json.loads(store.get(SWEEP))
-    return content
 
 
 def _last_part(place: str) -> str:

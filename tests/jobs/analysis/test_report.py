@@ -268,6 +268,14 @@ def test_histograms_of_lists_add_up_position_by_position() -> None:
     assert len(at_least(np.zeros(0, np.int64))) == 0
 
 
+def test_the_mean_acceptance_length_is_shown_where_it_means_something(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", drafted(30, 3))
+    words = Page(written(run, tmp_path / "a.html")).text
+    rows = drafted(30, 3)
+    tokens, iterations = (sum(one[name] for one in rows) for name in ("new_tokens", "iterations"))
+    assert f"mean acceptance length {tokens / iterations:.3f} (1 + accepted / iterations)" in words
+
+
 def test_pauses_are_cut_out_of_the_time() -> None:
     start = np.array([0.0, 1.0, 5000.0, 5001.0]) + 1e9
     course = course_of(start, start + 4, np.array([10, 20, 30, 40], np.int32))
@@ -355,5 +363,6 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "run" / "_manifest.json").read_text())
     assert f"fingerprint {manifest['fingerprint']}" in words
     assert "NFE against the masked share" in words and "started: 1 on cpu" in words and "No sample failed." in words
+    assert "mean acceptance length" not in words, "assd commits no token after its drafts if all are accepted"
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
