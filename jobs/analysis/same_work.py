@@ -23,16 +23,19 @@ FREE_COLUMNS = ("reference", "temperature", "top_p")
 FREE_TASK = ("fim", "estimate")
 """How a causal model is asked to fill a hole, and how closely a score is estimated: how the work is done, not what it is."""
 
-MAX_NEW = "task.max_new_tokens"
+OF_SOME = ("task.max_new_tokens", "seed", "input.columns.seed", "model.tokenizer")
+"""Keys that matter to some models or masks, and are compared only where they matter to both runs."""
+
 FILES = "input.files"
 
 
 def check_same_work(name: str, plan: Plan, other_name: str, other: Plan) -> None:
     """Raise UserError, naming the keys that differ, unless both runs decoded the same samples (or parts of the same)."""
     before, now = _flat(decoded_by(plan)), _flat(decoded_by(other))
-    if plan.spec.task.kind == "infill" and len({MAX_NEW in before, MAX_NEW in now}) == 2:
-        before.pop(MAX_NEW, None)
-        now.pop(MAX_NEW, None)
+    for key in OF_SOME:
+        if (key in before) != (key in now):
+            before.pop(key, None)
+            now.pop(key, None)
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if not keys:
         return
@@ -62,7 +65,7 @@ def decoded_by(plan: Plan) -> dict[str, Any]:
         "input": {key: value for key, value in full.items() if key not in FREE_INPUT}
         | {"columns": columns, "files": results["input"]["files"]},
     }
-    if drawn:
+    if drawn and spec.input.columns.seed is None:  # a row's own seed replaces the job's
         found["seed"] = spec.seed
     if masks_tokens(plan):
         found["model"] = {"tokenizer": results["model"]["tokenizer"]}

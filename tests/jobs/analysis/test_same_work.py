@@ -19,6 +19,8 @@ ANY = {"path": "builtin:asarm-tiny"}
 COMPLETE = {"task": {"kind": "complete"}, "model": CAUSAL, "decoder": {"kind": "autoregressive"}}
 RANDOM = {"task": {"kind": "infill", "mask": {"kind": "random"}}, "model": ANY, "decoder": {"kind": "assd"}}
 MIDDLE = RANDOM | {"task": {"kind": "infill", "mask": {"kind": "sentences", "which": "middle"}}}
+SCORE = {"task": {"kind": "score"}, "model": {"path": "builtin:mdm-tiny"}, "decoder": {"kind": "stepwise"}}
+HIDDEN = SCORE | {"task": {"kind": "score", "mask": {"kind": "lines"}}}
 LINES = RANDOM | {"task": {"kind": "infill", "mask": {"kind": "lines"}}}
 
 
@@ -45,6 +47,12 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "another seed with masks that it does not place": (MIDDLE, {"seed": 7, "tokenizer": "u"}),
     "other sampling of the same masks": (RANDOM, {"sampling": {"temperature": 0.0}, "decoder": {"kind": "parallel"}}),
+    "another seed where rows have their own": (
+        LINES | {"input": {"path": "rows.jsonl", "columns": {"seed": "s"}}},
+        {"seed": 7},
+    ),
+    "closer estimates of the same scores": (SCORE, {"task": {"kind": "score", "estimate": {"samples": 8}}}),
+    "another seed for the same texts to score": (SCORE, {"seed": 7}),
     "another tokenizer for the same lines": (LINES, {"tokenizer": "u"}),
     "a causal model that fills the same lines": (
         LINES | {"task": {"kind": "infill", "mask": {"kind": "lines"}, "max_new_tokens": None}},
@@ -64,6 +72,8 @@ OTHER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "input.chunk_chars": (COMPLETE, {"input": {"path": "rows.jsonl", "chunk_chars": 80}}),
     "input.truncate": (COMPLETE, {"input": {"path": "rows.jsonl", "truncate": "left"}}),
     "seed": (RANDOM, {"seed": 7}),
+    "task.mask.kind": (HIDDEN, {"task": {"kind": "score", "mask": {"kind": "random"}}}),
+    "task.chat": (SCORE, {"task": {"kind": "score", "chat": True}}),
     "input.columns.seed": (LINES, {"input": {"path": "rows.jsonl", "columns": {"seed": "s"}}}),
     "model.tokenizer": (RANDOM, {"tokenizer": "u"}),
 }
