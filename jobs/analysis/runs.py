@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from jobs.finished.passes import Pass, finished, passes_of
 from jobs.plan.plan import Plan
-from storage.errors import DamagedRun, UserError
+from storage.errors import DamagedRun
 from storage.runs.commit import MANIFEST
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
@@ -86,9 +86,11 @@ def _last_part(place: str) -> str:
 
 
 def _with_unique_names(runs: Sequence[FinishedRun]) -> Iterable[FinishedRun]:
+    """Runs of one name are named by their places; a run that is given again, by its place and a number."""
     counts = Counter(run.name for run in runs)
-    places = Counter(run.place.rstrip("/") for run in runs)
+    times: Counter[str] = Counter()
     for run in runs:
-        if places[run.place.rstrip("/")] > 1:
-            raise UserError(f"{run.place} is given twice")
-        yield run if counts[run.name] == 1 else replace(run, name=run.place)
+        place = run.place.rstrip("/")
+        times[place] += 1
+        again = f" ({times[place]})" if times[place] > 1 else ""
+        yield run if counts[run.name] == 1 else replace(run, name=f"{place}{again}")

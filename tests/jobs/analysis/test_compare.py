@@ -201,6 +201,16 @@ def test_runs_on_s3_are_compared_with_local_ones(
     assert remote["comparisons"][0] | {"run": "b"} == local["comparisons"][0]
 
 
+def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", numbers(30, 1))
+    write_metrics(a, {"m": list(range(30))})
+    found = compared(capsys, a, a)
+    assert [run["name"] for run in found["runs"]] == [str(a), f"{a} (2)"]
+    (one,) = found["comparisons"]
+    assert one["equal"]["share"] == 1.0
+    assert {figure["verdict"] for figure in [*one["ratios"].values(), *one["metrics"].values()]} == {"equal"}
+
+
 def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(number) for number in range(4)]
     a = write_run(tmp_path / "a", rows)
@@ -217,7 +227,6 @@ def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.Capt
         (a, unfinished): f"{unfinished} is not finished",
         (a, tmp_path / "nowhere"): "nowhere is not a run directory",
         (a,): "1 finished run to compare; allowed: two or more",
-        (a, a): f"{a} is given twice",
     }.items():
         assert main(["compare", *map(str, places)]) == 2
         assert message in capsys.readouterr().err
