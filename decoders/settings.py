@@ -68,13 +68,14 @@ def scorer_of(settings: DecoderChoice) -> DecoderChoice:
     return kind.model_validate({"kind": kind.name()} | kept, strict=True)
 
 
-def check_model(settings: DecoderChoice, info: ModelInfo) -> None:
-    """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives.
+def check_model(settings: DecoderChoice, info: ModelInfo, task: str | None = None) -> None:
+    """Raise ValueError if a decoder cannot run on a model with these settings; the message names the alternatives (for a `task`).
 
     The driver asks before anything is loaded; the decoder asks again when it is built.
     """
     if settings.runs_on != info.kind:
-        allowed = ", ".join(decoders_of(info.kind)) or "none yet"
+        fitting = (kind for kind in decoders_of(info.kind) if task is None or task in DECODERS[kind].tasks)
+        allowed = ", ".join(fitting) or "none yet"
         raise ValueError(
             f"decoder.kind: {settings.name()!r} does not run on models of family {info.family!r}; allowed: {allowed}"
         )

@@ -113,7 +113,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
         check_task(spec.task, info)
-        check_model(spec.decoder, info)
+        check_model(spec.decoder, info, spec.task.kind)
     except UserError:
         raise
     except ValueError as error:

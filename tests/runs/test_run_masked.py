@@ -112,7 +112,7 @@ def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> Non
         ({"kind": "stepwise", "steps": 8, "tokens_per_step": 2}, INFILL, "give tokens_per_step or steps, not both"),
         ({"kind": "stepwise", "schedule": "dream"}, INFILL, "the schedule 'dream' needs the number of steps"),
         ({"kind": "stepwise", "schedule": "dream", "steps": 3}, INFILL, "decoder.block_length: 32, but the schedule"),
-        ({"kind": "autoregressive"}, {"kind": "score"}, "models of family 'llada' do not support 'score'"),
+        ({"kind": "autoregressive"}, {"kind": "score"}, "does not run on models of family 'llada'; allowed: stepwise"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_decoded_is_refused_by_name(
