@@ -5,15 +5,17 @@ Every problem is a UserError or a ValueError with the field's path.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from actors.job import ModelPlace
 from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
+from actors.shelf import Shelf
 from actors.task import Score, Task
 from actors.text import Tokenizer, has_tokenizer, load_tokenizer
-from decoders.backbones.head_files import check_heads
+from decoders.backbones.head_files import check_heads, head_place
 from decoders.base import Decoder, ModelInfo
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.common_settings import Estimate, Sampling
@@ -47,18 +49,46 @@ class Networks:
         return self.backbone.exact and (self.drafter is None or self.drafter.exact)
 
 
-def load_networks(folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options) -> Networks:
-    """Load the model in `folder`, its draft heads and its drafter onto the device of `place`."""
+def load_networks(
+    folder: Path, place: ModelPlace, decoder: DecoderSettings, s3: S3Options, *, shelf: Shelf | None = None
+) -> Networks:
+    """Load the model in `folder`, its draft heads and its drafter onto the device of `place`.
+
+    Networks that `shelf` holds are not loaded again; afterwards it holds the networks of this job and no others.
+    """
     from decoders.backbones.load import inspect_model, load_backbone
     from decoders.registry import find_heads
 
-    backbone = load_backbone(folder, family=place.family, dtype=place.dtype, device=place.device)
+    shelf = shelf or Shelf()
     found = fetch_drafter(decoder, s3)
+    keys = network_keys(folder, place, decoder, found)
+    shelf.keep_only(keys)
+    how = {"dtype": place.dtype, "device": place.device}
+    backbone = shelf.take("model", keys, lambda: load_backbone(folder, family=place.family, **how))
     if found is None:
-        return Networks(backbone, find_heads(decoder, folder, backbone), None)
+        return Networks(backbone, shelf.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
+    how["device"] = str(backbone.device)
     # check_drafter has checked that this model's rows are all tokens.
-    drafter = cast("TokenBackbone", load_backbone(found, dtype=place.dtype, device=str(backbone.device)))
-    return Networks(backbone, find_heads(decoder, found, drafter), drafter, inspect_model(found))
+    drafter = shelf.take("drafter", keys, lambda: cast("TokenBackbone", load_backbone(found, **how)))
+    heads = shelf.take("heads", keys, lambda: find_heads(decoder, found, drafter))
+    return Networks(backbone, heads, drafter, inspect_model(found))
+
+
+def network_keys(
+    folder: Path, place: ModelPlace, decoder: DecoderSettings, drafter: Path | None
+) -> dict[str, Hashable]:
+    """What the loading of each of a job's networks depends on: `model`, `drafter` and `heads`, the last two if it has them.
+
+    `folder` and `drafter` are the local folders of the checkpoints.
+    """
+    how = (place.dtype, place.device)
+    keys: dict[str, Hashable] = {"model": (folder, place.family, *how)}
+    if drafter is not None:
+        keys["drafter"] = (drafter, *how)
+    head = head_place(decoder, folder if drafter is None else drafter)
+    if head is not None:
+        keys["heads"] = (head, keys.get("drafter", keys["model"]))
+    return keys
 
 
 def build(

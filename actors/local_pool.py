@@ -10,12 +10,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from actors.faults import DeviceLostError
 from actors.job import Job, Seat
 from actors.messages import Died, PoolNews, Reported, Up, WorkUnit
 from actors.models import FIELD, user_error
 from actors.runner import UnitRunner
+from actors.shelf import Shelf
 from actors.worker import Turns, build_runner
 from storage.errors import UserError
 
@@ -33,10 +36,15 @@ class Here:
 
 
 class LocalPool:
-    """Has the methods of actors.pool.Pool that the driver needs. `build` makes a runner, like actors.worker.build_runner."""
+    """Has the methods of actors.pool.Pool that the driver needs. `build` makes a runner, like actors.worker.build_runner.
 
-    def __init__(self, job: Job, seat: Seat, *, build: Build = build_runner) -> None:
-        self._job, self._threads, self._build = job, seat.threads, build
+    `shelf` has the networks that are in memory already, and keeps those of this job for the next one.
+    """
+
+    def __init__(self, job: Job, seat: Seat, *, build: Build = build_runner, shelf: Shelf | None = None) -> None:
+        self._job, self._threads = job, seat.threads
+        self._build = build if shelf is None else partial(build, shelf=shelf)
+        self._shelf = shelf
         self._node = socket.gethostname()
         self._workers: dict[str, Here] = {}
         self._news: list[PoolNews] = []
@@ -50,6 +58,7 @@ class LocalPool:
         except ValueError as error:
             raise user_error(error, FIELD) from None
         except Exception as error:  # noqa: BLE001 - any error ends only this worker
+            self._clear_shelf()
             self._news.append(Died(name, f"{type(error).__name__}: {error}"))
             return
         self._workers[name] = Here(runner, Turns(runner, self._node))
@@ -78,6 +87,13 @@ class LocalPool:
         for name in list(self._workers):
             self.kill(name)
 
+    def release(self) -> list[Any]:
+        """Like `close`, but networks on the shelf stay; there are no processes to hand over."""
+        self.close()
+        if self._shelf is not None:
+            self._shelf.rest()
+        return []
+
     def poll(self, timeout_s: float) -> list[PoolNews]:
         """Run one turn of each worker that has work; if none has, wait."""
         news, self._news = self._news, []
@@ -94,5 +110,11 @@ class LocalPool:
             return Reported(name, worker.turns.turn(add, forget))
         except Exception as error:  # noqa: BLE001 - any error ends the worker
             self.kill(name)
+            self._clear_shelf()
             # A lost device stays lost for this process: the next worker can't start, and the run ends with the reason.
             return Died(name, f"{type(error).__name__}: {error}", device=isinstance(error, DeviceLostError))
+
+    def _clear_shelf(self) -> None:
+        """Load the networks again after any error, as a new process would."""
+        if self._shelf is not None:
+            self._shelf.clear()

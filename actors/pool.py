@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
 from actors.worker import DecodeWorker, EarlyWorker
 
-__all__ = ["RayPool", "Seat", "early_workers"]
+__all__ = ["RayPool", "Seat", "early_workers", "end_workers"]
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
@@ -32,6 +32,9 @@ IN_FLIGHT = 2
 
 EXIT_S = 10.0
 """Seconds to wait for a killed worker's process to end; Ray itself waits 5 s for one that does not answer."""
+
+REST_S = 30.0
+"""Seconds to wait for a worker to finish its last step and its last write; a worker that takes longer is killed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +57,9 @@ class RayPool:
     """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
     def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker, early: Sequence[Any] = ()) -> None:
-        """`early` are workers from `early_workers` with the same seat; `start` uses them before it starts others."""
+        """`early` are workers with the same seat that have no job, from `early_workers` or from another pool's `release`;
+        `start` uses them before it starts others.
+        """
         self._members: dict[str, Member] = {}
         self._job = ray.put(job)
         self._threads = seat.threads
@@ -110,12 +115,31 @@ class RayPool:
         places = [member.place for member in self._members.values()]
         for name in list(self._members):
             self.kill(name)
-        for actor in self._early:
-            ray.kill(actor, no_restart=True)
+        end_workers(self._early)
         deadline_s = time.monotonic() + EXIT_S
         for place in places:
             while place is not None and is_running(*place) and time.monotonic() < deadline_s:
                 time.sleep(0.01)
+
+    def release(self) -> list[Any]:
+        """Hand the workers over for another pool, with the networks that they have in memory; this pool then has none.
+
+        When it returns, no worker that was up writes anything more for this job: those that take longer than REST_S are
+        killed. A worker that is still loading rests as soon as it is up.
+        """
+        members = list(self._members.values())
+        self._members.clear()
+        resting = {member.actor.rest.remote(): member for member in members}
+        up = [ref for ref, member in resting.items() if member.place is not None]
+        rested, late = ray.wait(up, num_returns=len(up), timeout=REST_S) if up else ([], [])
+        end_workers(resting.pop(ref).actor for ref in late)
+        for ref in rested:
+            try:
+                ray.get(ref)
+            except RayError:  # it has died
+                del resting[ref]
+        early, self._early = self._early, []
+        return [member.actor for member in resting.values()] + early
 
     def poll(self, timeout_s: float) -> list[PoolNews]:
         """Wait for news, at most `timeout_s`; returns the news, in order per worker."""
@@ -169,6 +193,12 @@ def early_workers(count: int, seat: Seat, family: str, decoder: str) -> list[Any
     """Start workers that import what a model family and a decoder (`module:class`) need, before they receive a job."""
     worker = actor_class(EarlyWorker, seat)
     return [worker.remote(family, decoder) for _ in range(count)]
+
+
+def end_workers(workers: Iterable[Any]) -> None:
+    """End workers that have no job."""
+    for actor in workers:
+        ray.kill(actor, no_restart=True)
 
 
 def is_running(node: str, pid: int) -> bool:

@@ -21,6 +21,7 @@ from actors.memory import fit, limit_gpu
 from actors.messages import Failure, Receipt, TurnReport, WorkUnit
 from actors.models import fetch_model
 from actors.runner import UnitRunner
+from actors.shelf import Shelf
 from actors.stop_text import stops_of
 from actors.text import load_tokenizer
 from decoders.base import Decoder
@@ -59,24 +60,36 @@ class Turns:
 
 
 class DecodeWorker(Turns):
-    """One process, one device, one model in memory for as long as the job runs. `gpus` below 1 is its share of a GPU."""
+    """One process, one device, one model in memory. `gpus` below 1 is its share of a GPU.
+
+    It has one job at a time. A sweep gives it several: after `rest` it begins another one, with the networks that it has in
+    memory where the jobs need the same.
+    """
 
     def __init__(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> None:
+        self._shelf = Shelf()
+        self.begin(name, job, threads, gpus)
+
+    def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
+        """Load what the job needs; returns the same as `where`."""
         node = socket.gethostname()
-        super().__init__(build_runner(job, name=name, node=node, threads=threads, gpus=gpus), node)
+        runner = build_runner(job, name=name, node=node, threads=threads, gpus=gpus, shelf=self._shelf)
+        super().__init__(runner, node)
+        return self.where()
+
+    def rest(self) -> None:
+        """Forget the job but keep the networks. Returns after the last write: the worker then does nothing until it begins."""
+        self._runner.close()
+        del self._runner
+        self._shelf.rest()
 
 
-class EarlyWorker(Turns):
-    """A worker that starts while the driver is still planning: it imports what decoding needs, and gets its job later."""
+class EarlyWorker(DecodeWorker):
+    """A worker that starts while the driver is still planning: it imports what decoding needs, and begins its job later."""
 
     def __init__(self, family: str, decoder: str) -> None:
         import_for_decoding(family, decoder)
-
-    def begin(self, name: str, job: Job, threads: int, gpus: float = 1.0) -> tuple[str, int, dict[str, Any]]:
-        """Load the job's model; returns the same as `where`."""
-        self._node = socket.gethostname()
-        self._runner = build_runner(job, name=name, node=self._node, threads=threads, gpus=gpus)
-        return self.where()
+        self._shelf = Shelf()
 
 
 COLLECT_AFTER = 100_000
@@ -98,16 +111,25 @@ def import_for_decoding(family: str, decoder: str) -> None:
             from_transformers(name)
 
 
-def build_runner(job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0) -> UnitRunner:
+def build_runner(
+    job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, shelf: Shelf | None = None
+) -> UnitRunner:
     """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
     limit_gpu(gpus)
-    decoder, clerk = build_parts(job, name=name, node=node, threads=threads)
+    shelf = shelf or Shelf()
+    decoder, clerk = build_parts(job, name=name, node=node, threads=threads, shelf=shelf)
     room = fit(decoder, threads=threads, gpus=gpus)
-    return UnitRunner(decoder, clerk, worker=name, facts={"memory": room.facts()} if room else {})
+    facts = {"loaded": shelf.loaded} | ({"memory": room.facts()} if room else {})
+    return UnitRunner(decoder, clerk, worker=name, facts=facts)
 
 
-def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decoder, RowClerk]:
-    """Load the model and everything else that a worker needs; raises UserError or ValueError if that fails."""
+def build_parts(
+    job: Job, *, name: str, node: str, threads: int, shelf: Shelf | None = None
+) -> tuple[Decoder, RowClerk]:
+    """Load the model and everything else that a worker needs; raises UserError or ValueError if that fails.
+
+    `shelf` holds the networks that are in memory already.
+    """
     import torch
 
     from decoders.backbones.checkpoint import inspect_model
@@ -117,7 +139,7 @@ def build_parts(job: Job, *, name: str, node: str, threads: int) -> tuple[Decode
     folder = fetch_model(place.path, revision=place.revision, adapter=place.adapter, s3=job.s3)
     info = inspect_model(folder, family=place.family, mask_id=place.mask_id)
     tokenizer = load_tokenizer(folder, place.tokenizer, trust_remote_code=place.trust_remote_code)
-    networks = load_networks(folder, place, job.decoder, job.s3)
+    networks = load_networks(folder, place, job.decoder, job.s3, shelf=shelf)
     on_gpu = networks.backbone.device.type != "cpu"
     max_rows = job.max_rows or auto_rows(most_canvases(job.task, job.decoder, job.unit_rows), on_gpu=on_gpu)
     stops = stops_of(job.task, folder, tokenizer, info)

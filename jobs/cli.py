@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
     except KeyboardInterrupt:
-        resumes = arguments.command in {_run, _rerun}  # the other commands leave nothing to resume
+        resumes = arguments.command in {_run, _rerun, _sweep}  # the other commands leave nothing to resume
         print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has exited, as `| head` does
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     _add_eval(commands, common)
     for add in (
         _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export,
-        _add_compare, _add_report, _add_models,
+        _add_compare, _add_report, _add_sweep, _add_models,
     ):  # fmt: skip
         add(commands, common)
     _add_measure(commands, common)
@@ -240,6 +240,17 @@ def _add_report(commands: Commands, common: argparse.ArgumentParser) -> None:
     command.set_defaults(command=_report)
 
 
+def _add_sweep(commands: Commands, common: argparse.ArgumentParser) -> None:
+    command = commands.add_parser(
+        "sweep", parents=[common], help="run several variants of a job on the same workers, or resume them; idempotent"
+    )
+    command.add_argument("sweep", metavar="SWEEP.yaml")
+    command.add_argument("--dry-run", action="store_true", help="show the cases, their tokens and time; write nothing")
+    _set_argument(command)
+    _driver_arguments(command)
+    command.set_defaults(command=_sweep)
+
+
 def _add_models(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("models", parents=[common], help="list the model families and decoders")
     command.set_defaults(command=_models)
@@ -261,6 +272,15 @@ def _options(arguments: argparse.Namespace) -> RunOptions:
     if arguments.local and arguments.ray_address is not None:
         raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")
     return RunOptions(arguments.ray_address, arguments.local, arguments.quiet, arguments.grace_seconds)
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from jobs.driving.driver import interruptible
+
+    with interruptible():
+        from jobs.commands.sweep import sweep
+
+        return sweep(arguments.sweep, arguments.set, _options(arguments), dry_run=arguments.dry_run)
 
 
 def _rerun(arguments: argparse.Namespace) -> int:

@@ -68,7 +68,6 @@ class ModuleBackbone:
             if isinstance(part, Mixture):
                 part.padded = self._padded
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
-        self._tainted: set[int] = set()
         self.num_rows_computed = 0
         self.forget()
 
@@ -80,6 +79,7 @@ class ModuleBackbone:
         self.cache = SlotCache(
             len(self.windows), key_value_heads(config), head_width(config), dtype=self.dtype, device=self.device
         )
+        self._tainted: set[int] = set()
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content."""

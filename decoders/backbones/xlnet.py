@@ -147,11 +147,9 @@ class XLNetBackbone:
         self.layers = [self._layer(ready, f"transformer.layer.{index}.") for index in range(self.num_layers)]
         self.rules = self._rules(shape.d_inner)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
-        self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=dtype, device=self.device)
         self._inner = shape.d_inner
         self.relative: list[Tensor] = []
-        # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
-        self._tainted: set[int] = set()
+        self.forget()
 
     def _rules(self, inner: int) -> ShapeRules:
         if self.device.type != "cpu":
@@ -183,6 +181,12 @@ class XLNetBackbone:
         )
 
     # ---- the cache -----------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop the whole cache; the table of distances stays."""
+        self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=self.dtype, device=self.device)
+        # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
+        self._tainted: set[int] = set()
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802

@@ -71,7 +71,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Run:
-    """The data that the steps of one run share."""
+    """The data that the steps of one run share. `loads` says whether workers have to load the model first."""
 
     spec: JobSpec
     options: RunOptions
@@ -83,6 +83,7 @@ class Run:
     stop: StopFlag
     display: Display
     site: Site
+    loads: bool = True
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -194,8 +195,9 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     count, seat = run.site.seats(run.spec, units=len(left))
     seat = fitting_threads(seat, run.prepared.info.num_parameters)
     log = AttemptsLog(run.store, run.lease.epoch)
-    size = size_text(weight_bytes(run.prepared.folder))
-    run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
+    if run.loads:
+        size = size_text(weight_bytes(run.prepared.folder))
+        run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
     pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
     driver = Driver(
         scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
@@ -209,12 +211,17 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         hopeless=hopelessness(run),
         room=lambda: room_for(run, len(left)),
     )
+    is_over = False
     try:
         finish = driver.run()
+        is_over = finish.how in {"done", "hopeless"}
     finally:
         totals.stop()
         log.flush(totals)
-        pool.close()
+        if is_over:
+            run.site.retire(pool)
+        else:
+            pool.close()
     return finish, driver.committed
 
 

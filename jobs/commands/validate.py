@@ -24,6 +24,7 @@ from actors.makers import Maker
 from actors.memory import fit
 from actors.models import user_error
 from actors.rows import row_id, row_key
+from actors.shelf import Shelf
 from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
@@ -137,11 +138,11 @@ def _made(spec: JobSpec, maker: Maker, row: Row, name: str) -> Made:
 # ---- the trial
 
 
-def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
-    """Load the model and decode these rows for about TRIAL_S; raises UserError if the weights are unusable.
+def try_out(prepared: Prepared, rows: Sequence[Made], *, trial_s: float = TRIAL_S, shelf: Shelf | None = None) -> Trial:
+    """Load the model and decode these rows for about `trial_s`; raises UserError if the weights are unusable.
 
     Takes short rows first and cuts long ones, so that no forward takes long on a slow machine; checks the clock after each
-    step.
+    step. `shelf` holds networks that are in memory already.
     """
     _use_threads(prepared.info.num_parameters)
     most = max(LEAST_TOKENS, int(LONGEST_FLOP / (2 * max(1, prepared.info.num_parameters))))
@@ -149,12 +150,12 @@ def try_out(prepared: Prepared, rows: Sequence[Made]) -> Trial:
     first = int(FIRST_FLOP / (2 * max(1, prepared.info.num_parameters)))
     at_once = _rows_at_once(prepared.spec, [len(row.canvas.tokens) for row in cut], first)
     try:
-        decoder, exact = _build(prepared, max_rows=at_once)
+        decoder, exact = _build(prepared, max_rows=at_once, shelf=shelf)
     except ValueError as error:
         raise user_error(error, "model.path") from None
     room = fit(decoder, threads=_num_threads())
     try:
-        tokens, took_s = _decoded(decoder, cut, first)
+        tokens, took_s = _decoded(decoder, cut, first, trial_s)
     except MemoryError as error:
         raise UserError(str(error), field="model.device") from None
     longest = most if any(len(row.canvas.tokens) > most for row in rows) else None
@@ -167,12 +168,12 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
     return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
-def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int) -> tuple[int, float]:
-    """Decode for about TRIAL_S; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
+def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float) -> tuple[int, float]:
+    """Decode for about `trial_s`; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
     waiting = deque(row.request(number) for number, row in enumerate(rows))
     began_s = time.perf_counter()
     since_s, before = began_s, 0
-    while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < TRIAL_S:
+    while (waiting or decoder.active) and (now_s := time.perf_counter()) - began_s < trial_s:
         _step(decoder, waiting, budget)
         if not before:  # the first forward allocates and chooses kernels
             since_s, before = time.perf_counter(), decoder.stats.committed
@@ -207,10 +208,10 @@ def _use_threads(num_parameters: int) -> None:
     torch.set_num_threads(fitting_threads(Seat(1.0, 0.0, torch.get_num_threads()), num_parameters).threads)
 
 
-def _build(prepared: Prepared, *, max_rows: int) -> tuple[Decoder, bool]:
+def _build(prepared: Prepared, *, max_rows: int, shelf: Shelf | None) -> tuple[Decoder, bool]:
     """The job's decoder, and whether its results are bit-identical in any batch."""
     spec, batching = prepared.spec, prepared.spec.batching
-    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options())
+    networks = load_networks(prepared.folder, place_of(spec), decoder_of(spec), spec.s3.options(), shelf=shelf)
     decoder = build(
         networks,
         prepared.info,

@@ -24,7 +24,9 @@ BAR = 16
 
 
 class Display(Notes, Protocol):
-    """A place to show progress; used as a context manager."""
+    """A place to show progress; used as a context manager. `heading` begins every line of progress."""
+
+    heading: str
 
     def __enter__(self) -> Display: ...
 
@@ -49,6 +51,8 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
 
 class Silence(Unnoted):
     """Shows nothing."""
+
+    heading = ""
 
     def __enter__(self) -> Silence:
         return self
@@ -78,7 +82,7 @@ class LineDisplay(Silence):
         """See Display."""
         if self._clock() - self._last_s >= self._every_s:
             self._last_s = self._clock()
-            self.note(progress_line(totals))
+            self.note(self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
         """See Display."""
@@ -115,7 +119,7 @@ class LiveLine(Silence):
 
     def show(self, totals: Totals) -> None:
         """See Display."""
-        self._bar(ratio(totals.rows_done, totals.rows), progress_line(totals))
+        self._bar(ratio(totals.rows_done, totals.rows), self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
         """See Display."""

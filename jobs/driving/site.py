@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.job import Job, Seat
 from jobs.driving.crew import crew
@@ -21,15 +21,22 @@ from jobs.plan.prepare import Prepared
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
 
+if TYPE_CHECKING:
+    from actors.shelf import Shelf
+
 BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
 
 
 class WorkerPool(Workers, Protocol):
-    """What a run needs of a pool: what the driver uses, and `close`."""
+    """What a run needs of a pool: what the driver uses, and the two ways to end it."""
 
     def close(self) -> None:
         """End all workers."""
+        ...
+
+    def release(self) -> list[Any]:
+        """Hand the workers over for another pool, with their networks; none writes anything more for this job."""
         ...
 
 
@@ -48,6 +55,10 @@ class Site(Protocol):
         """Like `opened`, but the block begins while the site is still starting."""
         ...
 
+    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
+        """Like `opening`, for several jobs. Yields for each the error if the site can't provide what it asks for."""
+        ...
+
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """How many workers fit, and the resources of each; UserError if none fits."""
         ...
@@ -56,9 +67,17 @@ class Site(Protocol):
         """A pool that has no workers yet; the site must be open."""
         ...
 
+    def retire(self, pool: WorkerPool) -> None:
+        """End a pool whose job is over; a site that keeps workers gives them to its next pool."""
+        ...
+
 
 class LocalSite:
-    """One worker in this process."""
+    """One worker in this process. With `keep`, the networks of a job stay in memory for the next one."""
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._shelf: Shelf | None = None
 
     def check(self, spec: JobSpec) -> None:
         """See Site."""
@@ -78,6 +97,10 @@ class LocalSite:
         """See Site."""
         return nullcontext()
 
+    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
+        """See Site; `check` has found what this process can't provide."""
+        return nullcontext([None for _ in jobs])
+
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """See Site; the worker has the whole machine."""
         return 1, Seat(cpus=1.0, gpus=0.0, threads=len(os.sched_getaffinity(0)))
@@ -85,17 +108,27 @@ class LocalSite:
     def pool(self, job: Job, seat: Seat) -> WorkerPool:
         """See Site."""
         from actors.local_pool import LocalPool
+        from actors.shelf import Shelf
 
-        return LocalPool(job, seat)
+        if self._keep and self._shelf is None:
+            self._shelf = Shelf()
+        return LocalPool(job, seat, shelf=self._shelf)
+
+    def retire(self, pool: WorkerPool) -> None:
+        """See Site."""
+        pool.release()
 
 
 class RaySite:
-    """Workers of Ray: of the cluster at `address`, or of a Ray of our own."""
+    """Workers of Ray: of the cluster at `address`, or of a Ray of our own. With `keep`, they stay for the next job."""
 
-    def __init__(self, address: str | None) -> None:
+    def __init__(self, address: str | None, *, keep: bool = False) -> None:
         self.address = address
+        self._keep = keep
         self._start: _Start | None = None
         self._is_open = False
+        self._spare: list[Any] = []
+        self._spare_seat: tuple[float, float] | None = None
 
     def check(self, spec: JobSpec) -> None:
         """See Site."""
@@ -131,18 +164,60 @@ class RaySite:
             self._is_open = False
             self._start.end()
 
+    @contextmanager
+    def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> Iterator[list[UserError | None]]:
+        """See Site. The size of a Ray of our own is known before it starts."""
+        if not ray_is_ours_to_start(self.address):
+            with ray_session(self.address, note=display.note):
+                try:
+                    yield self._refusals(jobs, cluster_size())
+                finally:
+                    self._end_spare()
+            return
+        found = self._refusals(jobs, local_size())
+        first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
+        with nullcontext() if first is None else self.opening(display, first):
+            yield found
+
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """See Site."""
         self._wait()
         return self._seats(spec, cluster_size(), units=units)
 
     def pool(self, job: Job, seat: Seat) -> WorkerPool:
-        """See Site."""
-
+        """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
         from actors.pool import RayPool
 
-        early = [] if self._start is None else self._start.take_workers(seat)
-        return RayPool(job, seat, early=early)
+        if self._start is not None and (early := self._start.take_workers()):
+            self._spare, self._spare_seat = early, self._start.resources
+        if self._spare_seat != (seat.cpus, seat.gpus):
+            self._end_spare()
+        spare, self._spare, self._spare_seat = self._spare, [], (seat.cpus, seat.gpus)
+        return RayPool(job, seat, early=spare)
+
+    def retire(self, pool: WorkerPool) -> None:
+        """See Site."""
+        if self._keep:
+            self._spare = pool.release()
+        else:
+            pool.close()
+
+    def _end_spare(self) -> None:
+        if self._spare:
+            from actors.pool import end_workers
+
+            end_workers(self._spare)
+        self._spare = []
+
+    def _refusals(self, jobs: Sequence[Prepared], size: tuple[int, int]) -> list[UserError | None]:
+        return [self._refusal(job.spec, size) for job in jobs]
+
+    def _refusal(self, spec: JobSpec, size: tuple[int, int]) -> UserError | None:
+        try:
+            self._seats(spec, size, units=1)
+        except UserError as error:
+            return error
+        return None
 
     def _seats(self, spec: JobSpec, size: tuple[int, int], *, units: int) -> tuple[int, Seat]:
         return crew(spec.workers, num_cpus=size[0], num_gpus=size[1], units=units, device=spec.model.device)
@@ -186,10 +261,13 @@ class _Start:
         if self._error is not None:
             raise self._error
 
-    def take_workers(self, seat: Seat) -> list[Any]:
-        """Hand the early workers over to the caller; an empty list if they were started with other resources than `seat`."""
-        if (seat.cpus, seat.gpus) != (self._seat.cpus, self._seat.gpus):
-            return []
+    @property
+    def resources(self) -> tuple[float, float]:
+        """CPUs and GPUs of each early worker."""
+        return self._seat.cpus, self._seat.gpus
+
+    def take_workers(self) -> list[Any]:
+        """Hand the early workers over to the caller."""
         workers, self._workers = self._workers, []
         return workers
 
@@ -203,6 +281,6 @@ class _Start:
             self._over.set()
 
 
-def site_of(*, address: str | None, local: bool) -> Site:
-    """The site chosen on the command line."""
-    return LocalSite() if local else RaySite(address)
+def site_of(*, address: str | None, local: bool, keep: bool = False) -> Site:
+    """The site chosen on the command line; with `keep`, workers stay from one job to the next, with their networks."""
+    return LocalSite(keep=keep) if local else RaySite(address, keep=keep)

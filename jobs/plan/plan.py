@@ -175,7 +175,23 @@ def create_plan(
 
     `keep` has the types of the columns that are copied into the results, None if there are none.
     """
-    content = _content(spec, results, inputs, writer, pass_) | {"keep": written(keep)}
+    totals = {"units": len(writer.sums.rows)} | asdict(writer.totals)
+    return store_plan(store, spec, results, inputs, totals=totals, parts=writer.unit_table(), pass_=pass_, keep=keep)
+
+
+def store_plan(
+    store: Store,
+    spec: JobSpec,
+    results: dict[str, Any],
+    inputs: Sequence[InputFile],
+    *,
+    totals: dict[str, Any],
+    parts: list[dict[str, Any]],
+    pass_: int = 1,
+    keep: pa.Schema | None = None,
+) -> Plan:
+    """Write `_plan.json` for parts that are in the store; `totals` and `parts` as the file lists them."""
+    content = _content(spec, results, inputs, totals, parts, pass_) | {"keep": written(keep)}
     try:
         store.create(PLAN, _text(content).encode())
     except AlreadyExists:  # another driver wrote it; use it if it is the same job
@@ -315,7 +331,12 @@ def _id_at(spec: JobSpec, file: InputFile, row: int) -> str:
 
 
 def _content(
-    spec: JobSpec, results: dict[str, Any], inputs: Sequence[InputFile], writer: PlanWriter, pass_: int
+    spec: JobSpec,
+    results: dict[str, Any],
+    inputs: Sequence[InputFile],
+    totals: dict[str, Any],
+    parts: list[dict[str, Any]],
+    pass_: int,
 ) -> dict[str, Any]:
     """The content of `_plan.json`."""
     return {
@@ -324,11 +345,11 @@ def _content(
         "schema_version": SCHEMA_VERSION,
         "code_version": code_version(),
         "pass": pass_,
-        "totals": {"units": len(writer.sums.rows)} | asdict(writer.totals),
+        "totals": totals,
         "results": results,
         "spec": spec.model_dump(mode="json"),
         "inputs": [asdict(file) for file in inputs],
-        "parts": writer.unit_table(),
+        "parts": parts,
     }
 
 

@@ -91,10 +91,8 @@ class PlanWriter:
         self._write_part()
 
     def discard(self) -> None:
-        """Delete the parts of abandoned plans, of this driver or an earlier one; never those of a later driver."""
-        for stat in list(self._store.list(FOLDER)):
-            if epoch_of(stat.name) <= self._epoch:
-                self._store.delete(stat.name)
+        """See `discard_parts`."""
+        discard_parts(self._store, self._epoch)
 
     def unit_table(self) -> list[dict[str, Any]]:
         """The parts, the sizes of their units and the first units of windows, as `_plan.json` lists them."""
@@ -147,3 +145,10 @@ class PlanWriter:
         rows = sum(end - start for _, start, end in self._units)
         self.parts.append(PlanPart(name, len(self.sums.rows) - units, units, rows))
         self._units = []
+
+
+def discard_parts(store: Store, epoch: int) -> None:
+    """Delete the parts of abandoned plans, of this driver (`epoch`) or an earlier one; never those of a later driver."""
+    for stat in list(store.list(FOLDER)):
+        if epoch_of(stat.name) <= epoch:
+            store.delete(stat.name)

@@ -5,7 +5,9 @@ Every problem that a user can cause raises a UserError here, with the field's pa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +54,27 @@ class Prepared:
     plan: Plan | None
 
 
-def prepare(spec: JobSpec, store: Store, display: Notes | None = None) -> Prepared:
+def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loaders: Loaders | None = None) -> Prepared:
     """Check the run directory, the model and the inputs; raises UserError if one of them is unusable.
 
-    Compares settings with an existing plan first, before it fetches or hashes weights, which may take long.
+    Compares settings with an existing plan first, before it fetches or hashes weights, which may take long. `loaders` are for
+    jobs that have something in common.
     """
+    loaders = loaders or Loaders()
     plan = load_plan(store)
     if plan is not None:
         compare_settings(plan, spec)
     model = spec.model
     folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
     info = inspect(spec, folder)
-    tokenizer = load_tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
+    tokenizer = loaders.tokenizer(folder, spec.model.tokenizer, trust_remote_code=spec.model.trust_remote_code)
     check_chat(spec, tokenizer)
-    inputs = list_inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
+    inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     if plan is not None:
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     hashes = Hashes(
-        model=_hashed(folder, display or Unnoted()),
+        model=loaders.weights(folder, display or Unnoted()),
         adapter=adapter_hash(folder),
         tokenizer=tokenizer_hash(folder, spec.model.tokenizer),
         head=head_hash(spec),
@@ -99,6 +103,27 @@ def _hashed(folder: Path, display: Notes) -> str:
         display.step("hashing the model", done, total)
 
     return model_hash(folder, hashed)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaders:
+    """How `prepare` gets what jobs may have in common; `remembering` gets each of these only once."""
+
+    weights: Callable[[Path, Notes], str] = _hashed
+    tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
+    inputs: Callable[..., list[InputFile]] = list_inputs
+
+
+def remembering() -> Loaders:
+    """Loaders for jobs that are prepared one after another and may have the same models, tokenizers and inputs."""
+    hashes: dict[Path, str] = {}
+
+    def weights(folder: Path, display: Notes) -> str:
+        if folder not in hashes:
+            hashes[folder] = _hashed(folder, display)
+        return hashes[folder]
+
+    return Loaders(weights, cache(load_tokenizer), cache(list_inputs))
 
 
 def weight_bytes(folder: Path) -> int:

@@ -6,7 +6,7 @@ Specs are frozen, and unknown keys are errors at every level. docs/specs.md expl
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +20,7 @@ from decoders.settings import DecoderSettings
 from jobs.spec.metric_rules import kept_names, metric_problem, reference_of
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
-from jobs.spec.spec_file import apply_override, read_mapping
+from jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from jobs.spec.task_rules import task_problem, truncate_problem
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
@@ -252,7 +252,21 @@ def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:
     try:
         return check_spec(data)
     except UserError as error:
-        raise kind_changed(before, data, overrides, error) or error from None
+        keys = [override.partition("=")[0].strip() for override in overrides]
+        raise kind_changed(before, data, keys, error) or error from None
+
+
+def check_changed(data: dict[str, Any], changes: Mapping[str, Any]) -> JobSpec:
+    """Return the spec for a mapping with other values for dotted keys. Raises UserError as `load_spec` does."""
+    after = deepcopy(data)
+    for key, value in changes.items():
+        apply_change(after, key, deepcopy(value))
+    try:
+        return check_spec(after)
+    except UserError as error:
+        raise (
+            kind_changed(data, after, changes, error, how=lambda section, fresh: f'"{section}: {fresh}"') or error
+        ) from None
 
 
 def check_spec(data: dict[str, Any]) -> JobSpec:

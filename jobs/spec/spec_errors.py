@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -49,14 +49,25 @@ def spec_error(model: type[BaseModel], data: Mapping[str, Any], error: Validatio
     return UserError("\n".join([problems[0][1], *lines]), field=problems[0][0] or None)
 
 
-def kind_changed(
-    before: Mapping[str, Any], after: Mapping[str, Any], overrides: Sequence[str], error: UserError
-) -> UserError | None:
-    """A clearer error if an override changed a section's `kind` but the old kind's settings stayed; None for other errors.
+def on_command_line(section: str, fresh: str) -> str:
+    """How to replace a whole section on the command line."""
+    return f'--set "{section}={fresh}"'
 
-    `before` and `after` are the spec's mapping without and with the `overrides` (KEY=VALUE); `error` is the original error.
+
+def kind_changed(
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    keys: Iterable[str],
+    error: UserError,
+    *,
+    how: Callable[[str, str], str] = on_command_line,
+) -> UserError | None:
+    """A clearer error if a change of a section's `kind` left the old kind's settings there; None for other errors.
+
+    `before` and `after` are the spec's mapping without and with the changes of these dotted `keys`; `error` is the original
+    error. `how` says how to replace a section by a value in YAML.
     """
-    set_here = {override.partition("=")[0].strip() for override in overrides}
+    set_here = set(keys)
     wrong = {error.field or ""} | {
         found[0][:-2] for line in str(error).splitlines() if (found := _LED_BY_PATH.match(line))
     }
@@ -72,7 +83,7 @@ def kind_changed(
             fresh = ", ".join([f"kind: {new['kind']}", *fits])
             return UserError(
                 f"{', '.join(stayed)} of the spec belong to the old kind, {old['kind']!r}, and {', '.join(bad)} don't work with "
-                f'{new["kind"]!r}; to drop them all, write --set "{section}={{{fresh}}}"',
+                f"{new['kind']!r}; to drop them all, write {how(section, '{' + fresh + '}')}",
                 field=f"{section}.kind",
             )
     return None

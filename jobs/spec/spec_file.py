@@ -73,16 +73,27 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 def apply_override(data: dict[str, Any], override: str) -> None:
     """Set one dotted key in place; VALUE is read as YAML. Raises UserError without '=', or if the parent is not a mapping."""
+    key, value = split_override(override)
+    apply_change(data, key, value, f"--set {override!r}: ")
+
+
+def split_override(override: str) -> tuple[str, Any]:
+    """The dotted key and the value of KEY=VALUE; VALUE is read as YAML. Raises UserError without '='."""
     dotted, equals, text = override.partition("=")
-    keys = dotted.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(dotted.strip().split(".")):
         raise UserError(f"--set {override!r}: write KEY=VALUE, for example decoder.k=4")
+    return dotted.strip(), _parse(text, f"--set {override!r}")
+
+
+def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") -> None:
+    """Set one dotted key in place; UserError, whose message `what` begins, if the parent is not a mapping."""
+    keys = dotted.split(".")
     for index, key in enumerate(keys[:-1]):
         inner = data.setdefault(key, {})
         if not isinstance(inner, dict):
-            raise UserError(f"--set {override!r}: {inner!r} is not a mapping", field=".".join(keys[: index + 1]))
+            raise UserError(f"{what}{inner!r} is not a mapping", field=".".join(keys[: index + 1]))
         data = inner
-    data[keys[-1]] = _parse(text, f"--set {override!r}")
+    data[keys[-1]] = value
 
 
 def _parse(text: str, what: str) -> Any:

@@ -80,6 +80,10 @@ class SimSite:
         """See jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
         return SimPool(job, seat)
 
+    def retire(self, pool: SimPool) -> None:
+        """See jobs.driving.site.Site."""
+        pool.close()
+
 
 class SimPool:
     """What the driver takes for its pool; `world` decides what its workers do."""

@@ -179,6 +179,7 @@ class World:
             stop=stop,
             display=Silence(),
             site=SimSite(self),
+            loads=True,
             prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1)),
         )
 

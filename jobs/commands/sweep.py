@@ -1,0 +1,233 @@
+"""`draftmill sweep`: runs or resumes the cases of a sweep file, one after another on the same workers. Idempotent.
+
+    sweep file -> cases, all checked -> Ray -> plans (shared) -> sweep.json -> each case: units, manifest, _SUCCESS -> table
+
+Every case is a run directory of its own under `cases/`, planned, decoded and closed by the code of `draftmill run`, under its own
+lease; the sweep as a whole has a lease too. Workers stay from case to case, with the networks that the next case needs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from jobs.commands.run import Run, RunOptions, decode
+from jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
+from jobs.commands.sweep_table import sweep_lines
+from jobs.driving.driver import TOO_MANY, StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.progress import Display, make_display
+from jobs.driving.session import RayDidNotStart
+from jobs.driving.site import Site, site_of
+from jobs.finished.passes import left_failed, passes_of
+from jobs.notes import counted
+from jobs.spec.sweep_spec import CASES, Sweep, described, load_sweep
+from jobs.spec.thresholds import too_many_failed
+from storage.errors import StoreError, UserError
+from storage.failpoints import failpoint
+from storage.runs.lease import LeaseHeld, LeaseLost
+from storage.stores.store import open_store, probe
+from storage.stores.store import sweep as delete_stray_files
+from storage.stores.verbs import NotFound, Store
+
+RECORD = "sweep.json"
+FORMAT = 1
+
+SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
+"""The exit code of a sweep is the first of these that one of its cases has."""
+
+
+@dataclass(slots=True)
+class Stops:
+    """The stop flag of the case that runs now, and why the sweep as a whole must stop, if it must."""
+
+    current: StopFlag = field(default_factory=StopFlag)
+    reason: str | None = None
+
+    def lost(self, reason: str) -> None:
+        """The sweep's lease is lost: stop this case, and start no other."""
+        self.reason = reason
+        self.current.set(reason)
+
+
+def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: bool = False) -> int:
+    """Run or resume a sweep, or only show what it would do; returns the exit code.
+
+    Raises UserError if the sweep file can't be used, or none of its cases can run; then nothing has been written.
+    """
+    made = load_sweep(path, overrides)
+    site = site_of(address=options.ray_address, local=options.local, keep=True)
+    with make_display(quiet=options.quiet) as display:
+        cases, problems = check_cases(made.cases, site, display)
+    say_problems(problems, len(made.cases))
+    if dry_run:
+        from jobs.commands.sweep_trial import dry_run_lines
+
+        for line in dry_run_lines(made, cases):
+            print(line, flush=True)
+        return UNUSABLE if problems else OK
+    store = open_store(made.path, s3=cases[0].spec.s3.options())
+    ready = [case for case in cases if case.is_ready]
+    if ready or not is_recorded(store, made, cases):
+        try:
+            run_cases(made, cases, store, site, options)
+        except (LeaseHeld, LeaseLost) as error:
+            print(f"draftmill: {error}", file=sys.stderr)
+            return INTERRUPTED
+    else:
+        print(f"{store.url} is already finished")
+    return closed(made, cases, problems)
+
+
+def say_problems(problems: dict[str, str], count: int) -> None:
+    """Print what is wrong with cases; UserError if that is all of the sweep's `count` cases."""
+    if not problems:
+        return
+    lines = "\n".join(problem_lines(problems))
+    if len(problems) == count:
+        raise UserError(f"no case of the sweep can run\n{lines}")
+    print(f"draftmill: {counted(len(problems), 'case')} of {count} can't run; the others do\n{lines}", file=sys.stderr)
+
+
+def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, options: RunOptions) -> None:
+    """Plan and decode the cases that are not finished, under the sweep's lease."""
+    stops = Stops()
+    conditional = probe(store)
+    ready = in_order([case for case in cases if case.is_ready])
+    with kept_lease(store, stops.lost), make_display(quiet=options.quiet) as display:
+        delete_stray_files(store)
+        if not conditional:
+            display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
+        with site.opening_for(display, [case.prepared for case in ready]) as refusals:
+            for case, error in zip(ready, refusals, strict=True):
+                if error is not None:
+                    case.fail(UNUSABLE, error)
+            plan_cases(cases, display)
+            late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
+            say_problems(late, len(cases))
+            write_record(store, made, cases)
+            for number, (case, loads) in enumerate(orderly(ready), start=len(cases) - len(ready) + 1):
+                if stops.reason is not None:
+                    return
+                display.heading = f"case {number} of {len(cases)}, {case.name}: "
+                display.note(f"case {number} of {len(cases)}: {case.name} ({described(case.changes)})")
+                decode_case(case, options, stops, display, site, conditional=conditional, loads=loads)
+
+
+def orderly(ready: Iterable[SweepCase]) -> Iterable[tuple[SweepCase, bool]]:
+    """The cases that can still run, each with whether workers have to load a model for it."""
+    left = [case for case in ready if case.is_ready]
+    return zip(left, ["model" in names or "drafter" in names for names in loads_of(left)], strict=True)
+
+
+def decode_case(
+    case: SweepCase,
+    options: RunOptions,
+    stops: Stops,
+    display: Display,
+    site: Site,
+    *,
+    conditional: bool,
+    loads: bool,
+) -> None:
+    """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
+    assert case.plan is not None
+    stop = stops.current = StopFlag(stops.reason)
+    try:
+        with kept_lease(case.store, stop.set) as lease:
+            failpoint("sweep.before_case")
+            run = Run(
+                case.spec,
+                options,
+                case.prepared,
+                case.store,
+                case.plan,
+                conditional,
+                lease,
+                stop,
+                display,
+                site,
+                loads=loads,
+            )
+            finish = decode(run)
+    except RayDidNotStart:
+        raise
+    except (LeaseHeld, LeaseLost) as error:
+        case.fail(INTERRUPTED, error)
+    except UserError as error:
+        case.fail(UNUSABLE, error)
+    except StoreError as error:
+        case.fail(UNEXPECTED, error)
+    else:
+        match finish.how:
+            case "done":
+                case.code = judged(case)
+            case "hopeless":
+                case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
+            case "failed":
+                case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
+            case _:
+                case.code = INTERRUPTED
+    if case.problem is not None:
+        display.note(f"case {case.name}: {case.problem}")
+    if stop.reason not in {None, TOO_MANY}:
+        stops.reason = stop.reason
+
+
+def judged(case: SweepCase) -> int:
+    """The exit code of a finished case: 3 if too many of its samples are still failed, else 0."""
+    passes = passes_of(case.store, s3=case.spec.s3.options())
+    hopeless = too_many_failed(left_failed(passes), passes[0].plan.rows, case.spec.errors)
+    return TOO_MANY_FAILED if hopeless else OK
+
+
+def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
+    """Print how the sweep ended; returns its exit code."""
+    for case in cases:
+        if case.is_closed:
+            case.code = judged(case)
+    codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
+    code = next((code for code in SEVEREST if code in codes), OK)
+    finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
+    for line in sweep_lines(made, cases, problems):
+        print(line)
+    for case in cases:
+        if case.problem is not None:
+            print(f"draftmill: {case.name}: {case.problem}", file=sys.stderr)
+    if code == INTERRUPTED:
+        print(
+            f"draftmill: interrupted with {len(finished)} of {len(made.cases)} cases finished; run it again to resume",
+            file=sys.stderr,
+        )
+    return code
+
+
+# ---- sweep.json
+
+
+def record_of(made: Sweep, cases: Iterable[SweepCase]) -> bytes:
+    """The content of sweep.json: one line per case that can run, in the order of the sweep file."""
+    listed = [
+        json.dumps({"name": case.name, "path": f"{CASES}/{case.name}", "changes": case.changes}) for case in cases
+    ]
+    head = json.dumps({"format": FORMAT, "name": made.name})
+    return (head[:-1] + ', "cases": [\n ' + ",\n ".join(listed) + "\n]}\n").encode()
+
+
+def is_recorded(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> bool:
+    """Whether sweep.json says what the sweep file says."""
+    try:
+        return store.get(RECORD) == record_of(made, cases)
+    except NotFound:
+        return False
+
+
+def write_record(store: Store, made: Sweep, cases: Iterable[SweepCase]) -> None:
+    """Write sweep.json, if it does not say the same already. Cases that can't run are left out: a refused spec is not kept."""
+    usable = [case for case in cases if case.plan is not None]
+    if not is_recorded(store, made, usable):
+        failpoint("sweep.before_record")
+        store.put(RECORD, record_of(made, usable))

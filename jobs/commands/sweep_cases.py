@@ -1,0 +1,160 @@
+"""The cases of a sweep as jobs: checked, put into an order in which models stay loaded, and planned together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from actors.loading import fetch_drafter, network_keys
+from jobs.codes import INTERRUPTED, UNUSABLE
+from jobs.driving.driver import StopFlag
+from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.progress import Display
+from jobs.driving.site import Site
+from jobs.notes import counted
+from jobs.plan.plan import Plan, load_plan
+from jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
+from jobs.plan.shared_plan import copy_plan, plan_groups
+from jobs.plan.worker_job import place_of
+from jobs.spec.job_spec import JobSpec
+from jobs.spec.sweep_spec import Case
+from storage.errors import DamagedRun, UserError
+from storage.runs.commit import is_closed
+from storage.runs.lease import LeaseHeld
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
+
+SHOWN_NAMES = 5
+"""Cases with the same problem that are named; the others are counted."""
+
+
+@dataclass(slots=True)
+class SweepCase:
+    """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
+
+    `is_closed` says that it was finished before this command started. `problem` says why it can't run after all.
+    """
+
+    name: str
+    changes: Mapping[str, Any]
+    spec: JobSpec
+    store: Store
+    prepared: Prepared
+    plan: Plan | None
+    is_closed: bool
+    code: int | None = None
+    problem: str | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has units to decode, as far as is known."""
+        return not self.is_closed and self.code is None
+
+    def fail(self, code: int, problem: object) -> None:
+        """Note that it can't run."""
+        self.code, self.problem = code, str(problem)
+
+    def network_keys(self) -> dict[str, Hashable]:
+        """What its networks depend on, by name: `model`, `drafter`, `heads`."""
+        drafter = fetch_drafter(self.spec.decoder, self.spec.s3.options())
+        return network_keys(self.prepared.folder, place_of(self.spec), self.spec.decoder, drafter)
+
+
+def check_cases(cases: Sequence[Case], site: Site, display: Display) -> tuple[list[SweepCase], dict[str, str]]:
+    """The cases that can run, and what is wrong with the others, by name. Writes nothing and loads no model."""
+    usable: list[SweepCase] = []
+    problems: dict[str, str] = {}
+    loaders = remembering()
+    for case in cases:
+        try:
+            if case.spec is None:
+                assert case.error is not None
+                raise case.error
+            usable.append(_checked(case, case.spec, site, display, loaders))
+        except (UserError, DamagedRun) as error:
+            problems[case.name] = str(error)
+    return usable, problems
+
+
+def _checked(case: Case, spec: JobSpec, site: Site, display: Display, loaders: Loaders) -> SweepCase:
+    store = open_store(spec.output.path, s3=spec.s3.options())
+    prepared = prepare(spec, store, display, loaders=loaders)
+    finished = prepared.plan is not None and is_closed(store)
+    if not finished:
+        site.check(spec)
+    return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished)
+
+
+def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:
+    """The cases so that those with the same resources, model, drafter and heads follow each other; else in their order."""
+    keys = [_order_key(case) for case in cases]
+    first: dict[tuple[Hashable, ...], int] = {}
+    for number, key in enumerate(keys):
+        for depth in range(1, len(key) + 1):
+            first.setdefault(key[:depth], number)
+    ranks = [[first[key[:depth]] for depth in range(1, len(key) + 1)] for key in keys]
+    return [cases[number] for number in sorted(range(len(cases)), key=lambda number: (ranks[number], number))]
+
+
+def _order_key(case: SweepCase) -> tuple[Hashable, ...]:
+    networks, workers = case.network_keys(), case.spec.workers
+    return ((workers.cpus, workers.gpus), *(networks.get(name) for name in ("model", "drafter", "heads")))
+
+
+def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
+    """The networks that a worker loads for each of the cases, one after another in this order."""
+    found: list[list[str]] = []
+    before: dict[str, Hashable] = {}
+    resources: Hashable = None
+    for case in cases:
+        seat, keys = (case.spec.workers.cpus, case.spec.workers.gpus), case.network_keys()
+        found.append([name for name in keys if seat != resources or before.get(name) != keys[name]])
+        before, resources = keys, seat
+    return found
+
+
+def plan_cases(cases: Sequence[SweepCase], display: Display) -> None:
+    """Plan the cases that have no plan; cases with the same rows and canvases are planned once.
+
+    `cases` are all that can run: the plan of a finished one serves others too. A case that can't be planned fails, and so do
+    those that would share its plan.
+    """
+    for group in plan_groups([case.prepared for case in cases]):
+        members = [cases[number] for number in group]
+        donor = next((case.plan for case in members if case.plan is not None), None)
+        copies = 0
+        for case in (member for member in members if member.plan is None and member.is_ready):
+            copies += donor is not None
+            try:
+                case.plan = _planned(case, donor, display)
+            except LeaseHeld as error:
+                case.fail(INTERRUPTED, error)
+            except UserError as error:
+                for other in members:
+                    if other.plan is None and other.is_ready:
+                        other.fail(UNUSABLE, error)
+                break
+            donor = donor or case.plan
+        if copies:
+            display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
+
+
+def _planned(case: SweepCase, donor: Plan | None, display: Display) -> Plan:
+    with kept_lease(case.store, StopFlag().set) as lease:
+        if donor is None or load_plan(case.store) is not None:
+            return make_plan(case.prepared, case.store, display, epoch=lease.epoch)
+        return copy_plan(case.prepared, donor, case.store, epoch=lease.epoch)
+
+
+def problem_lines(problems: Mapping[str, str]) -> list[str]:
+    """The problems, one paragraph each with the names of the cases that have it."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names.setdefault(problem, []).append(name)
+    lines = []
+    for problem, those in names.items():
+        more = f" and {len(those) - SHOWN_NAMES:,} more" if len(those) > SHOWN_NAMES else ""
+        shown = ", ".join(those[:SHOWN_NAMES]) + more
+        lines += [f"  {shown}: {problem.splitlines()[0]}", *(f"    {line}" for line in problem.splitlines()[1:])]
+    return lines

@@ -1,0 +1,67 @@
+"""The table at the end of a sweep: one row per case, all of it counted or measured."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from jobs.commands.sweep_cases import SweepCase
+from jobs.driving.attempts import read_sessions
+from jobs.driving.totals import ratio
+from jobs.finished.passes import left_failed, passes_of
+from jobs.finished.summary import read_summary
+from jobs.notes import counted, rate_text
+from jobs.spec.sweep_spec import Sweep
+from storage.runs.commit import done_units, read_manifest
+
+COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
+ABSENT = "-"
+
+
+def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
+    """The table, in the order of the sweep file, and the command that compares the finished cases."""
+    by_name = {case.name: case for case in cases}
+    rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in made.cases]
+    finished = [case for case in cases if read_manifest(case.store) is not None]
+    lines = [f"draftmill: {made.name}, {counted(len(made.cases), 'case')}", *table([list(COLUMNS), *rows])]
+    if len(finished) > 1:
+        places = " ".join(shlex.quote(case.store.url) for case in finished)
+        lines.append(f"compare them: draftmill compare {places}")
+    return lines
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as aligned text, the first column to the left and the others to the right; short rows are filled."""
+    width = max(map(len, rows))
+    full = [[*row, *[ABSENT] * (width - len(row))] for row in rows]
+    widths = [max(len(row[column]) for row in full) for column in range(width)]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *(row[n].rjust(widths[n]) for n in range(1, width))]).rstrip()
+        for row in full
+    ]
+
+
+def _row(case: SweepCase) -> list[str]:
+    manifest = read_manifest(case.store)
+    if manifest is None:
+        return [case.name, _progress(case)]
+    tally: Any = read_summary(case.store, [unit.object for unit in manifest.units]).tally
+    sessions = read_sessions(case.store)
+    rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
+    return [
+        case.name,
+        f"{tally.rows:,}",
+        rate_text(rate) if rate else ABSENT,
+        f"{tally.nfe / tally.new_tokens:.3f}" if tally.new_tokens else ABSENT,
+        f"{tally.accepted / tally.proposed:.1%}" if tally.proposed else ABSENT,
+        f"{left_failed(passes_of(case.store, s3=case.spec.s3.options())):,}",
+    ]
+
+
+def _progress(case: SweepCase) -> str:
+    """How far a case is that is not finished."""
+    if case.plan is None:
+        return "not planned"
+    done = len(done_units(case.store, conditional=False) or done_units(case.store))
+    return f"{done:,} of {case.plan.units:,} units"

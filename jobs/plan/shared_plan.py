@@ -1,0 +1,106 @@
+"""One plan for several jobs: jobs whose rows have the same canvases get copies of one unit table.
+
+Reading and tokenizing the rows is the expensive part of planning; a copy needs neither. Each job's run directory stays complete:
+it has its own `_plan.json` with its own fingerprint, and its own copy of the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from actors.fim import fills_in_middle
+from actors.plan_table import part_name
+from actors.requests import body_of
+from decoders.settings import DECODERS
+from jobs.plan.fingerprint import digest, results_key
+from jobs.plan.plan import Plan, store_plan
+from jobs.plan.plan_writer import discard_parts
+from jobs.plan.prepare import Prepared
+from storage.errors import UserError
+from storage.failpoints import failpoint
+from storage.inputs.reader import iterate
+from storage.stores.verbs import Store
+
+OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
+"""Keys of `sampling` that no canvas depends on."""
+
+
+def plan_groups(jobs: Sequence[Prepared]) -> list[list[int]]:
+    """Group jobs, by their numbers, whose unit tables are equal: the same rows, ids, keys, canvases and units.
+
+    Of jobs whose rows have settings of their own, only those are together that allow a row the same settings.
+    """
+    by_canvas: dict[str, list[int]] = {}
+    for number, job in enumerate(jobs):
+        by_canvas.setdefault(canvas_key(job), []).append(number)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for key, numbers in by_canvas.items():
+        own = rows_have_settings(jobs[numbers[0]])
+        for number in numbers:
+            groups.setdefault((key, settings_key(jobs[number]) if own else ""), []).append(number)
+    return list(groups.values())
+
+
+def canvas_key(prepared: Prepared) -> str:
+    """A digest of everything that the canvases and units depend on, except the settings that rows may have of their own.
+
+    These are the inputs, the task, the tokenizer, the seed, the window, and the model's length limit and ids. Everything in
+    the fingerprint counts that is not known to be without effect.
+    """
+    spec, info, hashes = prepared.spec, prepared.info, prepared.hashes
+    key = spec.results_key()
+    del key["decoder"], key["model"]
+    key["sampling"] = {name: value for name, value in key["sampling"].items() if name not in OF_DRAWING}
+    key["files"] = [asdict(file) | {"sha256": None} for file in prepared.inputs]
+    key["packing"] = [spec.batching.window, spec.output.unit_rows]
+    key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
+    key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(spec.task, info)]
+    return digest(key)
+
+
+def settings_key(prepared: Prepared) -> str:
+    """A digest of everything that decides which settings a row may have."""
+    decoder, sampling = DECODERS[prepared.spec.decoder.kind], prepared.spec.sampling
+    return digest([decoder.draws_by_row, decoder.token_logprobs, sampling.model_dump(mode="json")])
+
+
+def rows_have_settings(prepared: Prepared) -> bool:
+    """Whether rows may have settings of their own: in columns that the spec names, or as OpenAI requests, as the first row is."""
+    spec = prepared.spec
+    if spec.input.columns.own_settings():
+        return True
+    columns = spec.input.columns.wanted(spec.task)
+    try:
+        rows = iterate(prepared.inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+        return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
+    except UserError:  # a damaged file: planning says what is wrong
+        return False
+
+
+def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> Plan:
+    """Write a plan with the units of `donor`, the plan of a job in the same group, into another run directory.
+
+    Call it only under the run directory's lease, whose epoch is `epoch`. The result is the plan that `make_plan` would make.
+    """
+    discard_parts(store, epoch)
+    parts = [_copied(part, number, donor, store, epoch) for number, part in enumerate(donor.parts)]
+    failpoint("plan.before_plan")
+    results = results_key(prepared.spec, prepared.info, prepared.hashes, donor.files)
+    totals = {
+        "units": donor.units,
+        "rows": donor.rows,
+        "tokens": donor.tokens,
+        "holes": donor.holes,
+        "errors": donor.errors,
+    }
+    return store_plan(store, prepared.spec, results, donor.files, totals=totals, parts=parts, keep=donor.keep)
+
+
+def _copied(part: dict[str, Any], number: int, donor: Plan, store: Store, epoch: int) -> dict[str, Any]:
+    name = part_name(number, epoch)
+    failpoint("plan.before_part")
+    store.put(name, donor.store.get(part["name"]))
+    return part | {"name": name}
