@@ -15,7 +15,7 @@ from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
 from actors.shelf import Shelf
 from actors.task import Score, Task
 from actors.text import Tokenizer, has_tokenizer, load_tokenizer
-from decoders.backbones.head_files import check_heads, head_place
+from decoders.backbones.head_files import check_heads, head_place, read_sizes
 from decoders.base import Decoder, ModelInfo
 from decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from decoders.common_settings import Estimate, Sampling
@@ -86,7 +86,7 @@ def network_keys(
     if drafter is not None:
         keys["drafter"] = (drafter, *how)
     head = head_place(decoder, folder if drafter is None else drafter)
-    if head is not None:
+    if head is not None and read_sizes(*head) is not None:  # `auto` names a folder that may have no heads
         keys["heads"] = (head, keys.get("drafter", keys["model"]))
     return keys
 

@@ -223,13 +223,11 @@ def _grid(grid: Any) -> dict[str, dict[str, Any]]:
         raise _too_many(count, "grid")
     labels = _labels(list(grid))
     texts = {key: _unique([f"{labels[key]}-{_short(value)}" for value in values]) for key, values in grid.items()}
-    found: dict[str, dict[str, Any]] = {}
-    for numbers in product(*(range(len(values)) for values in grid.values())):
-        picked = list(zip(grid, numbers, strict=True))
-        name = _fitting("_".join(texts[key][number] for key, number in picked))
-        found[name] = {key: grid[key][number] for key, number in picked}
-    assert len(found) == count, "names of cases are unique"
-    return found
+    picks = [
+        list(zip(grid, numbers, strict=True)) for numbers in product(*(range(len(values)) for values in grid.values()))
+    ]
+    names = _unique([_fitting("_".join(texts[key][number] for key, number in pick)) for pick in picks])
+    return {name: {key: grid[key][number] for key, number in pick} for name, pick in zip(names, picks, strict=True)}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -259,6 +257,8 @@ def _short(value: Any) -> str:
         return _safe("+".join(map(_short, value)))
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return str(value)
     if isinstance(value, str) and (":" in value or "/" in value):
         return _safe(re.split(r"[:/]", value.rstrip("/"))[-1])
     return _safe(str(value))

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -138,12 +139,19 @@ class FakeWorker(Turns):
     """
 
     def __init__(self, name: str, job: object, threads: int) -> None:
+        self.begin(name, job, threads)
+
+    def begin(self, name: str, job: object, threads: int) -> tuple[str, int, dict[str, Any]]:
         if name == "w9":
             raise ValueError("the model is not there")
         clerk = FakeClerk({unit: [2, 1] for unit in range(100)} | {ENDLESS: [10**6], LOSES_DEVICE: [LOSES_DEVICE]})
         clerk.on_open = lambda unit: os._exit(7) if unit.unit == 99 else None
         decoder = FakeDecoder(trouble=lose_device)
         super().__init__(UnitRunner(decoder, clerk, worker=name), node=socket.gethostname())
+        return self.where()
+
+    def rest(self) -> None:
+        self._runner.close()
 
 
 def lose_device(requests: list[Request]) -> None:

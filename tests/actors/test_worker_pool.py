@@ -134,3 +134,45 @@ def test_a_closed_pool_has_no_process_left(pool: RayPool):
     pool.assign("w0", work(ENDLESS, 1))
     pool.close()
     assert not is_running(up.node, up.pid)
+
+
+def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayPool):
+    for name in ("w0", "w1"):
+        pool.start(name)
+    ups = [item for item in until_count(pool, Up, 2) if isinstance(item, Up)]
+    for number, name in enumerate(("w0", "w1")):
+        pool.assign(name, work(number, rows=2))
+    assert sorted(receipts(pool, 2)) == [0, 1]
+    os.kill(ups[0].pid, signal.SIGKILL)
+    actors = pool.release()
+    assert pool.poll(0.0) == [] and len(actors) == 1, "a dead one is not handed over"
+    other = RayPool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker, early=actors)  # type: ignore[arg-type]
+    try:
+        other.start("again")
+        (up,) = [item for item in until(other, Up) if isinstance(item, Up)]
+        assert (up.worker, up.pid) == ("again", ups[1].pid)
+        other.assign("again", work(5, rows=2))
+        assert receipts(other, 1) == [5]
+    finally:
+        other.close()
+    assert not is_running(up.node, up.pid)
+
+
+def test_a_worker_that_does_not_rest_in_time_is_ended(pool: RayPool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("actors.pool.REST_S", 0.2)
+    pool.start("w0")
+    (up,) = [item for item in until(pool, Up) if isinstance(item, Up)]
+    os.kill(up.pid, signal.SIGSTOP)
+    assert pool.release() == []
+    deadline_s = time.monotonic() + 60
+    while is_running(up.node, up.pid) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not is_running(up.node, up.pid)
+
+
+def until_count(pool: RayPool, wanted: type, count: int) -> list[PoolNews]:
+    """Poll until so many news of this kind have come."""
+    news: list[PoolNews] = []
+    while sum(isinstance(item, wanted) for item in news) < count:
+        news += until(pool, wanted)
+    return news

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs.cli import main
 from tests.conftest import ROOT
 from tests.runs.jobs_here import run, without_ray
 
@@ -108,6 +109,15 @@ def test_a_plan_is_made_without_torch(tmp_path: Path, model: str) -> None:
 
 def test_a_run_that_has_nothing_to_do_starts_nothing(finished: Path) -> None:
     check(WATCH, "run", str(finished / "job.yaml"))
+
+
+def test_a_finished_sweep_starts_nothing(tmp_path: Path) -> None:
+    job = yaml.safe_load(write_job(tmp_path).read_text())
+    del job["output"]
+    path = tmp_path / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"base": job, "cases": {"a": {}}, "output": {"path": str(tmp_path / "out")}}))
+    assert main(["sweep", str(path), "--local", "--quiet"]) == 0
+    check(WATCH.replace('!= "run"', '!= ""'), "sweep", str(path))
 
 
 def test_a_bad_spec_is_refused_without_torch(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from decoders.any_subset.settings import AssdSettings
 from jobs.spec.job_spec import JobSpec, check_spec, load_spec
 from jobs.spec.spec_errors import all_keys
-from jobs.spec.spec_file import apply_override
+from jobs.spec.spec_file import apply_override, read_mapping
+from jobs.spec.sweep_spec import load_sweep
 from storage.errors import UserError
 
 GOOD: dict[str, Any] = {
@@ -222,8 +223,11 @@ def test_what_a_refused_kind_is_told_to_write_is_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[3].glob("examples/*.yaml")), ids=lambda path: path.name)
-def test_every_example_is_a_valid_spec(path: Path) -> None:
-    assert load_spec(path).name
+def test_every_example_is_a_valid_spec_or_sweep(path: Path) -> None:
+    if "base" in read_mapping(path):
+        assert [str(case.error) for case in load_sweep(path).cases if case.error is not None] == []
+    else:
+        assert load_spec(path).name
 
 
 @pytest.mark.parametrize("quote", ["", "'"])

@@ -1,0 +1,110 @@
+"""The networks that a worker keeps: the next job takes those that it needs too, and the others are dropped first."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actors.job import ModelPlace
+from actors.loading import Networks, load_networks
+from actors.shelf import Shelf
+from decoders.any_subset.settings import AssdSettings
+from decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
+from storage.stores.verbs import S3Options
+
+BUILTIN = Path(__file__).parents[2] / "decoders" / "builtin"
+
+
+def place(dtype: str = "float32") -> ModelPlace:
+    return ModelPlace("unused", None, "auto", None, "auto", dtype, "cpu", False)
+
+
+def take(shelf: Shelf, folder: Path, *, drafter: Path | None = None, dtype: str = "float32") -> Networks:
+    settings = SpeculativeSettings(kind="speculative") if drafter is None else SpeculativeSettings(
+        kind="speculative", drafter=ModelDrafterSettings(kind="model", path=str(drafter))
+    )  # fmt: skip
+    return load_networks(folder, place(dtype), settings, S3Options(), shelf=shelf)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    other = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(BUILTIN / "ar-micro", other)
+    return BUILTIN / "ar-micro", other
+
+
+def test_a_model_is_loaded_again_only_for_another_folder_or_dtype(folders: tuple[Path, Path]):
+    shelf = Shelf()
+    first = take(shelf, folders[0])
+    assert shelf.loaded == ["model"]
+    assert take(shelf, folders[0]).backbone is first.backbone and shelf.loaded == []
+    assert take(shelf, folders[1]).backbone is not first.backbone and shelf.loaded == ["model"]
+    assert take(shelf, folders[1], dtype="float64").backbone.dtype is torch.float64 and shelf.loaded == ["model"]
+
+
+def test_a_drafter_stays_where_only_the_target_changes_and_goes_where_none_is_wanted(folders: tuple[Path, Path]):
+    shelf = Shelf()
+    one = take(shelf, folders[0], drafter=folders[1])
+    assert shelf.loaded == ["model", "drafter"]
+    two = take(shelf, folders[1], drafter=folders[1])
+    assert two.drafter is one.drafter and shelf.loaded == ["model"]
+    assert take(shelf, folders[1]).drafter is None and shelf.loaded == []
+    take(shelf, folders[1], drafter=folders[1])
+    assert shelf.loaded == ["drafter"]
+
+
+def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    shelf = Shelf()
+    before = weakref.ref(take(shelf, folders[0]).backbone)
+    gone: list[bool] = []
+    from decoders.backbones import load
+
+    original = load.load_backbone
+
+    def loading(*args: object, **kwargs: object) -> object:
+        gc.collect()
+        gone.append(before() is None)
+        return original(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(load, "load_backbone", loading)
+    take(shelf, folders[1])
+    assert gone == [True]
+
+
+def test_another_number_of_threads_loads_the_networks_again(folders: tuple[Path, Path]):
+    """The any-subset model prepares its products for the number of threads."""
+    shelf, threads = Shelf(), torch.get_num_threads()
+    first = take(shelf, folders[0])
+    try:
+        torch.set_num_threads(threads + 1)
+        assert take(shelf, folders[0]).backbone is not first.backbone
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_draft_heads_stay_with_their_model():
+    shelf = Shelf()
+    heads = [
+        load_networks(
+            BUILTIN / "asarm-tiny", place(), AssdSettings(kind="assd", head=head), S3Options(), shelf=shelf
+        ).heads
+        for head in ("auto", "auto", "none")
+    ]
+    assert heads[0] is not None and heads[1] is heads[0] and heads[2] is None
+
+
+def test_a_resting_network_has_an_empty_cache(folders: tuple[Path, Path]):
+    shelf = Shelf()
+    backbone: Any = take(shelf, folders[0]).backbone
+    backbone.allocate(4, 64)
+    assert backbone.cache.num_slots >= 4
+    shelf.rest()
+    assert backbone.cache.num_slots == 0

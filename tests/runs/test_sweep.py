@@ -1,0 +1,468 @@
+"""Whole sweeps with one worker in this process: equal to single runs, planned once, resumable, and wrong cases fail alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from actors.clerk import RowClerk
+from actors.messages import WorkUnit
+from actors.text import load_tokenizer
+from jobs.cli import main
+from jobs.plan.plan import Plan, load_plan
+from jobs.plan.worker_job import make_job
+from storage.failpoints import VARIABLE
+from storage.stores.s3 import S3Store
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options
+from tests.runs.jobs_of_tests import GOLDEN, forked, rows_of, unequal, write_rows
+
+CASES: dict[str, dict[str, Any]] = {
+    "sequential": {"decoder": {"kind": "any_subset"}},
+    "k2": {"decoder.k": 2},
+    "cold": {"sampling": {"temperature": 0.5}},
+}
+
+
+def base(rows: Path, **sections: Any) -> dict[str, Any]:
+    """A job over rows of token ids, without an output."""
+    return {
+        "task": {"kind": "infill", "mask": {"kind": "given"}},
+        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
+        "decoder": {"kind": "assd", "k": 3},
+        "output": {"unit_rows": 4},
+    } | sections
+
+
+def write_sweep(folder: Path, cases: dict[str, Any], *, out: Path | str | None = None, **sections: Any) -> Path:
+    """A sweep file over 12 rows; `sections` replace whole sections of the base."""
+    rows = folder / "rows.jsonl"
+    if not rows.exists():
+        write_rows(rows, 12)
+    data = {"base": base(rows, **sections), "cases": cases, "output": {"path": str(out or folder / "out")}}
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def sweep(path: Path, *more: str) -> int:
+    return main(["sweep", str(path), "--local", "--quiet", *more])
+
+
+def contents(folder: Path) -> dict[str, tuple[str, int]]:
+    """Hash and time of every file."""
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def plan_of(run: Path) -> Plan:
+    plan = load_plan(open_store(str(run)))
+    assert plan is not None
+    return plan
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished sweep, `out`."""
+    folder = tmp_path_factory.mktemp("sweep")
+    assert sweep(write_sweep(folder, CASES)) == 0
+    return folder
+
+
+def test_every_case_equals_a_run_of_its_spec_alone(finished: Path, tmp_path: Path):
+    for name, changes in CASES.items():
+        spec = base(finished / "rows.jsonl")
+        for key, value in changes.items():
+            section, _, inner = key.partition(".")
+            spec[section] = spec[section] | {inner: value} if inner else value
+        spec["output"] = spec["output"] | {"path": str(tmp_path / name)}
+        (tmp_path / "alone.yaml").write_text(yaml.safe_dump(spec))
+        assert main(["run", str(tmp_path / "alone.yaml"), "--local", "--quiet"]) == 0
+        case = finished / "out" / "cases" / name
+        assert unequal(rows_of(case), rows_of(tmp_path / name)) == []
+        ours, alone = plan_of(case), plan_of(tmp_path / name)
+        assert (ours.fingerprint, ours.files, ours.parts) == (alone.fingerprint, alone.files, alone.parts)
+        assert [table.equals(other) for table, other in zip(ours.tables(), alone.tables(), strict=True)] == [True] * 3
+
+
+def test_every_case_is_a_complete_run_directory(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in CASES:
+        run = str(finished / "out" / "cases" / name)
+        assert main(["verify", run]) == 0
+        assert main(["status", run]) == 0
+        assert "finished" in capsys.readouterr().out
+        assert main(["export", run, "--format", "jsonl", "--out", str(tmp_path / f"{name}.jsonl")]) == 0
+        assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 12
+    listed = json.loads((finished / "out" / "sweep.json").read_text())
+    assert [(case["name"], case["path"], case["changes"]) for case in listed["cases"]] == [
+        (name, f"cases/{name}", changes) for name, changes in CASES.items()
+    ]
+
+
+def test_a_case_goes_on_by_itself_with_draftmill_run(finished: Path, tmp_path: Path):
+    """Its spec is in its plan."""
+    copy = tmp_path / "case"
+    shutil.copytree(finished / "out" / "cases" / "k2", copy)
+    for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
+        (copy / name).unlink()
+    spec = json.loads((copy / "_plan.json").read_text())["spec"] | {"output": {"path": str(copy), "unit_rows": 4}}
+    (tmp_path / "k2.yaml").write_text(yaml.safe_dump(spec))
+    assert main(["run", str(tmp_path / "k2.yaml"), "--local", "--quiet"]) == 0
+    assert unequal(rows_of(copy), rows_of(finished / "out" / "cases" / "k2")) == []
+
+
+def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+):
+    before = contents(finished / "out")
+    assert sweep(finished / "sweep.yaml") == 0
+    assert contents(finished / "out") == before
+    out = capsys.readouterr().out
+    assert "is already finished" in out
+    lines = [line.split() for line in out.splitlines()]
+    heading = lines.index(["case", "samples", "tokens/s", "NFE/token", "acceptance", "failed"])
+    shown = {line[0]: line[1:] for line in lines[heading + 1 : heading + 4]}
+    assert list(shown) == list(CASES)
+    for name, (samples, _, nfe, acceptance, failed) in shown.items():
+        rows = rows_of(finished / "out" / "cases" / name).to_pylist()
+        tokens, proposed = sum(row["new_tokens"] for row in rows), sum(row["proposed"] for row in rows)
+        assert (samples, failed) == ("12", "0")
+        assert nfe == f"{sum(row['nfe'] for row in rows) / tokens:.3f}"
+        assert acceptance == (f"{sum(row['accepted'] for row in rows) / proposed:.1%}" if proposed else "-")
+    places = " ".join(str(finished / "out" / "cases" / name) for name in CASES)
+    assert f"compare them: draftmill compare {places}" in out
+
+
+# ---- one plan
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many rows were read and tokenized for planning, in batches."""
+    from jobs.plan import survey
+
+    counts: list[int] = []
+    original = survey._measured
+
+    def counting(spec: Any, maker: Any, file: Any, batch: Any) -> Any:
+        counts.append(len(batch.rows))
+        return original(spec, maker, file, batch)
+
+    monkeypatch.setattr(survey, "_measured", counting)
+    yield counts
+
+
+def texts(folder: Path) -> dict[str, Any]:
+    """Sections of a job over six short texts of which half of the tokens are masked."""
+    rows = [{"id": f"t{number}", "text": f"def f{number}(x):\n    return x + {number}\n"} for number in range(6)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
+        "input": {"path": str(folder / "texts.jsonl")},
+        "model": {"path": "builtin:asarm-tiny", "device": "cpu"},
+    }
+
+
+def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
+    """Key and canvas of every row, as a worker makes them."""
+    plan = plan_of(run)
+    spec = plan.spec
+    folder = GOLDEN if spec.model.tokenizer == "none" else Path("decoders/builtin/asarm-tiny").absolute()
+    from decoders.backbones.checkpoint import inspect_model
+
+    job = make_job(spec, plan, conditional=True)
+    clerk = RowClerk(
+        job, tokenizer=load_tokenizer(folder, spec.model.tokenizer), info=inspect_model(folder), worker="w", node="n"
+    )
+    found = {}
+    for size in plan.sizes():
+        unit = WorkUnit(1, size.unit, size.rows, size.tokens, attempt=1, pass_=1, start=0, stop=size.rows)
+        for sample in clerk.open_unit(unit):
+            assert sample.canvas is not None
+            found[sample.note.planned.id] = (sample.key, np.asarray(sample.canvas).tolist())
+    return found
+
+
+def test_rows_are_read_and_tokenized_once_and_every_case_has_the_same_ids_and_canvases(
+    tmp_path: Path, measured: list[int]
+):
+    cases = {
+        "k2": {"decoder.k": 2},
+        "plain": {"decoder": {"kind": "any_subset"}},
+        "cold": {"sampling.temperature": 0.5},
+    }
+    sections = texts(tmp_path) | {"sampling": {"temperature": 1.0}}
+    assert sweep(write_sweep(tmp_path, cases, **sections)) == 0
+    assert measured == [6]
+    first, *others = [canvases(tmp_path / "out" / "cases" / name) for name in cases]
+    assert len(first) == 6 and all(other == first for other in others)
+
+
+def test_cases_with_other_rows_or_canvases_are_planned_apart(tmp_path: Path, measured: list[int]):
+    cases = {
+        "a": {},
+        "few": {"input.limit": 4},
+        "seed": {"seed": 1},
+        "units": {"output.unit_rows": 2},
+        "b": {"decoder.k": 1},
+    }
+    assert sweep(write_sweep(tmp_path, cases)) == 0
+    assert sorted(measured) == [4, 12, 12, 12]
+    found = {name: plan_of(tmp_path / "out" / "cases" / name) for name in cases}
+    assert {name: plan.units for name, plan in found.items()} == {"a": 3, "few": 1, "seed": 3, "units": 6, "b": 3}
+
+
+def test_rows_with_settings_of_their_own_share_a_plan_only_where_the_same_ones_are_allowed(
+    tmp_path: Path, measured: list[int]
+):
+    """`parallel` does not record log-probabilities, so that a row may not ask for them."""
+    rows = [{"id": f"r{number}", "tokens": [7, None, 9, None], "heat": 0.5} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cases = {"assd": {}, "k2": {"decoder.k": 2}, "parallel": {"decoder": {"kind": "parallel"}}}
+    columns = {"id": "id", "tokens": "tokens"}
+    for out, named, expected in (("same", columns, [4]), ("own", columns | {"temperature": "heat"}, [4, 4])):
+        sections = {"input": {"path": str(tmp_path / "rows.jsonl"), "columns": named}}
+        assert sweep(write_sweep(tmp_path, cases, out=tmp_path / out, **sections)) == 0
+        assert measured == expected
+        measured.clear()
+
+
+# ---- killed and resumed
+
+KILLS = (
+    *("plan.before_part", "plan.before_plan", "plan.before_plan:2", "sweep.before_record", "sweep.before_case"),
+    *("worker.step:2", "commit.after_data", "commit.before_success", "sweep.before_case:2", "commit.before_data:2"),
+    *("commit.before_manifest", "driver.receipt:2", "commit.before_success"),
+)
+
+
+def sweep_here(path: str, points: str, log: str) -> None:
+    """What a process does: a sweep with its worker in it, which a failpoint kills."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 2)
+        os.dup2(file.fileno(), 1)
+    os.environ[VARIABLE] = points
+    sys.exit(main(["sweep", path, "--local", "--quiet", "--debug"]))
+
+
+def test_a_killed_sweep_resumes_without_repeating_or_changing_a_unit(finished: Path, tmp_path: Path):
+    shutil.copy(finished / "rows.jsonl", tmp_path)
+    path = write_sweep(tmp_path, CASES)
+    kept: dict[str, tuple[str, int]] = {}
+    killed = 0
+    for point in (*KILLS, ""):
+        name, _, hit = point.partition(":")
+        process = forked(sweep_here, str(path), f"{name}=kill:{hit or 1}" if point else "", str(tmp_path / "log"))
+        process.join(120)
+        killed += process.exitcode == -signal.SIGKILL
+        assert process.exitcode in ({0, -signal.SIGKILL} if point else {0}), (tmp_path / "log").read_text()
+        now = {
+            name: state
+            for name, state in contents(tmp_path / "out").items()
+            if "/data/unit-" in name or name.endswith(("_plan.json", "_manifest.json", "_SUCCESS"))
+        }
+        assert {name: now.get(name) for name in kept} == kept, point
+        kept = now
+    assert killed >= len(KILLS) - 2, "most of the points were reached"
+    for name in CASES:
+        assert unequal(rows_of(tmp_path / "out" / "cases" / name), rows_of(finished / "out" / "cases" / name)) == []
+        done = [
+            json.loads(line)["unit"]
+            for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
+            for line in file.read_text().splitlines()
+            if json.loads(line)["what"] == "done"
+        ]
+        assert len(done) == len(set(done)), "no unit was decoded again after its receipt"
+
+
+def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = write_sweep(tmp_path, CASES, batching={"max_rows": 1})
+    process = forked(sweep_here, str(path), "worker.step=sleep:30:4", str(tmp_path / "log"))
+    deadline_s = time.monotonic() + 120
+    while time.monotonic() < deadline_s and process.is_alive() and not list((tmp_path / "out").rglob("unit-*")):
+        time.sleep(0.01)  # the condition is polled, not assumed
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(120)
+    log = (tmp_path / "log").read_text()
+    assert process.exitcode == 4 and "of 3 cases finished; run it again to resume" in log, log
+    assert "compare them" not in log
+    assert sweep(path) == 0
+    assert [rows_of(tmp_path / "out" / "cases" / name).num_rows for name in CASES] == [12, 12, 12]
+
+
+def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from storage.runs.lease import acquire
+
+    path = write_sweep(tmp_path, CASES)
+    acquire(open_store(str(tmp_path / "out")), "elsewhere:1:1", 60.0)
+    assert sweep(path) == 4
+    assert "another driver holds this run directory: elsewhere:1:1" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "cases").exists()
+
+
+def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    from storage.runs.lease import acquire
+
+    path = write_sweep(tmp_path, CASES)
+    held = acquire(open_store(str(tmp_path / "out" / "cases" / "k2")), "elsewhere:1:1", 60.0)
+    assert sweep(path) == 4
+    assert "k2: another driver holds this run directory" in capsys.readouterr().err
+    assert [(tmp_path / "out" / "cases" / name / "_SUCCESS").exists() for name in CASES] == [True, False, True]
+    held.release()
+    assert sweep(path) == 0
+
+
+# ---- wrong cases
+
+
+def test_wrong_cases_are_named_together_before_work_starts_and_the_others_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cases = {
+        "good": {},
+        "zero": {"decoder.k": 0},
+        "nowhere": {"model.path": "builtin:nothing"},
+        "empty": {"input.path": str(tmp_path / "empty.jsonl")},
+        "crowd": {"workers.count": 3},
+    }
+    (tmp_path / "empty.jsonl").write_text("")
+    assert sweep(write_sweep(tmp_path, cases)) == 2
+    captured = capsys.readouterr()
+    assert "3 cases of 5 can't run; the others do" in captured.err
+    assert "\n  zero: decoder.k: 0 is not allowed; allowed: >= 1 or auto\n" in captured.err
+    assert "\n  nowhere: model.path: 'builtin:nothing' does not exist" in captured.err
+    assert "\n  crowd: workers.count: 3 workers, but --local has one" in captured.err
+    assert "\n  empty: input.path:" in captured.err and "no rows" in captured.err
+    assert os.listdir(tmp_path / "out" / "cases") == ["good"]
+    assert captured.out.count("can't run") == 3
+    assert rows_of(tmp_path / "out" / "cases" / "good").num_rows == 12
+    assert [case["name"] for case in json.loads((tmp_path / "out" / "sweep.json").read_text())["cases"]] == ["good"]
+
+
+def test_a_sweep_of_which_no_case_can_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for cases in ({"a": {"decoder.k": 0}, "b": {"decoder.k": -1}}, {"a": {"input.limit": 1}, "b": {"input.limit": 2}}):
+        sections: dict[str, Any] = {}
+        if "input.limit" in cases["a"]:  # found only by planning
+            (tmp_path / "empty.jsonl").write_text("")
+            sections = {"input": base(tmp_path / "empty.jsonl")["input"]}
+        assert sweep(write_sweep(tmp_path, cases, **sections)) == 2
+        err = capsys.readouterr().err
+        assert "draftmill: no case of the sweep can run\n  a" in err and (
+            "\n  b: decoder.k" in err or "  a, b: input" in err
+        )
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_worst_case_gives_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Row-1 has an id that the model does not have: one of 12 rows fails, more than one in a hundred."""
+    rows = write_rows(tmp_path / "rows.jsonl", 12)
+    lines = rows.read_text().splitlines()
+    lines[1] = json.dumps({"id": "row-1", "tokens": [10**9, None]})
+    rows.write_text("\n".join(lines) + "\n")
+    cases: dict[str, Any] = {"lenient": {"errors.max_rate": 0.5}, "strict": {}}
+    path = write_sweep(tmp_path, cases)
+    assert sweep(path) == 3
+    shown = {
+        line.split()[0]: line.split()[-1] for line in capsys.readouterr().out.splitlines() if "draftmill" not in line
+    }
+    assert (shown["lenient"], shown["strict"]) == ("1", "1")
+    assert sweep(path) == 3
+    assert sweep(write_sweep(tmp_path, cases | {"zero": {"decoder.k": 0}})) == 2
+    assert sweep(write_sweep(tmp_path, {"lenient": cases["lenient"]})) == 0
+
+
+def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert sweep(write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 2}})) == 0
+    before = {name: state for name, state in contents(tmp_path / "out").items() if name.startswith("cases")}
+    capsys.readouterr()
+    assert sweep(write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 4}, "c": {"decoder.k": 5}})) == 2
+    err = capsys.readouterr().err
+    assert "b: output.path:" in err and "holds another job: decoder.k was 2, is 4" in err
+    now = contents(tmp_path / "out")
+    assert {name: now[name] for name in before} == before
+    assert rows_of(tmp_path / "out" / "cases" / "c").num_rows == 12
+    assert [case["name"] for case in json.loads((tmp_path / "out" / "sweep.json").read_text())["cases"]] == ["a", "c"]
+
+
+# ---- loads, the dry run, S3
+
+
+def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The cases alternate between two models; the sweep does not."""
+    shutil.copytree(GOLDEN, tmp_path / "other")
+    cases = {
+        f"c{n}": {"model.path": str(tmp_path / "other") if n % 2 else str(GOLDEN), "decoder.k": 1 + n // 2}
+        for n in range(6)
+    }
+    assert sweep(write_sweep(tmp_path, cases)) == 0
+    loaded = {}
+    for name in cases:
+        (line,) = [
+            line
+            for file in (tmp_path / "out" / "cases" / name / "attempts").glob("*-part-*.jsonl")
+            for line in map(json.loads, file.read_text().splitlines())
+            if line["what"] == "worker_up"
+        ]
+        loaded[name] = line["loaded"]
+    assert loaded == {"c0": ["model"], "c1": ["model"]} | {f"c{n}": [] for n in range(2, 6)}
+    rows = [rows_of(tmp_path / "out" / "cases" / name).drop_columns(["model"]) for name in ("c0", "c1")]
+    assert unequal(*rows) == []
+
+
+def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jobs.commands.sweep_trial.ALL_TRIALS_S", 0.0)
+    monkeypatch.setattr("jobs.commands.sweep_trial.SHORTEST_TRIAL_S", 0.05)
+    path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
+    masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
+    assert sweep(path, "--dry-run") == 2
+    captured = capsys.readouterr()
+    assert "zero: decoder.k: 0 is not allowed" in captured.err
+    assert not (tmp_path / "out").exists()
+    assert "4 cases, 1 model load on each worker" in captured.out
+    assert "k2: decoder.k: 2" in captured.out
+    lines = [line.split() for line in captured.out.splitlines()]
+    table = {line[0]: line for line in lines if line and line[0] in CASES and len(line) == 6}
+    assert [(line[1], line[2], line[3]) for line in table.values()] == [
+        ("model", "12", f"{masked:,}"), ("-", "12", f"{masked:,}"), ("-", "12", f"{masked:,}")
+    ]  # fmt: skip
+    assert "samples, new tokens: counted" in captured.out
+    assert "tokens/s: measured on one worker in this process" in captured.out
+
+
+@pytest.mark.s3
+def test_a_sweep_on_s3_is_the_sweep_on_disk(finished: Path, tmp_path: Path, s3_url: str, s3_options: S3Options):
+    shutil.copy(finished / "rows.jsonl", tmp_path)
+    s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
+    path = write_sweep(tmp_path, CASES, out=s3_url, s3=s3)
+    assert sweep(path) == 0
+    for name in CASES:
+        store = S3Store(f"{s3_url}/cases/{name}", s3_options)
+        assert unequal(rows_of(store), rows_of(finished / "out" / "cases" / name)) == []
+    root = S3Store(s3_url, s3_options)
+    before = {stat.name: (stat.etag, stat.mtime_s) for stat in root.list()}
+    assert root.get("sweep.json") == (finished / "out" / "sweep.json").read_bytes()
+    assert sweep(path) == 0
+    assert {stat.name: (stat.etag, stat.mtime_s) for stat in root.list()} == before

@@ -1,0 +1,90 @@
+"""Sweeps on a real Ray: the same processes work for every case and load each model once; a dead one is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.cli import main
+from jobs.commands import sweep as jobs_sweep
+from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows
+
+pytestmark = pytest.mark.ray
+
+
+def write_sweep(folder: Path, cases: dict[str, Any]) -> Path:
+    rows = write_rows(folder / "rows.jsonl", 12)
+    base = {
+        "task": {"kind": "infill", "mask": {"kind": "given"}},
+        "input": {"path": str(rows), "columns": {"id": "id", "tokens": "tokens"}},
+        "model": {"path": str(GOLDEN), "tokenizer": "none", "device": "cpu"},
+        "decoder": {"kind": "assd", "k": 3},
+        "output": {"unit_rows": 3},
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(
+        yaml.safe_dump({"base": base, "cases": cases, "output": {"path": str(folder / "out")}}, sort_keys=False)
+    )
+    return path
+
+
+def ups(case: Path) -> list[dict[str, Any]]:
+    """The lines of the attempts log about workers that came up."""
+    return [
+        line
+        for file in sorted((case / "attempts").glob("*-part-*.jsonl"))
+        for line in map(json.loads, file.read_text().splitlines())
+        if line["what"] == "worker_up"
+    ]
+
+
+def test_twelve_cases_over_two_models_load_each_model_once_on_each_worker(ray_session: ModuleType, tmp_path: Path):
+    """The cases alternate between the models in the file."""
+    shutil.copytree(GOLDEN, tmp_path / "other")
+    models = (str(GOLDEN), str(tmp_path / "other"))
+    cases = {f"c{n:02d}": {"model.path": models[n % 2], "decoder.k": 1 + n // 2} for n in range(12)}
+    assert main(["sweep", str(write_sweep(tmp_path, cases)), "--quiet"]) == 0
+    found = {name: ups(tmp_path / "out" / "cases" / name) for name in cases}
+    pids = {up["pid"] for those in found.values() for up in those}
+    assert len(pids) == 2, "two CPUs, two workers for all cases"
+    loads = Counter(
+        (up["pid"], cases[name]["model.path"]) for name in cases for up in found[name] if "model" in up["loaded"]
+    )
+    assert set(loads.values()) == {1} and {model for _, model in loads} == set(models)
+    for n in range(0, 12, 2):
+        one, other = (
+            rows_of(tmp_path / "out" / "cases" / f"c{number:02d}").drop_columns(["model"]) for number in (n, n + 1)
+        )
+        assert one.num_rows == 12 and unequal(one, other) == []
+
+
+def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_has_fails_alone(
+    ray_session: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    cases: dict[str, Any] = {f"c{n}": {"decoder.k": 1 + n} for n in range(3)}
+    original = jobs_sweep.decode_case
+    killed: list[int] = []
+
+    def killing(case: Any, *args: Any, **options: Any) -> None:
+        original(case, *args, **options)
+        if case.name == "c0":
+            killed.append(ups(tmp_path / "out" / "cases" / "c0")[0]["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setattr(jobs_sweep, "decode_case", killing)
+    file = write_sweep(tmp_path, cases | {"large": {"workers.gpus": 8}})
+    assert main(["sweep", str(file), "--quiet"]) == 2
+    assert "large: workers.gpus: a worker needs 8 GPUs, Ray has 0" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "cases" / "large").exists()
+    assert len(killed) == 1
+    assert all(rows_of(tmp_path / "out" / "cases" / name).num_rows == 12 for name in cases)
+    assert killed[0] not in {up["pid"] for name in ("c1", "c2") for up in ups(tmp_path / "out" / "cases" / name)}
