@@ -168,7 +168,7 @@ def _rows_at_once(spec: JobSpec, lengths: Sequence[int], budget: int) -> int:
     return canvases if canvases == len(lengths) else max(1, min(canvases, budget // max(lengths)))
 
 
-def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float) -> tuple[int, float]:
+def _decoded(decoder: Decoder, rows: Sequence[Made], budget: int, trial_s: float = TRIAL_S) -> tuple[int, float]:
     """Decode for about `trial_s`; returns tokens and seconds. `budget` is the number of canvas tokens the first step admits."""
     waiting = deque(row.request(number) for number, row in enumerate(rows))
     began_s = time.perf_counter()
