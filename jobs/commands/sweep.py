@@ -24,7 +24,7 @@ from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
 from jobs.finished.passes import left_failed, passes_of
 from jobs.notes import counted
-from jobs.spec.sweep_spec import CASES, Sweep, described, load_sweep
+from jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from jobs.spec.thresholds import too_many_failed
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
@@ -33,7 +33,6 @@ from storage.stores.store import open_store, probe
 from storage.stores.store import sweep as delete_stray_files
 from storage.stores.verbs import NotFound, Store
 
-RECORD = "sweep.json"
 FORMAT = 1
 
 SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)

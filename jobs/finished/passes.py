@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 
 from actors.plan_table import ROW_SCHEMA
 from jobs.plan.plan import Plan, load_plan
+from jobs.spec.sweep_spec import CASES, RECORD
 from storage.errors import StoreError, UserError
 from storage.runs.commit import Manifest, read_manifest
 from storage.runs.records import read_results
@@ -64,6 +65,8 @@ class PassRows:
 def require_plan(store: Store) -> Plan:
     """Load the plan; UserError if this is not a run directory."""
     plan = load_plan(store)
+    if plan is None and store.exists(RECORD):
+        raise UserError(f"{store.url} is a sweep; its run directories are {store.url.rstrip('/')}/{CASES}/NAME")
     if plan is None:
         raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
     return plan

@@ -14,6 +14,7 @@ from typing import Any
 from actors.fim import fills_in_middle
 from actors.plan_table import part_name
 from actors.requests import body_of
+from actors.task import Score
 from decoders.settings import DECODERS
 from jobs.plan.fingerprint import digest, results_key
 from jobs.plan.plan import Plan, store_plan
@@ -58,6 +59,8 @@ def canvas_key(prepared: Prepared) -> str:
     key["packing"] = [spec.batching.window, spec.output.unit_rows]
     key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
     key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(spec.task, info)]
+    if isinstance(spec.task, Score):  # what can be scored depends on the kind of model
+        key["model"] += [info.kind, list(info.suppressed), info.shift, info.block_size]
     return digest(key)
 
 

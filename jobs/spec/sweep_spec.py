@@ -31,6 +31,8 @@ MOST_CASES: Final = 1000
 LONGEST_NAME: Final = 100
 CASES: Final = "cases"
 """The folder of the cases in a sweep's directory."""
+RECORD: Final = "sweep.json"
+"""The list of the cases in a sweep's directory."""
 
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9._+-]+")

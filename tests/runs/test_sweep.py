@@ -109,6 +109,8 @@ def test_every_case_is_a_complete_run_directory(finished: Path, tmp_path: Path, 
         assert "finished" in capsys.readouterr().out
         assert main(["export", run, "--format", "jsonl", "--out", str(tmp_path / f"{name}.jsonl")]) == 0
         assert len((tmp_path / f"{name}.jsonl").read_text().splitlines()) == 12
+    assert main(["status", str(finished / "out")]) == 2
+    assert f"is a sweep; its run directories are {finished}/out/cases/NAME" in capsys.readouterr().err
     listed = json.loads((finished / "out" / "sweep.json").read_text())
     assert [(case["name"], case["path"], case["changes"]) for case in listed["cases"]] == [
         (name, f"cases/{name}", changes) for name, changes in CASES.items()
