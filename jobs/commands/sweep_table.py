@@ -26,8 +26,9 @@ def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str
     finished = [case for case in cases if read_manifest(case.store) is not None]
     lines = [f"draftmill: {made.name}, {counted(len(made.cases), 'case')}", *table([list(COLUMNS), *rows])]
     if len(finished) > 1:
-        places = " ".join(shlex.quote(case.store.url) for case in finished)
-        lines.append(f"compare them: draftmill compare {places}")
+        endpoint = finished[0].spec.s3.endpoint
+        more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
+        lines.append(f"compare them: draftmill compare {shlex.quote(made.path)}{more}")
     return lines
 
 

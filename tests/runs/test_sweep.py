@@ -147,8 +147,9 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(
         assert (samples, failed) == ("12", "0")
         assert nfe == f"{sum(row['nfe'] for row in rows) / tokens:.3f}"
         assert acceptance == (f"{sum(row['accepted'] for row in rows) / proposed:.1%}" if proposed else "-")
-    places = " ".join(str(finished / "out" / "cases" / name) for name in CASES)
-    assert f"compare them: draftmill compare {places}" in out
+    (command,) = [line.removeprefix("compare them: draftmill ") for line in out.splitlines() if "compare them" in line]
+    assert main([*command.split(), "--json"]) == 0
+    assert "k2" in capsys.readouterr().out
 
 
 # ---- one plan
