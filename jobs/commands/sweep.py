@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
@@ -22,6 +23,7 @@ from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
+from jobs.finished.measure import measure_units
 from jobs.finished.passes import left_failed, passes_of
 from jobs.notes import counted
 from jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
@@ -70,7 +72,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
         return UNUSABLE if problems else OK
     store = open_store(made.path, s3=cases[0].spec.s3.options())
     ready = [case for case in cases if case.is_ready]
-    if ready or not is_recorded(store, made, cases):
+    if ready or any(case.lacks_metrics() for case in cases) or not is_recorded(store, made, cases):
         try:
             run_cases(made, cases, store, site, options)
         except (LeaseHeld, LeaseLost) as error:
@@ -92,7 +94,7 @@ def say_problems(problems: dict[str, str], count: int) -> None:
 
 
 def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, options: RunOptions) -> None:
-    """Plan and decode the cases that are not finished, under the sweep's lease."""
+    """Plan and decode the cases that are not decoded yet, then measure what lacks metrics, under the sweep's lease."""
     stops = Stops()
     conditional = probe(store)
     ready = in_order([case for case in cases if case.is_ready])
@@ -114,6 +116,7 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, opt
                 display.heading = f"case {number} of {len(cases)}, {case.name}: "
                 display.note(f"case {number} of {len(cases)}: {case.name} ({described(case.changes)})")
                 decode_case(case, options, stops, display, site, conditional=conditional, loads=loads)
+            measure_cases(cases, options, stops, display, site)
 
 
 def orderly(ready: Iterable[SweepCase]) -> Iterable[tuple[SweepCase, bool]]:
@@ -134,33 +137,22 @@ def decode_case(
 ) -> None:
     """Decode one case and note its exit code; a problem of this case alone does not end the sweep."""
     assert case.plan is not None
-    stop = stops.current = StopFlag(stops.reason)
-    try:
-        with kept_lease(case.store, stop.set) as lease:
-            failpoint("sweep.before_case")
-            run = Run(
-                case.spec,
-                options,
-                case.prepared,
-                case.store,
-                case.plan,
-                conditional,
-                lease,
-                stop,
-                display,
-                site,
-                loads=loads,
-            )
-            finish = decode(run)
-    except RayDidNotStart:
-        raise
-    except (LeaseHeld, LeaseLost) as error:
-        case.fail(INTERRUPTED, error)
-    except UserError as error:
-        case.fail(UNUSABLE, error)
-    except StoreError as error:
-        case.fail(UNEXPECTED, error)
-    else:
+    with blamed(case, stops, display) as stop, kept_lease(case.store, stop.set) as lease:
+        failpoint("sweep.before_case")
+        run = Run(
+            case.spec,
+            options,
+            case.prepared,
+            case.store,
+            case.plan,
+            conditional,
+            lease,
+            stop,
+            display,
+            site,
+            loads=loads,
+        )
+        finish = decode(run)
         match finish.how:
             case "done":
                 case.code = judged(case)
@@ -170,10 +162,63 @@ def decode_case(
                 case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
             case _:
                 case.code = INTERRUPTED
+
+
+def measure_cases(cases: Sequence[SweepCase], options: RunOptions, stops: Stops, display: Display, site: Site) -> None:
+    """Measure the metrics that decoded cases lack. It comes last, since the workers that decode must end first."""
+    lacking = [case for case in cases if case.lacks_metrics()]
+    if not lacking:
+        return
+    site.end_spare()
+    with site.opened(display):
+        for number, case in enumerate(lacking, start=1):
+            if stops.reason is not None:
+                case.code = INTERRUPTED
+                continue
+            display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
+            display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
+            measure_case(case, options, stops, display, site)
+
+
+def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, site: Site) -> None:
+    """Measure one case; a problem of this case alone does not end the sweep."""
+    s3 = case.spec.s3.options()
+    assert case.metrics is not None
+    with blamed(case, stops, display) as stop, kept_lease(case.store, stop.set):
+        is_done = measure_units(
+            case.store,
+            case.spec,
+            passes_of(case.store, s3=s3),
+            case.metrics,
+            site=site,
+            local=options.local,
+            display=display,
+            stop=stop,
+            grace_s=options.grace_s,
+            s3=s3,
+        )
+        if not is_done:
+            case.code = INTERRUPTED
+
+
+@contextmanager
+def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag]:
+    """A stop flag for the work on one case. Errors in the block fail this case alone; a signal in it stops the sweep."""
+    stop = stops.current = StopFlag()
+    try:
+        yield stop
+    except RayDidNotStart:
+        raise
+    except (LeaseHeld, LeaseLost) as error:
+        case.fail(INTERRUPTED, error)
+    except UserError as error:
+        case.fail(UNUSABLE, error)
+    except StoreError as error:
+        case.fail(UNEXPECTED, error)
     if case.problem is not None:
         display.note(f"case {case.name}: {case.problem}")
     if stop.reason not in {None, TOO_MANY}:
-        stops.reason = stop.reason
+        stops.reason = stops.reason or stop.reason
 
 
 def judged(case: SweepCase) -> int:
@@ -186,7 +231,7 @@ def judged(case: SweepCase) -> int:
 def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> int:
     """Print how the sweep ended; returns its exit code."""
     for case in cases:
-        if case.is_closed:
+        if case.is_closed and case.code is None:
             case.code = judged(case)
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
     code = next((code for code in SEVEREST if code in codes), OK)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.loading import fetch_drafter, network_keys
-from jobs.codes import INTERRUPTED, UNUSABLE
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
+from jobs.commands.run import ready_for
 from jobs.driving.driver import StopFlag
 from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display
 from jobs.driving.site import Site
+from jobs.finished.measure import units_to_measure
+from jobs.finished.metric_ready import Ready
+from jobs.finished.passes import passes_of
 from jobs.notes import counted
 from jobs.plan.plan import Plan, load_plan
 from jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
@@ -33,7 +37,8 @@ SHOWN_NAMES = 5
 class SweepCase:
     """A case that can run. `plan` is None until it is planned; `code` is its exit code, None while it has not ended.
 
-    `is_closed` says that it was finished before this command started. `problem` says why it can't run after all.
+    `is_closed` says that it was decoded before this command started. `problem` says why it can't run after all. `metrics` are
+    those of its spec, checked; None if it has none.
     """
 
     name: str
@@ -43,6 +48,7 @@ class SweepCase:
     prepared: Prepared
     plan: Plan | None
     is_closed: bool
+    metrics: Ready | None = None
     code: int | None = None
     problem: str | None = None
 
@@ -50,6 +56,18 @@ class SweepCase:
     def is_ready(self) -> bool:
         """Whether it has units to decode, as far as is known."""
         return not self.is_closed and self.code is None
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether all of its units are committed."""
+        return self.problem is None and (self.is_closed or self.code in {OK, TOO_MANY_FAILED})
+
+    def lacks_metrics(self) -> bool:
+        """Whether it is decoded and some of its units lack metrics."""
+        if self.metrics is None or not self.is_decoded:
+            return False
+        passes = passes_of(self.store, s3=self.spec.s3.options())
+        return bool(units_to_measure(self.store, passes, self.metrics))
 
     def fail(self, code: int, problem: object) -> None:
         """Note that it can't run."""
@@ -83,7 +101,8 @@ def _checked(case: Case, spec: JobSpec, site: Site, display: Display, loaders: L
     finished = prepared.plan is not None and is_closed(store)
     if not finished:
         site.check(spec)
-    return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished)
+    metrics = ready_for(spec, prepared.plan)
+    return SweepCase(case.name, case.changes, spec, store, prepared, prepared.plan, finished, metrics)
 
 
 def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:

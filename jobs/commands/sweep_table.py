@@ -6,14 +6,18 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+import pyarrow.compute as pc
+
 from jobs.commands.sweep_cases import SweepCase
 from jobs.driving.attempts import read_sessions
 from jobs.driving.totals import ratio
+from jobs.finished.metric_figures import figure_text
 from jobs.finished.passes import left_failed, passes_of
 from jobs.finished.summary import read_summary
 from jobs.notes import counted, rate_text
 from jobs.spec.sweep_spec import Sweep
 from storage.runs.commit import done_units, read_manifest
+from storage.runs.metric_files import KEYS, read_metrics
 
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 ABSENT = "-"
@@ -22,14 +26,27 @@ ABSENT = "-"
 def sweep_lines(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) -> list[str]:
     """The table, in the order of the sweep file, and the command that compares the finished cases."""
     by_name = {case.name: case for case in cases}
+    means = {case.name: metric_means(case) for case in cases}
+    metrics = list(dict.fromkeys(name for those in means.values() for name in those))
     rows = [_row(by_name[case.name]) if case.name in by_name else [case.name, "can't run"] for case in made.cases]
+    for row in rows:
+        if means.get(row[0]) and len(row) == len(COLUMNS):
+            row += [figure_text(means[row[0]].get(name)) for name in metrics]
     finished = [case for case in cases if read_manifest(case.store) is not None]
-    lines = [f"draftmill: {made.name}, {counted(len(made.cases), 'case')}", *table([list(COLUMNS), *rows])]
+    lines = [f"draftmill: {made.name}, {counted(len(made.cases), 'case')}", *table([[*COLUMNS, *metrics], *rows])]
     if len(finished) > 1:
         endpoint = finished[0].spec.s3.endpoint
         more = "" if endpoint is None else f" --s3-endpoint {shlex.quote(endpoint)}"
         lines.append(f"compare them: draftmill compare {shlex.quote(made.path)}{more}")
     return lines
+
+
+def metric_means(case: SweepCase) -> dict[str, Any]:
+    """The mean of every measured metric over the samples that have a value; None where none has."""
+    found = read_metrics(case.store) if case.metrics is not None else None
+    if found is None:
+        return {}
+    return {name: pc.mean(found[name]).as_py() for name in found.column_names if name not in KEYS.names}
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

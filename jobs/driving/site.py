@@ -71,6 +71,10 @@ class Site(Protocol):
         """End a pool whose job is over; a site that keeps workers gives them to its next pool."""
         ...
 
+    def end_spare(self) -> None:
+        """End the workers that are kept for the next pool: others need their place."""
+        ...
+
 
 class LocalSite:
     """One worker in this process. With `keep`, the networks of a job stay in memory for the next one."""
@@ -117,6 +121,11 @@ class LocalSite:
     def retire(self, pool: WorkerPool) -> None:
         """See Site."""
         pool.release()
+
+    def end_spare(self) -> None:
+        """See Site; there are no processes, but networks in memory."""
+        if self._shelf is not None:
+            self._shelf.clear()
 
 
 class RaySite:
@@ -172,7 +181,7 @@ class RaySite:
                 try:
                     yield self._refusals(jobs, cluster_size())
                 finally:
-                    self._end_spare()
+                    self.end_spare()
             return
         found = self._refusals(jobs, local_size())
         first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
@@ -191,7 +200,7 @@ class RaySite:
         if self._start is not None and (early := self._start.take_workers()):
             self._spare, self._spare_seat = early, self._start.resources
         if self._spare_seat != (seat.cpus, seat.gpus):
-            self._end_spare()
+            self.end_spare()
         spare, self._spare, self._spare_seat = self._spare, [], (seat.cpus, seat.gpus)
         return RayPool(job, seat, early=spare)
 
@@ -202,7 +211,8 @@ class RaySite:
         else:
             pool.close()
 
-    def _end_spare(self) -> None:
+    def end_spare(self) -> None:
+        """See Site."""
         if self._spare:
             from actors.pool import end_workers
 

@@ -56,6 +56,7 @@ def canvas_key(prepared: Prepared) -> str:
     del key["decoder"], key["model"]
     key["sampling"] = {name: value for name, value in key["sampling"].items() if name not in OF_DRAWING}
     key["files"] = [asdict(file) | {"sha256": None} for file in prepared.inputs]
+    key["keep"] = list(spec.kept)  # input.keep, and what metrics need
     key["packing"] = [spec.batching.window, spec.output.unit_rows]
     key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
     key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(spec.task, info)]

@@ -24,6 +24,7 @@ from jobs.cli import main
 from jobs.plan.plan import Plan, load_plan
 from jobs.plan.worker_job import make_job
 from storage.failpoints import VARIABLE
+from storage.runs.metric_files import read_metrics
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
@@ -406,6 +407,47 @@ def test_a_changed_sweep_file_keeps_finished_cases_and_refuses_the_changed_one(
     assert {name: now[name] for name in before} == before
     assert rows_of(tmp_path / "out" / "cases" / "c").num_rows == 12
     assert [case["name"] for case in json.loads((tmp_path / "out" / "sweep.json").read_text())["cases"]] == ["a", "c"]
+
+
+# ---- metrics
+
+
+def test_metrics_of_a_sweep_are_measured_for_every_case_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    cases = {"k2": {"decoder.k": 2}, "plain": {"decoder": {"kind": "any_subset"}}}
+    path = write_sweep(tmp_path, cases, **texts(tmp_path))
+    assert sweep(path) == 0
+    decoded = contents(tmp_path / "out" / "cases" / "k2" / "data")
+    path.write_text(path.read_text() + "metrics: [length]\n")
+    with monkeypatch.context() as patch:
+        patch.setattr("jobs.commands.sweep.measure_units", lambda *_, **__: False)
+        assert sweep(path) == 4
+        assert "interrupted with" in capsys.readouterr().err
+    assert sweep(path) == 0
+    shown = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
+    columns = shown["case"][6:]
+    assert columns
+    for name in cases:
+        store = open_store(str(tmp_path / "out" / "cases" / name))
+        table = read_metrics(store)
+        assert table is not None and table.num_rows == 6
+        means = [sum(values) / 6 for values in (table[column].to_pylist() for column in columns)]
+        assert [float(figure) for figure in shown[name][6:]] == pytest.approx(means, abs=1e-4)
+    assert contents(tmp_path / "out" / "cases" / "k2" / "data") == decoded
+    before = contents(tmp_path / "out")
+    assert sweep(path) == 0
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_metric_that_does_not_exist_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = write_sweep(tmp_path, {"a": {}, "b": {"decoder.k": 2}}, **texts(tmp_path))
+    path.write_text(path.read_text() + "metrics: [rouged]\n")
+    assert sweep(path) == 2
+    assert "a, b: metrics.0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 # ---- loads, the dry run, S3
