@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.canvas import Canvas
+from actors.faults import lost_device
 from actors.job import ModelPlace
 from actors.loading import build, load_networks
 from actors.makers import Maker, maker_for
@@ -44,8 +46,8 @@ class JudgeMeter:
                 continue
             waiting.append(Request(index, 0, canvas.tokens, score_from=canvas.score_from))
         waiting.sort(key=lambda request: (-len(request.canvas), request.index))
-        for outcome in self._outcomes(waiting, stopping):
-            answers[outcome.index] = _values(outcome)
+        for index, answer in self._answers(deque(waiting), stopping).items():
+            answers[index] = answer
         return answers
 
     def _canvas(self, row: MeasuredRow) -> Canvas:
@@ -54,18 +56,48 @@ class JudgeMeter:
             values["prompt"] = row.values.get(self.prompt)
         return self.maker.make(values, 0)
 
-    def _outcomes(self, waiting: list[Request], stopping: Callable[[], bool]) -> list[Outcome]:
-        """Score all requests, longest first; the decoder is empty before and after."""
-        found: list[Outcome] = []
-        while waiting or self.decoder.active:
+    def _answers(self, waiting: deque[Request], stopping: Callable[[], bool]) -> dict[int, Values | Exception]:
+        """Score all requests, longest first; the decoder is empty before and after.
+
+        Where the decoder raises, its texts are scored again one by one: the one that fails alone has the error.
+        """
+        found: dict[int, Values | Exception] = {}
+        active: dict[int, Request] = {}
+        suspects: deque[Request] = deque()
+        while waiting or active or suspects:
             if stopping():
                 self.decoder.clear()
                 raise Stopping
-            while waiting and (room := self._room(len(waiting[0].canvas))):
-                self.decoder.admit(waiting[:room])
-                del waiting[:room]
-            found += self.decoder.step()
+            try:
+                self._admit(suspects, waiting, active)
+                outcomes = self.decoder.step()
+            except Exception as error:
+                self.decoder.clear()
+                if lost_device(error) or not active:
+                    raise
+                if len(active) == 1:
+                    found |= dict.fromkeys(active, error)
+                else:
+                    suspects.extend(active.values())
+                active.clear()
+                continue
+            for outcome in outcomes:
+                active.pop(outcome.index)
+                found[outcome.index] = _values(outcome)
         return found
+
+    def _admit(self, suspects: deque[Request], waiting: deque[Request], active: dict[int, Request]) -> None:
+        """Fill the decoder; a suspect gets it alone."""
+        if suspects:
+            if not active:
+                self._give([suspects.popleft()], active)
+            return
+        while waiting and (room := self._room(len(waiting[0].canvas))):
+            self._give([waiting.popleft() for _ in range(min(room, len(waiting)))], active)
+
+    def _give(self, requests: list[Request], active: dict[int, Request]) -> None:
+        active |= {request.index: request for request in requests}
+        self.decoder.admit(requests)
 
     def _room(self, length: int) -> int:
         return max(self.decoder.room(length), 0 if self.decoder.active else 1)
