@@ -8,9 +8,9 @@ Such a model bounds the log-probability of L tokens by a mean over masks M, with
     mdlm    the share t is uniform in (0, 1), then each token is masked with probability t;         w = 1 / t
 
 Both have the same expectation if p does not depend on l or t. Samples come in pairs: pair h of H draws both of its l (or t) from
-the h-th of H equal parts of their range. That removes the variance between parts, as the evenly spaced times in the public code of
-both do, and the difference within each pair gives an unbiased estimate of the variance. Where `llada` has no more masks than
-samples, every mask is used once, with its probability: the bound is then exact.
+the h-th of H equal parts of their range. That removes the variance between parts, as the evenly spaced times in the public code
+do, and the difference within each pair gives an unbiased estimate of the variance. Where `llada` has no more masks than samples,
+every mask is used once, with its probability: the bound is then exact.
 
 All numbers come from the noise field (keys.py), so a text's masks depend on its key and on which of its tokens are scored.
 

@@ -47,9 +47,9 @@ def given_masks(monkeypatch):
     return MASKS
 
 
-def loaded(folder, **changes):
+def loaded(folder, mask_id=None, **changes):
     """The checkpoint; the public code gives the mask a probability, so nothing is suppressed here."""
-    info = replace(inspect_model(folder), **changes)
+    info = replace(inspect_model(folder, mask_id=mask_id), **changes)
     return load_backbone(folder, device="cpu"), info
 
 
@@ -136,6 +136,28 @@ def test_sdar_blocks_have_the_log_probabilities_of_the_public_codes_training(gol
     outcomes = score(backbone, info, settings, requests)
     for index, expected in enumerate(nats):
         assert outcomes[index].logprob == pytest.approx(-float(expected.sum()), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("s2d2", "equals_block_size_1_greedy"), ("fast_dllm_v2", "equals_ar_greedy")]
+)
+def test_texts_that_the_public_code_decoded_greedily_at_block_size_1_are_greedy_and_others_are_not(
+    golden, family, name
+):
+    folder = golden / family
+    public = json.loads((folder / "cases.json").read_text())
+    told = [
+        case for case in public["cases"] if case.get("verifier_randomness") == "onehot" and case.get(name) is not None
+    ]
+    backbone, info = loaded(folder, 95, suppressed=())
+    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=1)
+    requests = [
+        Request(index, index, np.asarray(case["output"], dtype=np.int32), score_from=len(case["prompt"]))
+        for index, case in enumerate(told)
+    ]
+    outcomes = score(backbone, info, settings, requests, rows=16)
+    assert [outcomes[index].is_greedy for index in range(len(told))] == [case[name] for case in told]
+    assert {case[name] for case in told} == {True, False}
 
 
 def test_densities_of_any_subset_models_are_those_of_the_public_code(golden):
