@@ -126,7 +126,9 @@ def real(flags: argparse.Namespace, folder: Path) -> None:
 
         return lambda: bench.theirs(model)
 
-    print(f"{file.name}: {len(prompts)} documents, {flags.new_tokens} tokens each, float32, {flags.threads} threads\n")
+    print(
+        f"{file.name}: {len(prompts)} documents, {flags.new_tokens} tokens at most, float32, {flags.threads} threads\n"
+    )
     hf(flags.batches[0])()  # the first one warms up
     runs = {batch: hf(batch)() for batch in flags.batches}
     for batch, run in runs.items():
@@ -248,14 +250,14 @@ def main() -> None:
     parser.add_argument("part", choices=["real", "masked"])
     parser.add_argument("--quick", action="store_true", help="4 documents of 8 tokens")
     parser.add_argument("--documents", type=int, help="real 64, masked 32")
-    parser.add_argument("--new-tokens", type=int, help="of each document: real 64, masked 160")
+    parser.add_argument("--new-tokens", type=int, help="of each document, at most: real 128, masked 160")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32, 64], help="of lm_eval's hf")
     parser.add_argument("--block-length", type=int, default=16, help="of the diffusion decoders, on both sides")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
     flags.documents = flags.documents or (64 if flags.part == "real" else 32)
-    flags.new_tokens = flags.new_tokens or (64 if flags.part == "real" else 160)
+    flags.new_tokens = flags.new_tokens or (128 if flags.part == "real" else 160)
     if flags.quick:
         flags.documents, flags.new_tokens, flags.batches, flags.block_length, flags.repeats = 4, 8, [2, 4], 4, 1
     offline()
