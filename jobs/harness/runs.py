@@ -1,10 +1,11 @@
 """Runs the jobs of an evaluation, each in a run directory that its requests and settings name, and reads their results.
 
-    EVAL/requests/complete-3f2a91c0.jsonl     the rows of a job: ids, tokens
-    EVAL/runs/complete-3f2a91c0/              its run directory
+    EVAL/requests/complete-8d1f6c35a0b2.jsonl     the rows of a job: ids, tokens
+    EVAL/runs/complete-3f2a91c07d44/              its run directory
 
-The name is a hash of all that decides the results. The same command finds the same directories: what is finished is only
-read, and what is not is resumed. Other requests or settings get directories of their own.
+The name of the rows is a hash of their content, so that jobs of other settings have the same input and can be compared. The
+name of the run is a hash of all that decides its results. The same command finds the same directories: what is finished is
+only read, and what is not is resumed. Other requests or settings get directories of their own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+from actors.plan_table import PLAN
 from jobs.codes import OK
 from jobs.finished.passes import latest_rows, passes_of
 from jobs.harness.rows import Rows
 from jobs.harness.spec import EvalSpec, Kind
 from jobs.plan.fingerprint import digest
 from jobs.spec.job_spec import JobSpec
+from storage.errors import UserError
 from storage.stores.store import open_store
 from storage.stores.verbs import AlreadyExists
 
@@ -62,17 +65,19 @@ class Runs:
     def done(self, kind: Kind, rows: Rows, job: Callable[[str, str], JobSpec]) -> Done:
         """Run the job over these rows, or resume it, or only read it. `job` makes its spec from paths of input and output.
 
-        Raises Unfinished if the job was interrupted or too many of its rows failed.
+        Raises Unfinished if the job was interrupted or too many of its rows failed, UserError if the directory is a run's.
         """
         first = self.spec.any_job()
         base = first.output.path.rstrip("/")
         store = open_store(base, s3=first.s3.options())
         lines = rows.lines()
-        name = f"{kind}-{name_of(job('requests.jsonl', base), lines)}"
-        with suppress(AlreadyExists):  # by an earlier run of this evaluation; the name has a hash of the content
-            store.create(f"requests/{name}.jsonl", lines)
-        place = f"{base}/runs/{name}"
-        code = self.run(job(f"{base}/requests/{name}.jsonl", place))
+        if store.exists(PLAN):
+            raise UserError(f"{base!r} is a job's run directory; use another directory", field="output.path")
+        requests = f"requests/{kind}-{hashlib.sha256(lines).hexdigest()[:LETTERS]}.jsonl"
+        with suppress(AlreadyExists):  # of the same content, by its name
+            store.create(requests, lines)
+        place = f"{base}/runs/{kind}-{name_of(job('requests.jsonl', base), lines)}"
+        code = self.run(job(f"{base}/{requests}", place))
         if code != OK:
             raise Unfinished(code)
         return Done(place, self._read(place, first))

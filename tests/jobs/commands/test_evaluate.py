@@ -227,6 +227,24 @@ def test_other_settings_decode_into_directories_of_their_own(world: World, capsy
     capsys.readouterr()
 
 
+def test_two_decoders_over_the_same_requests_are_compared(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_eval_spec(tmp_path)
+    assert evaluated(tmp_path, world.tasks, list(TASKS)) == 0
+    places = [samples_of(folder, "repeated")[0]["draftmill"][0][0]["run_dir"] for folder in (world.folder, tmp_path)]
+    capsys.readouterr()
+    assert places[0] != places[1] and main(["compare", *places]) == 0
+    assert f"{3 * DOCUMENTS} pairs" in capsys.readouterr().out
+
+
+def test_a_jobs_run_directory_is_refused(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = next((world.folder / "eval" / "runs").glob("complete-*"))
+    write_eval_spec(tmp_path, output={"path": str(run)})
+    assert evaluated(tmp_path, world.tasks, ["gen"], "--limit", "1") == 2
+    assert "output.path: " in capsys.readouterr().err and not (run / "requests").exists()
+
+
 def test_chosen_documents_keep_their_ids(world: World, tmp_path: Path) -> None:
     write_eval_spec(tmp_path)
     assert evaluated(tmp_path, world.tasks, ["gen"], "--samples", '{"gen": [4, 1]}') == 0
