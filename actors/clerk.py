@@ -7,7 +7,7 @@ result rows and commits the unit's file. An exception of one row becomes that ro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.causal.settings import DrafterPlace, NgramDrafterSettings
-from decoders.draws.keys import sample_key
+from decoders.draws.keys import nth_key, sample_key
 from storage.errors import RowError
 from storage.failpoints import failpoint
 from storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
@@ -84,6 +84,7 @@ class RowClerk:
         self._schema = schema_of(SCHEMA_VERSION, self._keep)
         self._columns = job.columns.wanted(job.task) | names_read(self._keep.names if self._keep is not None else ())
         self._exact = exact
+        self._made: tuple[Row, int, Canvas] | None = None
 
     def open_unit(self, unit: WorkUnit) -> list[Sample]:
         """Read the unit's rows and make their canvases; a failed or condemned row is a Sample with its error."""
@@ -94,6 +95,7 @@ class RowClerk:
         rows = self._read([sample.note.planned for sample in wanted])
         for sample, row in zip(wanted, rows, strict=True):
             self._prepare(sample, row)
+        self._made = None
         return samples
 
     def close_unit(self, unit: WorkUnit, samples: list[Sample]) -> Receipt:
@@ -124,7 +126,8 @@ class RowClerk:
     # ---- rows in
 
     def _condemned(self, unit: WorkUnit, index: int, planned: PlannedRow) -> Sample:
-        sample = Sample(index, key=sample_key(self._job.seed, planned.id), note=Note(planned))
+        key = nth_key(sample_key(self._job.seed, planned.id), planned.sample)
+        sample = Sample(index, key=key, note=Note(planned))
         for verdict in unit.verdicts:
             if verdict.start <= index < verdict.stop:
                 sample.error = RowError(verdict.kind, verdict.stage, verdict.message)
@@ -133,10 +136,10 @@ class RowClerk:
     def _read(self, planned: Sequence[PlannedRow]) -> list[Row]:
         """The input rows in plan order; reads each file once."""
         found: dict[tuple[int, int], Row] = {}
-        wanted: dict[int, list[tuple[int, int | None]]] = {}
+        wanted: dict[int, dict[tuple[int, int | None], None]] = {}  # each row once, however many samples it has
         for row in sorted(planned, key=lambda row: row.file):
-            wanted.setdefault(row.file, []).append((row.row, row.offset))
-        files = ((self._job.files[number], places) for number, places in wanted.items())
+            wanted.setdefault(row.file, {})[row.row, row.offset] = None
+        files = ((self._job.files[number], list(places)) for number, places in wanted.items())
         for number, (file, places) in zip(wanted, fetched_ahead(files, s3=self._job.s3), strict=True):
             rows = read_rows(
                 file,
@@ -159,7 +162,7 @@ class RowClerk:
                 sample.error = kept
                 return
             sample.note.keep = kept
-        made = guarded(lambda: self._canvas(sample, row.values or {}), "tokenize", "tokenize_error")
+        made = guarded(lambda: self._canvas(sample, row), "tokenize", "tokenize_error")
         if isinstance(made, RowError):
             sample.error = made
         else:
@@ -170,11 +173,17 @@ class RowClerk:
                 sample.infilling = made.infilling
                 sample.ask()
 
-    def _canvas(self, sample: Sample, values: Mapping[str, Any]) -> Canvas:
+    def _canvas(self, sample: Sample, row: Row) -> Canvas:
+        """The canvas of the sample's row, which is made with the row's key: all samples of a row have the same one."""
         planned: PlannedRow = sample.note.planned
-        row_id(values, self._job.columns)  # raises on an invalid id, as planning did
-        sample.key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
-        return self._maker.make(values, sample.key)
+        if self._made is None or self._made[0] is not row:
+            values = row.values or {}
+            row_id(values, self._job.columns)  # raises on an invalid id, as planning did
+            key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
+            self._made = row, key, self._maker.make(values, key)
+        _, key, canvas = self._made
+        sample.key = nth_key(key, planned.sample)
+        return canvas
 
     # ---- rows out
 
@@ -189,6 +198,7 @@ class RowClerk:
                 said = found
         row = {
             "id": sample.note.planned.id,
+            "sample": sample.note.planned.sample,
             "unit": unit.unit,
             "pass": unit.pass_,
             "attempt": unit.attempt,
@@ -260,4 +270,5 @@ def _trace_rows(unit: WorkUnit, samples: Sequence[Sample]) -> Iterator[dict[str,
                 "proposed": step.proposed,
                 "committed": step.committed,
                 "positions": step.positions,
+                "sample": sample.note.planned.sample,
             }

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -37,10 +38,12 @@ ROW_SCHEMA: pa.Schema = pa.schema(
         pa.field("length", pa.int32(), nullable=False),
         pa.field("holes", pa.int32(), nullable=False),
         pa.field("error_kind", pa.string()),
+        pa.field("sample", pa.int32(), nullable=False),
     ]
 )
 """One row per sample: `file` is the number of its input, `row` and `offset` (bytes) its place there; `length` is its canvas
-in tokens, `holes` the number of tokens to generate; `error_kind` is set if the row can't be read or tokenized."""
+in tokens, `holes` the number of tokens to generate; `error_kind` is set if the row can't be read or tokenized; `sample`
+says which of its row's samples it is, from 0 (`sampling.n`)."""
 
 TABLE_SCHEMA: pa.Schema = pa.schema([pa.field("unit", pa.int32(), nullable=False), *ROW_SCHEMA])
 
@@ -57,6 +60,7 @@ class PlannedRow:
     length: int
     holes: int
     error_kind: str | None
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class PlanTable:
             table = _open_part(self._store, part.name).read_row_group(unit - part.first, use_threads=THREADS)
         except (pa.ArrowException, OSError) as error:
             raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
-        return _rows(table)
+        return _rows(_with_sample(table))
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """Yield one table per unit, in order; holds one part in memory at a time."""
@@ -117,7 +121,8 @@ class PlanTable:
             try:
                 opened = pq.ParquetFile(pa.BufferReader(self._store.get(part.name)), pre_buffer=False)
                 for group in range(opened.num_row_groups):
-                    yield opened.read_row_group(group, columns=columns, use_threads=THREADS)
+                    table = opened.read_row_group(group, columns=columns, use_threads=THREADS)
+                    yield table if columns is not None and "sample" not in columns else _with_sample(table)
             except (pa.ArrowException, OSError) as error:
                 raise StoreError(f"{self._store.url}/{part.name} is damaged: {error}") from None
 
@@ -132,6 +137,13 @@ def parts_of(plan: dict[str, object]) -> tuple[PlanPart, ...]:
     listed = plan["parts"]
     assert isinstance(listed, list)
     return tuple(PlanPart(part["name"], part["first"], part["units"], part["rows"]) for part in listed)
+
+
+def _with_sample(table: pa.Table) -> pa.Table:
+    """The same table; plans of earlier versions lack the column `sample`, since each of their rows has one."""
+    if "sample" in table.column_names:
+        return table
+    return table.append_column(TABLE_SCHEMA.field("sample"), pa.array(np.zeros(table.num_rows, dtype=np.int32)))
 
 
 def _rows(table: pa.Table) -> list[PlannedRow]:

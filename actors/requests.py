@@ -77,7 +77,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Keys that can change the answer, with their neutral values; null is always neutral."""
 
 _INSTEAD: Final = {
-    "n": "repeat the request with other ids and seeds",
+    "n": "set sampling.n for the whole job",
     "best_of": "repeat the request with other ids and seeds",
     "stream": "a batch can't be streamed",
     "top_logprobs": "only the log-probabilities of the chosen tokens are recorded",

@@ -184,6 +184,7 @@ class RowRules:
         top_k = self.sampling.top_k
         ignores = isinstance(self.task, Complete) and self.task.ignore_eos
         return {
+            "n": (self.sampling.n,),
             "top_k": (top_k,) if top_k is not None else (-1, 0),
             "ignore_eos": (ignores,),
             "skip_special_tokens": (self._skips_special,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -16,13 +16,18 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+MOST_SAMPLES: Final = 4096
+"""The largest `sampling.n`."""
+
+
 class Sampling(Settings):
-    """How a token is drawn from the model's logits; the same warp is applied to target and draft."""
+    """How a token is drawn from the model's logits; the same warp is applied to target and draft. `n` samples are drawn a row."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=100.0, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=1)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     acceptance: Literal["coupled", "rejection"] = "coupled"
+    n: int = Field(default=1, ge=1, le=MOST_SAMPLES)
 
 
 class DecoderChoice(Settings):

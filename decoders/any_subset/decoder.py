@@ -35,6 +35,9 @@ class AnySubsetDecoder(SlotDecoder):
     def _start(self, slot: int, request: Request) -> None:
         self.backbone.set_order(slot, self.state.start(slot, request))
 
+    def _num_shared(self, slot: int) -> int:
+        return int(self.state.prompt_S[slot])
+
     def _forward(
         self, group: Group, content_end_B: Tensor, ranks_BQ: Tensor, limits_BQ: Tensor, valid_BQ: Tensor
     ) -> Tensor:

@@ -11,7 +11,6 @@ Knows nothing of tokenizers; stop strings come as an object (engine/ends.py). Le
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import torch
@@ -74,8 +73,14 @@ class CausalDecoder(SlotDecoder):
         few = 0 < _FEW_PROMPTS * len(self._fresh) <= self._num_dense
         if not (few and self.joins_prompts and self.state.device.type == "cpu"):
             return super()._next_group()
-        self._fresh = []
-        return replace(super()._next_group(), joined=True)
+        waiting = self._share_prompts()
+        slots = [slot for slot in range(self._num_dense) if slot not in waiting]
+        self._fresh = sorted(waiting)
+        return Group(slots, torch.tensor(slots, dtype=torch.int64, device=self.state.device), fresh=False, joined=True)
+
+    def _num_shared(self, slot: int) -> int:
+        # The row of the prompt's last token predicts the first hole.
+        return int(self.state.prompt_S[slot]) - 1
 
     def _forward(self, group: Group, end_B: Tensor) -> Tensor:
         """Run the columns [cached, end) of each slot, under plain causal visibility; returns all hidden states [B, T, D].

@@ -51,6 +51,18 @@ def hole_key(key: int, hole: int) -> int:
     return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "little")
 
 
+def nth_key(key: int, number: int) -> int:
+    """Return the key of one of several samples of a row: the first has the row's own.
+
+    For the others it is blake2b of the row's key and the sample's number (8 bytes each, little endian), personalised so that
+    it never equals the key of a hole.
+    """
+    if number == 0:
+        return key
+    payload = key.to_bytes(8, "little") + number.to_bytes(8, "little")
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8, person=b"sample").digest(), "little")
+
+
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
     """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
     where = np.ascontiguousarray(positions, dtype=np.int64).astype(np.uint64)

@@ -45,6 +45,15 @@ class Weighed:
     held: tuple[Tensor, Tensor] | None
 
 
+Canvas = tuple[bytes, bytes]
+"""A canvas and its order of decoding, as a key."""
+
+
+def _canvas_of(request: Request) -> Canvas:
+    order = b"" if request.hole_order is None else request.hole_order.tobytes()
+    return request.canvas.tobytes(), order
+
+
 class SlotDecoder(ABC):
     """Keeps up to `max_rows` samples in slots, within `max_tokens` cached columns; see decoders.base.Decoder.
 
@@ -265,15 +274,49 @@ class SlotDecoder(ABC):
 
     def _next_prompts(self) -> list[int]:
         """Take the new slots whose prompts fit into the memory of one forward; the others wait for the next."""
-        slots, most, num_rows, count = sorted(self._fresh), self.account.prompt_rows, 0, 0
+        waiting = self._share_prompts()
+        slots = [slot for slot in sorted(self._fresh) if slot not in waiting]
+        most, num_rows, count = self.account.prompt_rows, 0, 0
         for slot in slots:
             resident = self._residents[slot]
             num_rows += 0 if resident is None else len(resident.request.canvas)
             if most is not None and count and num_rows > most:
                 break
             count += 1
-        self._fresh = slots[count:]
+        self._fresh = slots[count:] + sorted(waiting)
         return slots[:count]
+
+    def _share_prompts(self) -> set[int]:
+        """Copy computed prompts into the new slots with the same canvas; returns the slots whose prompt is about to be computed.
+
+        The samples of a row (`sampling.n`) have one canvas, so its prompt is computed once: the first of them runs it, the
+        others wait for that forward and run only what the prompt's columns do not hold.
+        """
+        fresh, computed, first, waiting = set(self._fresh), dict[Canvas, int](), set[Canvas](), set[int]()
+        for slot, resident in enumerate(self._residents[: self._num_dense]):
+            if resident is not None and slot not in fresh:
+                computed[_canvas_of(resident.request)] = slot
+        for slot in sorted(fresh):
+            if not self._num_shared(slot):
+                continue
+            resident = self._residents[slot]
+            assert resident is not None, f"slot {slot} holds nothing"
+            canvas = _canvas_of(resident.request)
+            if canvas in computed:
+                self._copy_prompt(computed[canvas], slot)
+            elif canvas in first:
+                waiting.add(slot)
+            else:
+                first.add(canvas)
+        return waiting
+
+    def _copy_prompt(self, source: int, target: int) -> None:
+        self.backbone.move_slot(source, target)
+        self.state.cached_S[target] = self._num_shared(target)
+
+    def _num_shared(self, slot: int) -> int:
+        """How many leading columns of the slot's prompt another slot with the same canvas can give; 0 if it is not shared."""
+        return 0
 
     def _count(self, group: Group) -> None:
         stats, counting = self.stats, self.counting

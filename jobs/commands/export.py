@@ -6,16 +6,16 @@ Failed samples can go to a separate file; in the openai format they always do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobs.codes import OK
+from jobs.commands.export_openai import OPENAI_COLUMNS, OpenAISink
 from jobs.commands.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
-from jobs.commands.export_rows import OPENAI_COLUMNS, CsvSink, LineSink, ParquetSink, Sink, Target, openai_answer
+from jobs.commands.export_rows import CsvSink, LineSink, ParquetSink, Sink, Target
 from jobs.finished.input_order import in_input_order
 from jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from jobs.plan.plan import Plan
@@ -79,9 +79,12 @@ def write_rows(
     passes: Sequence[Pass], columns: Sequence[str], sinks: Sequence[Sink], *, order: str = "plan"
 ) -> list[int]:
     """Write all rows to the one sink, or ok rows to the first and the rest to the second; returns the rows of each."""
-    counts = [0] * len(sinks)
-    tables = latest_rows(passes, columns=list(dict.fromkeys([*columns, "status"])))
-    for table in in_input_order(passes[0].plan, tables) if order == "input" else tables:
+    counts, plan = [0] * len(sinks), passes[0].plan
+    own = own_columns(plan).intersection(columns)
+    read = [name for name in columns if name not in own] + [KEEP] * bool(own)
+    tables = latest_rows(passes, columns=list(dict.fromkeys([*read, "status"])))
+    for found in in_input_order(plan, tables) if order == "input" else tables:
+        table = with_columns(found, plan.keep, own)
         good = pc.equal(table["status"], "ok")
         parts = [table] if len(sinks) == 1 else [table.filter(good), table.filter(pc.invert(good))]
         for number, part in enumerate(parts):
@@ -90,25 +93,32 @@ def write_rows(
     return counts
 
 
+def with_columns(table: pa.Table, keep: pa.Schema | None, names: Container[str]) -> pa.Table:
+    """The table with these kept columns beside their struct."""
+    fields = [field for field in keep or () if field.name in names]
+    columns = [pc.struct_field(table[KEEP], field.name) for field in fields]
+    return pa.Table.from_arrays([*table.columns, *columns], schema=pa.schema([*table.schema, *fields]))
+
+
 def sink_for(kind: str, file: Target, plan: Plan, columns: Sequence[str]) -> Sink:
     """The sink for a format."""
     if kind == "openai":
-        return LineSink(file, partial(openai_answer, chat=is_chat(plan)), keep=plan.keep)
+        return OpenAISink(file, count=plan.spec.sampling.n, chat=is_chat(plan), keep=plan.keep)
     if kind == "jsonl":
-        return LineSink(file, lambda row: row, keep=plan.keep)
+        return LineSink(file, keep=plan.keep)
     if kind == "csv":
         return CsvSink(file, columns, keep=plan.keep)
-    schema = result_schema(plan)
     metadata = {"fingerprint": plan.fingerprint, "schema_version": str(plan.results["schema_version"])}
-    return ParquetSink(file, pa.schema([schema.field(name) for name in columns]), metadata)
+    known = {field.name: field for field in [*(plan.keep or ()), *plan.schema]}
+    return ParquetSink(file, pa.schema([known[name] for name in columns]), metadata)
 
 
 # ---- which requests are valid
 
 
-def result_schema(plan: Plan) -> pa.Schema:
-    """The schema of the run's result rows."""
-    return plan.schema
+def own_columns(plan: Plan) -> set[str]:
+    """The kept columns that can be named without their struct: those with names that no result column has."""
+    return set() if plan.keep is None else set(plan.keep.names) - set(plan.schema.names)
 
 
 def is_chat(plan: Plan) -> bool:
@@ -125,12 +135,13 @@ def checked_columns(plan: Plan, kind: str, columns: Sequence[str]) -> list[str]:
                 field=COLUMNS,
             )
         # Older runs lack the columns that were added later.
-        known = [name for name in OPENAI_COLUMNS if name in result_schema(plan).names]
+        known = [name for name in OPENAI_COLUMNS if name in plan.schema.names]
         return [*known, *([KEEP] if plan.keep is not None else [])]
-    known = result_schema(plan).names
+    known = plan.schema.names
     for name in columns:
-        if name not in known:
-            raise UserError(f"{name!r} is not a column of the result; allowed: {', '.join(known)}", field=COLUMNS)
+        if name not in known and name not in own_columns(plan):
+            allowed = ", ".join([*known, *sorted(own_columns(plan))])
+            raise UserError(f"{name!r} is not a column of the result; allowed: {allowed}", field=COLUMNS)
     return list(dict.fromkeys(columns)) or list(known)
 
 

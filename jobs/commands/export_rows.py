@@ -1,4 +1,4 @@
-"""The formats of `draftmill export`: JSON lines, csv, Parquet, and the output of the OpenAI batch API.
+"""The formats of `draftmill export`: JSON lines, csv and Parquet; for that of the OpenAI batch API see export_openai.py.
 
 A sink takes tables of result rows and writes them to an open binary file. Knows nothing of runs and paths.
 """
@@ -8,24 +8,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
-from itertools import accumulate
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from actors.requests import CHAT
 from storage.errors import StoreError
 from storage.inputs.kept import KEEP, plain, told
 from storage.parquet import parquet_writer
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""
-
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
-"""Our `finish` -> OpenAI's `finish_reason`."""
 
 
 class Target(Protocol):
@@ -66,24 +60,16 @@ class Sink(Protocol):
 
 
 class LineSink:
-    """One JSON object per line; `line` builds it from a row. `keep` has the fields of the struct `keep`, if there is one."""
+    """One JSON object per line and row. `keep` has the fields of the struct `keep`, if there is one."""
 
-    def __init__(
-        self,
-        file: Target,
-        line: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-        *,
-        keep: pa.Schema | None = None,
-    ) -> None:
+    def __init__(self, file: Target, *, keep: pa.Schema | None = None) -> None:
         self._file = file
-        self._line = line
         self._keep = keep
 
     def add(self, table: pa.Table) -> None:
         """See Sink."""
         for row in plain_rows(table, self._keep):
-            text = json.dumps(self._line(row), ensure_ascii=False, allow_nan=False)
-            self._file.write(f"{text}\n".encode())
+            self._file.write(json_line(row))
 
     def close(self) -> None:
         """See Sink."""
@@ -161,16 +147,24 @@ class ParquetSink:
         self._held, self._bytes = [], 0
 
 
+def json_line(value: Mapping[str, Any]) -> bytes:
+    """A JSON object and a line break."""
+    return f"{json.dumps(value, ensure_ascii=False, allow_nan=False)}\n".encode()
+
+
 def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str, Any]]:
     """The rows as JSON values: times as ISO 8601, maps as objects, and null for NaN and infinity.
 
-    `keep` has the fields of the struct `keep`, whose JSON texts are parsed.
+    `keep` has the fields of the struct `keep`, whose JSON texts are parsed; a kept column may also stand by itself.
     """
     maps = {field.name for field in table.schema if pa.types.is_map(field.type)}
+    own = {field.name: pa.schema([field]) for field in keep or () if field in table.schema}
 
     def shown(name: str, value: Any) -> Any:
         if name == KEEP and keep is not None:
             return told(value, keep)
+        if name in own:
+            return (told({name: value}, own[name]) or {})[name]
         return plain(dict(value) if name in maps and value is not None else value)
 
     return [{name: shown(name, value) for name, value in row.items()} for row in table.to_pylist()]
@@ -180,58 +174,3 @@ def _field(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-# ---- the OpenAI batch API
-
-OPENAI_COLUMNS = (
-    "id", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key", "started_at",
-    "endpoint", "token_logprobs", "token_texts",
-)  # fmt: skip
-
-
-def openai_answer(row: Mapping[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A result row as a line of a batch's output file, or of its error file if the row is not ok.
-
-    The row's request names the endpoint that defines the format; `chat` decides for rows that name none.
-    """
-    name = f"{row['key'] or 0:016x}"
-    answer: dict[str, Any] = {"id": f"batch_req_{name}", "custom_id": row["id"]}
-    if KEEP in row:
-        answer[KEEP] = row[KEEP]
-    if row["status"] != "ok":
-        error = {"code": row["error_kind"] or row["status"], "message": row["error"] or row["status"]}
-        return answer | {"response": None, "error": error}
-    if row.get("endpoint") is not None:
-        chat = row["endpoint"] == CHAT
-    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, chat)}
-    return answer | {"response": response, "error": None}
-
-
-def _body(row: Mapping[str, Any], name: str, chat: bool) -> dict[str, Any]:
-    said = {"message": {"role": "assistant", "content": row["text"]}} if chat else {"text": row["text"]}
-    reason = FINISH_REASONS.get(row["finish"], row["finish"])
-    given, new = row["prompt_tokens"] or 0, row["new_tokens"] or 0
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(datetime.fromisoformat(row["started_at"]).timestamp()) if row["started_at"] else 0,
-        "model": row["model"],
-        "choices": [{"index": 0, **said, "logprobs": _logprobs(row, chat), "finish_reason": reason}],
-        "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
-    }
-
-
-def _logprobs(row: Mapping[str, Any], chat: bool) -> dict[str, Any] | None:
-    """The log-probabilities of the generated tokens in the endpoint's format; None if the request did not ask for them."""
-    scores, texts = row.get("token_logprobs"), row.get("token_texts")
-    if scores is None or texts is None:
-        return None
-    if chat:
-        told = zip(texts, scores, strict=True)
-        content = [
-            {"token": text, "logprob": score, "bytes": list(text.encode()), "top_logprobs": []} for text, score in told
-        ]
-        return {"content": content, "refusal": None}
-    offsets = [0, *accumulate(map(len, texts))][: len(texts)]
-    return {"tokens": texts, "token_logprobs": scores, "top_logprobs": None, "text_offset": offsets}

@@ -24,7 +24,7 @@ from jobs.commands.compact_check import check_compact
 from jobs.commands.metrics_check import check_metrics
 from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from jobs.notes import counted
-from jobs.plan.plan import Plan
+from jobs.plan.plan import Plan, SampleName, names_of
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_metadata, read_parquet
 from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
@@ -106,11 +106,11 @@ def check_later_pass(before: Pass, after: Pass, findings: Findings) -> str:
 
 
 def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
-    left, planned = PassRows(failed_rows(before)), PassRows(after.plan.tables(["id"]))
+    left, planned = PassRows(failed_rows(before)), PassRows(after.plan.tables(["id", "sample"]))
     try:
         while (table := left.take(ROWS_AT_ONCE)) is not None:
             other = planned.take(table.num_rows)
-            if other is None or not other["id"].equals(table["id"]):
+            if other is None or names_of(other) != names_of(table):
                 yield "its rows differ from the failed rows of the pass before it"
                 return
     except StoreError as error:
@@ -130,9 +130,9 @@ def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
         findings.problems.append("the manifest belongs to another job: its fingerprint differs from the plan's")
     missing = [unit for unit in range(plan.units) if unit not in listed]
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    planned = ((listed.pop(unit), ids) for unit, ids in plan.unit_ids() if unit in listed)
-    for (committed, ids), file in promised(store, planned, lambda one: _read(store, one[0].object)):
-        findings.problems += check_unit(plan, committed, ids, file, findings)
+    planned = ((listed.pop(unit), names) for unit, names in plan.unit_samples() if unit in listed)
+    for (committed, names), file in promised(store, planned, lambda one: _read(store, one[0].object)):
+        findings.problems += check_unit(plan, committed, names, file, findings)
     findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
     if not findings.is_copy:
         findings.problems += findings.moved
@@ -146,7 +146,11 @@ def _read(store: Store, name: str) -> tuple[bytes, str | None]:
 
 
 def check_unit(
-    plan: Plan, committed: CommittedUnit, ids: list[str], file: Future[tuple[bytes, str | None]], findings: Findings
+    plan: Plan,
+    committed: CommittedUnit,
+    names: list[SampleName],
+    file: Future[tuple[bytes, str | None]],
+    findings: Findings,
 ) -> list[str]:
     """Check one unit's file: its hash, metadata, schema and rows. `file` is the future of its bytes and etag."""
     name = committed.object
@@ -165,11 +169,13 @@ def check_unit(
         if etag is not None and etag != committed.etag:
             findings.moved.append(f"{name}: its etag is {etag}, the manifest has {committed.etag}")
     problems = [] if is_same else ["its SHA-256 differs from the manifest's"]
-    problems += _unit_problems(plan, committed, ids, data, table)
+    problems += _unit_problems(plan, committed, names, data, table)
     return [f"{name}: {problem}" for problem in problems]
 
 
-def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: bytes, table: pa.Table) -> Iterator[str]:
+def _unit_problems(
+    plan: Plan, committed: CommittedUnit, names: list[SampleName], data: bytes, table: pa.Table
+) -> Iterator[str]:
     if len(data) != committed.bytes:
         yield f"it has {len(data)} bytes, the manifest has {committed.bytes}"
     version = plan.results["schema_version"]
@@ -182,17 +188,17 @@ def _unit_problems(plan: Plan, committed: CommittedUnit, ids: list[str], data: b
     yield from (
         f"its {key} is {found.get(key)!r}, not {value!r}" for key, value in expected.items() if found.get(key) != value
     )
-    yield from _row_problems(committed, ids, table, plan.pass_)
+    yield from _row_problems(committed, names, table, plan.pass_)
 
 
-def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pass_: int) -> Iterator[str]:
-    found = table.column("id").to_pylist()
-    if found != ids:
-        missing, surplus = Counter(ids) - Counter(found), Counter(found) - Counter(ids)
+def _row_problems(committed: CommittedUnit, names: list[SampleName], table: pa.Table, pass_: int) -> Iterator[str]:
+    found = names_of(table)
+    if found != names:
+        missing, surplus = Counter(names) - Counter(found), Counter(found) - Counter(names)
         if missing:
-            yield f"{missing.total()} planned rows are missing, first {next(iter(missing))!r}"
+            yield f"{missing.total()} planned rows are missing, first {_shown(next(iter(missing)))}"
         if surplus:
-            yield f"{surplus.total()} rows are duplicates or were never planned, first {next(iter(surplus))!r}"
+            yield f"{surplus.total()} rows are duplicates or were never planned, first {_shown(next(iter(surplus)))}"
         if not missing and not surplus:
             yield "its rows are not in the order of the plan"
     statuses = Counter(table.column("status").to_pylist())
@@ -203,6 +209,10 @@ def _row_problems(committed: CommittedUnit, ids: list[str], table: pa.Table, pas
         yield "rows name another unit"
     if set(table.column("pass").to_pylist()) - {pass_}:
         yield "rows name another pass"
+
+
+def _shown(name: SampleName) -> str:
+    return f"{name[0]!r}" if name[1] == 0 else f"{name[0]!r}, sample {name[1]}"
 
 
 def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:

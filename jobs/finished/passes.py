@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.plan_table import ROW_SCHEMA
-from jobs.plan.plan import Plan, load_plan
+from jobs.plan.plan import Plan, load_plan, names_of
 from jobs.spec.sweep_spec import CASES, RECORD
 from storage.errors import StoreError, UserError
 from storage.runs.commit import Manifest, read_manifest
@@ -107,11 +107,11 @@ def failed_rows(one: Pass) -> Iterator[pa.Table]:
     """The plan's entries (ROW_SCHEMA) of a finished pass's failed rows, in the order of the pass."""
     assert one.manifest is not None
     wanted = [unit.object for unit in one.manifest.units if unit.failed]
-    tables = read_results(one.store, objects=wanted, columns=["id", "status"])
+    tables = read_results(one.store, objects=wanted, columns=["id", "sample", "status"])
     for unit, planned in zip(one.manifest.units, one.plan.tables(), strict=True):
         if unit.failed:
             found = next(tables)
-            _check_ids(one, planned["id"], found["id"])
+            _check_names(one, planned, found)
             yield planned.filter(pc.equal(found["status"], "failed")).select(ROW_SCHEMA.names)
 
 
@@ -120,7 +120,7 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
 
     `columns` selects columns, None for all. Raises StoreError if the passes don't match each other.
     """
-    wanted = None if columns is None else list(dict.fromkeys(["id", "status", *columns]))
+    wanted = None if columns is None else list(dict.fromkeys(["id", "sample", "status", *columns]))
     streams = [_rows_of(one, wanted) for one in finished(passes)]
     for table in reduce(_overlaid, streams):
         yield table if columns is None else table.select(list(columns))
@@ -143,7 +143,7 @@ def _overlaid(before: Iterator[pa.Table], after: Iterator[pa.Table]) -> Iterator
 
 
 def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa.Table:
-    if fresh is None or not fresh["id"].equals(table["id"].take(places)):
+    if fresh is None or names_of(fresh) != names_of(table.take(places)):
         raise StoreError(
             "the rows of a later pass differ from the failed rows of the one before; `draftmill verify` says more"
         )
@@ -152,8 +152,8 @@ def _replaced(table: pa.Table, places: np.ndarray, fresh: pa.Table | None) -> pa
     return pa.concat_tables([table, fresh]).unify_dictionaries().take(order)
 
 
-def _check_ids(one: Pass, planned: pa.ChunkedArray, found: pa.ChunkedArray) -> None:
-    if planned.to_pylist() != found.to_pylist():
+def _check_names(one: Pass, planned: pa.Table, found: pa.Table) -> None:
+    if names_of(planned) != names_of(found):
         raise StoreError(
             f"{one.store.url}: the rows of a unit differ from the planned ones; `draftmill verify` says more"
         )

@@ -35,7 +35,7 @@ from jobs.plan.fingerprint import (
     shortened,
 )
 from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.survey import survey
+from jobs.plan.survey import each_sample, survey
 from jobs.schedule.waiting import UnitSize
 from jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from storage.errors import UserError, brief, listed
@@ -54,9 +54,23 @@ FORMAT = 1
 """Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
 
 
+SampleName = tuple[str, int]
+"""What identifies a sample in a run: the id of its row, and its number among the row's samples."""
+
+
+def names_of(table: pa.Table) -> list[SampleName]:
+    """The names of the rows of a plan's or a result's table; results of earlier versions have no sample number."""
+    ids = table["id"].to_pylist()
+    if "sample" not in table.column_names:
+        return [(name, 0) for name in ids]
+    return [(name, number or 0) for name, number in zip(ids, table["sample"].to_pylist(), strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A plan as stored in the run directory. `tokens` and `holes` are sums over all canvases; `store` holds its rows.
+
+    Its rows are samples: with `sampling.n` above 1, each row of the inputs is there n times.
 
     The first pass (`pass_` 1) has every row of the inputs, a later pass the rows that failed in the one before.
     """
@@ -95,10 +109,10 @@ class Plan:
         """The rows of one unit, in the order of its result file."""
         return self._table().unit_rows(unit)
 
-    def unit_ids(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield every unit with the ids of its rows; holds one part in memory at a time."""
-        for unit, table in enumerate(self.tables(["id"])):
-            yield unit, table["id"].to_pylist()
+    def unit_samples(self) -> Iterator[tuple[int, list[SampleName]]]:
+        """Yield every unit with the id and sample number of its rows; holds one part in memory at a time."""
+        for unit, table in enumerate(self.tables(["id", "sample"])):
+            yield unit, names_of(table)
 
     def tables(self, columns: list[str] | None = None) -> Iterator[pa.Table]:
         """Yield the unit table as one table per unit, in order; holds one part in memory at a time."""
@@ -133,7 +147,7 @@ def build_plan(
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
-            writer.add(table)
+            writer.add(each_sample(table, spec.sampling.n))
             progress(table.num_rows)
         writer.finish()
         if kept is not None and (absent := kept.absent()):

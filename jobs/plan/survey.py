@@ -158,5 +158,15 @@ def table_of(
         "length": sizes(lambda size: size.length),
         "holes": sizes(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
+        "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
     }
     return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
+
+
+def each_sample(table: pa.Table, count: int) -> pa.Table:
+    """Repeat each row of a table of ROW_SCHEMA once for every sample (`sampling.n`); the samples of a row stay together."""
+    if count == 1:
+        return table
+    repeated = table.take(pa.array(np.repeat(np.arange(table.num_rows), count)))
+    numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), table.num_rows))
+    return repeated.set_column(ROW_SCHEMA.get_field_index("sample"), ROW_SCHEMA.field("sample"), numbers)

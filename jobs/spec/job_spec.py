@@ -210,6 +210,10 @@ class JobSpec(Settings):
     @model_validator(mode="after")
     def _acceptance_fits_the_decoder(self) -> JobSpec:
         self.decoder.check_sampling(self.sampling)
+        if self.task.kind == "score" and self.sampling.n > 1:
+            raise ValueError(
+                f"sampling.n: {self.sampling.n}, but the task 'score' draws nothing: a text has one score; allowed: 1"
+            )
         return self
 
     def results_key(self) -> dict[str, Any]:
@@ -229,7 +233,7 @@ class JobSpec(Settings):
             "seed": self.seed,
             "task": full["task"],
             "decoder": full["decoder"],
-            "sampling": full["sampling"],
+            "sampling": {key: value for key, value in full["sampling"].items() if (key, value) != ("n", 1)},
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
             "model": {"dtype": self.model.dtype},

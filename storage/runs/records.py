@@ -113,6 +113,7 @@ TRACE_SCHEMA: pa.Schema = pa.schema(
         pa.field("proposed", pa.list_(pa.int32())),
         pa.field("committed", pa.list_(pa.int32())),
         pa.field("positions", pa.list_(pa.int32())),
+        pa.field("sample", pa.int32()),
     ]
 )
 """One row per decoder iteration of a sample, for `trace: steps`; token ids and canvas positions."""

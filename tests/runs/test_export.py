@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.cli import main
-from jobs.commands.export_rows import openai_answer
+from jobs.commands.export_openai import openai_answer
 from jobs.finished.passes import latest_rows, passes_of
 from storage.runs.records import SCHEMA
 from storage.stores.store import open_store
@@ -147,9 +147,9 @@ def test_an_answer_of_every_kind_has_the_reason_that_the_api_has() -> None:
     row = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "model", "started_at"])
     row |= {"id": "a", "status": "ok", "text": "t", "key": 1}
     for finish, reason in {"eos": "stop", "stop": "stop", "length": "length", "filled": "stop"}.items():
-        answer = openai_answer(row | {"finish": finish}, chat=True)
+        answer = openai_answer([row | {"finish": finish}], chat=True)
         assert answer["response"]["body"]["choices"][0]["finish_reason"] == reason
-    skipped = openai_answer(row | {"status": "skipped"}, chat=True)
+    skipped = openai_answer([row | {"status": "skipped"}], chat=True)
     assert skipped["response"] is None and skipped["error"] == {"code": "skipped", "message": "skipped"}
 
 
@@ -190,7 +190,7 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
 
     row = result_row(0, logprob=float("-inf"), metrics={"a": float("nan")}, token_logprobs=[0.5, float("inf")])
     with (tmp_path / "one.jsonl").open("wb") as file:
-        LineSink(file, lambda found: found).add(table_from_rows([row]))
+        LineSink(file).add(table_from_rows([row]))
     found = json.loads((tmp_path / "one.jsonl").read_text(), parse_constant=pytest.fail)
     assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"a": None}, [0.5, None])
 

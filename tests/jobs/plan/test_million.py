@@ -38,7 +38,8 @@ def rows(first):
     length = pa.array((1 + numbers * 7919 % 500).astype(np.int32))
     nothing = pa.nulls(WINDOW, pa.string())
     columns = {"file": pa.array(np.zeros(WINDOW, np.int32)), "row": pa.array(numbers), "offset": nothing.cast(pa.int64()),
-               "id": pa.array(numbers.astype(str)), "length": length, "holes": length, "error_kind": nothing}
+               "id": pa.array(numbers.astype(str)), "length": length, "holes": length, "error_kind": nothing,
+               "sample": pa.array(np.zeros(WINDOW, np.int32))}
     return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
 
 def peak_mb():

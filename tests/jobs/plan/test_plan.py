@@ -79,7 +79,9 @@ def test_every_row_is_planned_once_longest_first(rows: Path) -> None:
     assert made.rows == 40 and made.units == 5 and [size.rows for size in made.sizes()] == [8] * 5
     assert made.tokens == sum(row.length for row in planned) == sum(size.tokens for size in made.sizes())
     assert made.holes == sum(row.holes for row in planned)
-    assert [ids for _, ids in made.unit_ids()] == [[row.id for row in made.unit_rows(unit)] for unit in range(5)]
+    assert [names for _, names in made.unit_samples()] == [
+        [(row.id, row.sample) for row in made.unit_rows(unit)] for unit in range(5)
+    ]
 
 
 def test_a_damaged_row_is_planned_as_a_failed_one(rows: Path) -> None:
@@ -108,7 +110,7 @@ def test_what_does_not_change_results_does_not_change_the_plan(rows: Path) -> No
         open_store("memory://other"),
     )
     assert other.fingerprint == base.fingerprint
-    assert list(other.unit_ids()) == list(base.unit_ids())
+    assert list(other.unit_samples()) == list(base.unit_samples())
 
 
 @pytest.mark.parametrize(
@@ -381,7 +383,7 @@ def rows_table(lengths: list[int], first: int = 0) -> pa.Table:
     return pa.Table.from_arrays(
         [
             pa.array(values, field.type)
-            for values, field in zip([*columns, lengths, lengths, [None] * count], ROW_SCHEMA, strict=True)
+            for values, field in zip([*columns, lengths, lengths, [None] * count, [0] * count], ROW_SCHEMA, strict=True)
         ],
         schema=ROW_SCHEMA,
     )

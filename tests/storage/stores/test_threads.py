@@ -64,7 +64,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": f"{row}", "unit": 0, "pass": 1, "attempt": 1, "status": "ok", "text": "x" * row} for row in range(300)
     ]
     (folder / "unit").write_bytes(write_parquet(table_from_rows(rows), {}))
-    values = [dict(zip(ROW_SCHEMA.names, (0, row, None, f"{row}", 1, 1, None), strict=True)) for row in range(100)]
+    values = [dict(zip(ROW_SCHEMA.names, (0, row, None, f"{row}", 1, 1, None, 0), strict=True)) for row in range(100)]
     writer = PlanWriter(open_store(str(folder)), window=10, unit_rows=4)
     writer.add(pa.Table.from_pylist(values, schema=ROW_SCHEMA))
     writer.finish()

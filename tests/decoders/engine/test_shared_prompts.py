@@ -1,0 +1,120 @@
+"""The samples of one row have one canvas: its prompt runs once, and every sample is what it is alone."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import decoders.builtin
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import HOLE, Request
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    MultiblockJacobiSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
+from decoders.common_settings import DecoderChoice, Sampling
+from decoders.draws.keys import nth_key, sample_key
+from decoders.engine.setup import Setup
+from decoders.registry import build_decoder
+from tests.decoders.support import run_all, texts
+
+BUILTIN = Path(decoders.builtin.__path__[0])
+CAUSAL: dict[str, DecoderChoice] = {
+    "autoregressive": AutoregressiveSettings(kind="autoregressive"),
+    "speculative": SpeculativeSettings(
+        kind="speculative", k=3, drafter=NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
+    ),
+    "jacobi": JacobiSettings(kind="jacobi", block_size=4),
+    "multiblock_jacobi": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=4),
+}
+ANY_SUBSET: dict[str, DecoderChoice] = {
+    "any_subset": AnySubsetSettings(kind="any_subset"),
+    "assd": AssdSettings(kind="assd", k=3),
+}
+
+
+@cache
+def model(name: str) -> tuple[Any, Any]:
+    return load_backbone(BUILTIN / name), inspect_model(BUILTIN / name)
+
+
+def canvases(*, infill: bool) -> list[np.ndarray]:
+    """Four canvases of 24 to 60 tokens; of a completion's prompts, two begin alike."""
+    rng = np.random.default_rng(3)
+    found = []
+    for length in (60, 24, 41, 60):
+        canvas = rng.integers(10, 200, length).astype(np.int32)
+        if infill:
+            canvas[rng.random(length) < 0.4] = HOLE
+        else:
+            canvas[-12:] = HOLE
+        found.append(canvas)
+    if not infill:
+        found[3][:30] = found[0][:30]
+    return found
+
+
+def samples_of(some: list[np.ndarray], count: int) -> list[Request]:
+    keys = [[nth_key(sample_key(0, f"row {row}"), n) for n in range(count)] for row in range(len(some))]
+    rows = [(row, key) for row, own in enumerate(keys) for key in own]
+    return [Request(index, key, some[row]) for index, (row, key) in enumerate(rows)]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("ar-tiny", one) for one in CAUSAL.values()] + [("asarm-tiny", one) for one in ANY_SUBSET.values()],
+    ids=[*CAUSAL, *ANY_SUBSET],
+)
+@pytest.mark.parametrize("rows", [5, 12])
+def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: DecoderChoice, rows: int) -> None:
+    backbone, info = model(name)
+    requests = samples_of(canvases(infill=name == "asarm-tiny"), 3)
+    setup = Setup(backbone=backbone, info=info, sampling=Sampling(temperature=0.9), max_rows=rows, max_tokens=1 << 16)
+    together = run_all(build_decoder(setup, settings), requests)
+    alone = {}
+    for request in requests:
+        decoder = build_decoder(setup, settings)
+        alone |= run_all(decoder, [request])
+    assert texts(together) == texts(alone)
+    for index, outcome in together.items():
+        other = alone[index]
+        assert (outcome.nfe, outcome.iterations, outcome.accept_hist) == (
+            other.nfe,
+            other.iterations,
+            other.accept_hist,
+        )
+        assert outcome.logprob == other.logprob
+    assert len({tuple(outcome.tokens.tolist()) for outcome in together.values()}) > len(requests) // 2
+
+
+def test_a_prompt_runs_once_where_its_samples_meet_and_again_where_none_is_inside() -> None:
+    backbone, info = model("ar-tiny")
+    requests = samples_of(canvases(infill=False), 3)
+    prompts = [int((request.canvas != HOLE).sum()) for request in requests[::3]]
+    sampling = Sampling(temperature=0.9)
+
+    def rows_run(max_rows: int, some: list[Request]) -> int:
+        setup = Setup(backbone=backbone, info=info, sampling=sampling, max_rows=max_rows, max_tokens=1 << 16)
+        decoder = build_decoder(setup, CAUSAL["autoregressive"])
+        run_all(decoder, some)
+        return decoder.stats.useful_rows
+
+    generated = 11 * len(requests)  # the row of a prompt's last token predicts the first of 12
+    assert rows_run(12, requests) == sum(prompts) + 2 * len(prompts) + generated
+    assert rows_run(1, requests) == 3 * sum(prompts) + generated
+    # Slots that free up one by one: a sample finds its twin in another slot, at whatever step it comes.
+    assert rows_run(2, requests) < 3 * sum(prompts) + generated
+
+
+def test_a_sample_s_key_is_its_row_s_and_its_number_s_alone() -> None:
+    keys = {(row, n): nth_key(sample_key(0, f"{row}"), n) for row in range(50) for n in range(50)}
+    assert len(set(keys.values())) == len(keys)
+    assert all(keys[row, 0] == sample_key(0, f"{row}") for row in range(50))
