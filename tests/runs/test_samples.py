@@ -42,7 +42,7 @@ def run(folder: Path, out: str, **changes: Any) -> int:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three samples a row, and one of a single sample; a row without a prompt fails in both."""
     folder = tmp_path_factory.mktemp("samples")
-    rows = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
+    rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": text} for number, text in enumerate(TEXTS)]
     rows.append({"id": "bad", "prompt": 7})
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.MonkeyPatch.context() as patch:

@@ -12,7 +12,7 @@ import pytest
 import decoders.builtin
 from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import HOLE, Request
+from decoders.base import HOLE, Outcome, Request
 from decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
@@ -79,7 +79,7 @@ def test_samples_of_a_row_equal_the_same_samples_alone(name: str, settings: Deco
     requests = samples_of(canvases(infill=name == "asarm-tiny"), 3)
     setup = Setup(backbone=backbone, info=info, sampling=Sampling(temperature=0.9), max_rows=rows, max_tokens=1 << 16)
     together = run_all(build_decoder(setup, settings), requests)
-    alone = {}
+    alone: dict[int, Outcome] = {}
     for request in requests:
         decoder = build_decoder(setup, settings)
         alone |= run_all(decoder, [request])
