@@ -122,6 +122,7 @@ def test_a_trace_has_one_row_per_iteration() -> None:
         "proposed": [5],
         "committed": [5, 6],
         "positions": [1, 2],
+        "sample": 0,
     }
     assert table_from_rows([row], schema=TRACE_SCHEMA).to_pylist() == [row]
 
