@@ -1,92 +1,21 @@
 """The budget of drafts in worlds whose costs and acceptances are known: no clock, no model."""
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.budget_worlds import HOPELESS, MIXED, MOST, WORTHWHILE, World
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.state import SlotState
-
-MOST = 16
-
-
-class World:
-    """Slots whose drafts come true at given rates; forwards that take base + per_token seconds for each token after `free`."""
-
-    def __init__(self, rates, *, base=1.0, per_token=0.05, free=0, drafter=None, seed=0):
-        self.rates, self.num = np.array(rates, dtype=float), len(rates)
-        self.base, self.per_token, self.free, self.drafter = base, per_token, free, drafter
-        self.rng = np.random.default_rng(seed)
-        self.draft_costs = CostTable() if drafter else None
-        state = SlotState(self.num, torch.device("cpu"), max_commit=1)
-        self.budget = DraftBudget(state, MOST, drafter=self.draft_costs)
-        self.slots, self.kv = torch.arange(self.num), 100 * self.num
-
-    def noisy(self, seconds):
-        """As clocks say it: up to some tenths more, and now and then five times as much."""
-        return seconds * (1 + 0.1 * abs(self.rng.standard_normal())) * (5 if self.rng.random() < 0.01 else 1)
-
-    def seconds(self, counts):
-        """(of the target's forward, of each of the drafter's)."""
-        target = self.base + self.per_token * max(self.num + counts.sum() - self.free, 0)
-        if not self.drafter:
-            return target, []
-        rows = [int((counts > depth).sum()) for depth in range(counts.max(initial=0))]
-        return target, [(num, self.drafter[0] + self.drafter[1] * num) for num in rows]
-
-    def step(self, counts):
-        """(tokens committed, seconds) of one step; the budget hears of it."""
-        target, drafting = self.seconds(counts)
-        self.budget.timed(int(self.num + counts.sum()), self.kv, self.noisy(target))
-        for num, seconds in drafting:
-            assert self.draft_costs is not None
-            took = self.noisy(seconds)
-            self.draft_costs.observe(num, self.kv, took)
-            self.budget.spent(took)
-        true = (self.rng.random((self.num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
-        gained = np.minimum(true, counts)
-        self.budget.learn(self.slots, torch.from_numpy(counts), torch.from_numpy(gained))
-        return self.num + gained.sum(), target + sum(seconds for _, seconds in drafting)
-
-    def plan(self, most=MOST, fresh=False):
-        most = torch.full((self.num,), most)
-        return self.budget.plan(self.slots, most, kv_tokens=self.kv, fresh=fresh).numpy()
-
-    def run(self, num_steps, length=None):
-        """Tokens per second; `length` drafts for every slot, or as many as the budget says."""
-        tokens = seconds = 0.0
-        for _ in range(num_steps):
-            counts = self.plan() if length is None else np.full(self.num, length)
-            won, took = self.step(counts)
-            tokens, seconds = tokens + won, seconds + took
-        return tokens / seconds
-
-
-HOPELESS: dict[str, dict[str, Any]] = {
-    "dear rows": {"rates": [0.3] * 64, "per_token": 0.1},
-    "dear drafter": {"rates": [0.8] * 16, "drafter": (0.8, 0.03)},
-    "wrong drafts": {"rates": [0.02] * 4, "per_token": 0.02},
-    "wrong drafter": {"rates": [0.1] * 16, "drafter": (0.2, 0.01)},
-}
 
 
 @pytest.mark.parametrize("case", HOPELESS)
 def test_where_drafting_does_not_pay_little_is_lost_on_it(case):
     plain, auto = World(**HOPELESS[case]).run(400, 0), World(**HOPELESS[case]).run(400)
     assert auto > 0.975 * plain
-
-
-WORTHWHILE: dict[str, dict[str, Any]] = {
-    "one slot": {"rates": [0.8]},
-    "cheap rows": {"rates": [0.8] * 16, "per_token": 0.01},
-    "rows that are free at first": {"rates": [0.8] * 64, "per_token": 0.02, "free": 200},
-    "a small drafter": {"rates": [0.8], "drafter": (0.1, 0.01)},
-    "a small drafter in a batch": {"rates": [0.9] * 16, "per_token": 0.01, "drafter": (0.1, 0.002)},
-}
 
 
 @pytest.mark.parametrize("case", WORTHWHILE)
@@ -98,7 +27,7 @@ def test_where_drafting_pays_it_is_nearly_as_fast_as_the_best_fixed_length(case)
 
 
 def test_drafts_go_to_the_slots_that_accept_them():
-    world = World([0.95] * 4 + [0.05] * 12, per_token=0.04)
+    world = World(**MIXED["four slots of sixteen accept"])
     world.run(60)
     counts = np.mean([world.plan() for _ in range(20)], axis=0)
     assert counts[:4].mean() > 3 and counts[4:].mean() < 0.5
