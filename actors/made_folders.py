@@ -46,13 +46,17 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f"{target.name}.lock")):
         if not target.is_dir():
-            _make(target, make)
+            made_whole(target, make)
     return target
 
 
-def _make(target: Path, make: Callable[[Path], None]) -> None:
+def made_whole(target: Path, make: Callable[[Path], None]) -> None:
+    """Call `make` on a temporary folder and rename that to `target`: a folder with its final name is complete.
+
+    If another process makes the same folder at the same time, the first to finish wins.
+    """
     partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
-    partial.mkdir()
+    partial.mkdir(parents=True)
     try:
         make(partial)
         try:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from actors import adapters
 from actors.gguf_files import gguf_folder, is_gguf
-from actors.made_folders import cache_folder, read_source, remembered
+from actors.made_folders import cache_folder, made_whole, read_source, remembered
 from storage.errors import StoreError, UserError
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Stat, Store
@@ -222,7 +221,7 @@ def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = 
         version = hashlib.sha256(repr([(stat.name, stat.etag, stat.size) for stat in found]).encode()).hexdigest()[:16]
         target = cache_folder() / "models" / f"{bucket}-{version}"
         if not target.is_dir():
-            _download(store, prefix, found, target)
+            made_whole(target, partial(_download, store, prefix, found))
         return target
     except StoreError as error:
         raise UserError(f"{path}: {error}", field=field) from None
@@ -232,19 +231,8 @@ def _is_wanted(name: str, patterns: Iterable[str]) -> bool:
     return "/" not in name and any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _download(store: Store, prefix: str, found: list[Stat], target: Path) -> None:
-    """Fetch into a temporary folder and rename it: a folder with its final name is complete, even with concurrent fetches."""
-    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.part")
-    partial.mkdir(parents=True)
-    try:
-        for stat in found:
-            with (partial / stat.name.removeprefix(prefix)).open("wb") as file:
-                for start in range(0, stat.size, 2**26):
-                    file.write(store.get_range(stat.name, start, 2**26))
-        try:
-            partial.rename(target)
-        except OSError:
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _download(store: Store, prefix: str, found: list[Stat], folder: Path) -> None:
+    for stat in found:
+        with (folder / stat.name.removeprefix(prefix)).open("wb") as file:
+            for start in range(0, stat.size, 2**26):
+                file.write(store.get_range(stat.name, start, 2**26))
