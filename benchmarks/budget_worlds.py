@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
@@ -23,7 +25,7 @@ class World:
 
     def __init__(
         self,
-        rates: list[float],
+        rates: Sequence[float] | NDArray[np.float64],
         *,
         base: float = 1.0,
         per_token: float = 0.05,

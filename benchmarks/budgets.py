@@ -52,7 +52,7 @@ def slot_rates(survival: Survival, slots_B: Any) -> Any:
     return np.repeat(rates_B[:, None], len(survival._reached_K), 1).cumprod(1)
 
 
-PLAINER = {
+PLAINER: dict[str, dict[str, Any]] = {
     "as it is": {},
     "a line of cost": {"fit": line},
     "a rate for each slot": {"rates": slot_rates},

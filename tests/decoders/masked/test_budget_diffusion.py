@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.budget_worlds import MOST, World
 from decoders.causal.diffusion_drafter import Revealing
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.state import SlotState
-from tests.decoders.engine.test_budget import MOST, World
 
 
 class DiffusionWorld(World):
