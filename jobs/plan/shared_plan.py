@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -22,7 +23,7 @@ from jobs.plan.plan_writer import discard_parts
 from jobs.plan.prepare import Prepared
 from storage.errors import UserError
 from storage.failpoints import failpoint
-from storage.inputs.reader import iterate
+from storage.inputs.reader import InputFile, iterate
 from storage.stores.verbs import Store
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
@@ -55,7 +56,7 @@ def canvas_key(prepared: Prepared) -> str:
     key = spec.results_key()
     del key["decoder"], key["model"]
     key["sampling"] = {name: value for name, value in key["sampling"].items() if name not in OF_DRAWING}
-    key["files"] = [asdict(file) | {"sha256": None} for file in prepared.inputs]
+    key["files"] = _files_key(tuple(prepared.inputs))
     key["keep"] = list(spec.kept)  # input.keep, and what metrics need
     key["packing"] = [spec.batching.window, spec.output.unit_rows]
     key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
@@ -63,6 +64,12 @@ def canvas_key(prepared: Prepared) -> str:
     if isinstance(spec.task, Score):  # what can be scored depends on the kind of model
         key["model"] += [info.kind, list(info.suppressed), info.shift, info.block_size]
     return digest(key)
+
+
+@lru_cache(maxsize=16)
+def _files_key(files: tuple[InputFile, ...]) -> str:
+    """A digest of inputs as they were listed; a hash is known only of those that were planned before."""
+    return digest([asdict(file) | {"sha256": None} for file in files])
 
 
 def settings_key(prepared: Prepared) -> str:
