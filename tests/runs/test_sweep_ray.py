@@ -16,6 +16,8 @@ import yaml
 
 from jobs.cli import main
 from jobs.commands import sweep as jobs_sweep
+from storage.runs.metric_files import read_metrics
+from storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows
 
 pytestmark = pytest.mark.ray
@@ -82,9 +84,15 @@ def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_h
 
     monkeypatch.setattr(jobs_sweep, "decode_case", killing)
     file = write_sweep(tmp_path, cases | {"large": {"workers.gpus": 8}})
+    file.write_text(file.read_text() + "metrics: [entropy]\n")
     assert main(["sweep", str(file), "--quiet"]) == 2
     assert "large: workers.gpus: a worker needs 8 GPUs, Ray has 0" in capsys.readouterr().err
     assert not (tmp_path / "out" / "cases" / "large").exists()
     assert len(killed) == 1
+    for name in cases:
+        table = read_metrics(open_store(str(tmp_path / "out" / "cases" / name)))
+        assert table is not None and table.num_rows == 12, (
+            "the workers that decode have made room for those that measure"
+        )
     assert all(rows_of(tmp_path / "out" / "cases" / name).num_rows == 12 for name in cases)
     assert killed[0] not in {up["pid"] for name in ("c1", "c2") for up in ups(tmp_path / "out" / "cases" / name)}
