@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
     except KeyboardInterrupt:
-        resumes = arguments.command in {_run, _rerun, _sweep}  # the other commands leave nothing to resume
+        resumes = arguments.command in {_run, _rerun, _sweep, _eval}  # the other commands leave nothing to resume
         print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has exited, as `| head` does
@@ -65,13 +65,11 @@ def parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    _add_eval(commands, common)
     for add in (
         _add_run, _add_validate, _add_status, _add_verify, _add_rerun, _add_compact, _add_export,
-        _add_compare, _add_report, _add_sweep, _add_models,
+        _add_compare, _add_report, _add_sweep, _add_measure, _add_eval, _add_models,
     ):  # fmt: skip
         add(commands, common)
-    _add_measure(commands, common)
     return top
 
 
@@ -418,14 +416,10 @@ class _Refused(argparse.Action):
 def _eval(arguments: argparse.Namespace) -> int:
     from jobs.driving.driver import interruptible
 
-    try:
-        with interruptible():
-            from jobs.commands.evaluate import evaluate
+    with interruptible():
+        from jobs.commands.evaluate import evaluate
 
-            return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _options(arguments))
-    except KeyboardInterrupt:
-        print("draftmill: interrupted; run it again to resume", file=sys.stderr)
-        return INTERRUPTED
+        return evaluate(arguments.spec, arguments.set, _eval_options(arguments), _options(arguments))
 
 
 def _eval_options(arguments: argparse.Namespace) -> EvalOptions:
