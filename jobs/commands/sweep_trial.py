@@ -48,8 +48,10 @@ def dry_run_lines(made: Sweep, cases: Sequence[SweepCase]) -> Iterator[str]:
     for case in cases:
         state = ", finished already" if case.is_closed else ", planned already" if case.plan is not None else ""
         yield f"  {case.name}: {described(case.changes)}{state}"
+    if lacking := [case.name for case in cases if case.lacks_metrics()]:
+        yield f"metrics   left to measure, without decoding, in {counted(len(lacking), 'case')}: {', '.join(lacking)}"
     if not ready:
-        yield "nothing is left to do"
+        yield "nothing is left to decode"
         return
     trial_s = max(SHORTEST_TRIAL_S, min(TRIAL_S, ALL_TRIALS_S / len(ready)))
     yield f"trial     loading each model, then decoding for about {trial_s:.0f} s per case"
@@ -99,7 +101,7 @@ def _sources(works: Iterable[Work], trial_s: float) -> Iterator[str]:
         )
     trial = f"about {trial_s:.0f} s per case, with up to {TRIAL_ROWS} samples"
     yield f"  tokens/s: measured on one worker in this process, for {trial}"
-    yield "  time: new tokens divided by tokens/s; loading, planning and writing are not in it"
+    yield "  time: new tokens divided by tokens/s; loading, planning, writing and metrics are not in it"
 
 
 def work_of(cases: Sequence[SweepCase]) -> dict[str, Work]:

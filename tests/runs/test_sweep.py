@@ -420,6 +420,9 @@ def test_metrics_of_a_sweep_are_measured_for_every_case_once(
     assert sweep(path) == 0
     decoded = contents(tmp_path / "out" / "cases" / "k2" / "data")
     path.write_text(path.read_text() + "metrics: [length]\n")
+    assert sweep(path, "--dry-run") == 0
+    out = capsys.readouterr().out
+    assert "left to measure, without decoding, in 2 cases: k2, plain" in out and "nothing is left to decode" in out
     with monkeypatch.context() as patch:
         patch.setattr("jobs.commands.sweep.measure_units", lambda *_, **__: False)
         assert sweep(path) == 4
