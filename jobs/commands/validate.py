@@ -34,7 +34,7 @@ from jobs.driving.crew import fitting_threads
 from jobs.notes import counted
 from jobs.plan.plan import lacks_a_column, make_maker, no_column
 from jobs.plan.prepare import Prepared, prepare
-from jobs.plan.survey import survey
+from jobs.plan.survey import each_sample, survey
 from jobs.plan.worker_job import decoder_of, place_of
 from jobs.spec.job_spec import JobSpec
 from storage.errors import RowError, UserError
@@ -78,9 +78,10 @@ def validate(spec: JobSpec) -> int:
 
 
 def take_sample(prepared: Prepared) -> TrialSample:
-    """Survey the first rows; UserError if there are none, or none has the columns."""
-    spec, inputs = prepared.spec, prepared.inputs
-    limit = min(SAMPLE_ROWS, spec.input.limit or SAMPLE_ROWS)
+    """Survey the first rows; UserError if there are none, or none has the columns. With `sampling.n` each counts n times."""
+    spec, inputs, each = prepared.spec, prepared.inputs, prepared.spec.sampling.n
+    most = max(1, SAMPLE_ROWS // each)
+    limit = min(most, spec.input.limit or most)
     few = spec.model_copy(update={"input": spec.input.model_copy(update={"limit": limit})})
     tables = list(survey(few, maker_of(prepared), inputs))
     if not tables:
@@ -90,7 +91,8 @@ def take_sample(prepared: Prepared) -> TrialSample:
         raise no_column(spec, inputs)
     exact = table.num_rows < limit or limit == spec.input.limit
     total = table.num_rows if exact else estimated_rows(inputs, table)
-    return TrialSample(table, total if spec.input.limit is None else min(total, spec.input.limit), exact)
+    total = total if spec.input.limit is None else min(total, spec.input.limit)
+    return TrialSample(each_sample(table, each), each * total, exact)
 
 
 def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:
