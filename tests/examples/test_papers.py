@@ -1,0 +1,179 @@
+"""The papers in small: sweep files are sound, claims name cases that exist, figures and verdicts are right, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.papers import __main__ as command
+from examples.papers import inputs
+from examples.papers.claims import ABOVE_ONE, ALL, BELOW_ONE, PAPERS, REPORT, SAME, Claim, Expect, Paper
+from examples.papers.figures import Forwards, Mean, Metric, Ratio, Results, SameText, WithinTokens
+from examples.papers.page import Answer, CaseRow, Section, page, shown
+from jobs.analysis.statistics import Interval
+from jobs.spec.sweep_spec import load_sweep
+from tests.jobs.analysis.made_runs import row, write_run, write_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((ROOT / "examples" / "papers").glob("*.yaml"))
+PRESETS = [preset for paper in PAPERS for preset in paper.presets]
+
+
+@pytest.fixture(autouse=True)
+def from_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_sweep_file_parses_and_all_its_cases_are_sound(path: Path) -> None:
+    sweep = load_sweep(path)
+    assert [str(case.error) for case in sweep.cases if case.error] == []
+    assert sweep.path == f"runs/papers/{sweep.name}"
+    assert command.file_of(sweep.name) == path
+    assert sweep.name in PRESETS
+
+
+def test_every_preset_has_a_file_and_a_command_that_runs_it() -> None:
+    assert sorted(command.file_of(preset) for preset in PRESETS) == FILES
+    assert set(command.CUT_DOWN) <= set(PRESETS)
+    settings = command.settings_of("pcllm", full=False, runs=command.RUNS)
+    assert command.command_of("pcllm", settings) == (
+        f"draftmill sweep examples/papers/pcllm.yaml --set input.limit={command.CUT_DOWN['pcllm']}"
+    )
+    assert command.settings_of("pcllm", full=True, runs=command.RUNS) == []
+
+
+@pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
+def test_every_claim_names_cases_of_a_preset_of_its_paper(paper: Paper) -> None:
+    cases = {preset: {case.name for case in load_sweep(command.file_of(preset)).cases} for preset in paper.presets}
+    for claim in paper.claims:
+        assert set(claim.figure.cases) <= cases[claim.figure.preset], claim.says
+        assert claim.what and (claim.place or claim.says.startswith("(ours)")), claim.says
+
+
+@pytest.mark.parametrize(
+    ("expect", "found", "verdict"),
+    [
+        (BELOW_ONE, Interval(0.9, 0.8, 0.95), "holds"),
+        (BELOW_ONE, Interval(0.9, 0.8, 1.05), "not decided"),
+        (BELOW_ONE, Interval(1.2, 1.1, 1.3), "does not hold"),
+        (BELOW_ONE, Interval(1.0, 1.0, 1.0), "does not hold"),
+        (BELOW_ONE, Interval(0.9), "holds"),
+        (ABOVE_ONE, Interval(1.2, 1.1, 1.3), "holds"),
+        (ABOVE_ONE, Interval(0.9, 0.8, 0.95), "does not hold"),
+        (ALL, Interval(1.0, 0.9, 1.0), "holds"),
+        (ALL, Interval(0.99, 0.9, 1.0), "does not hold"),
+        (SAME, Interval(0.1, -0.1, 0.3), "holds"),
+        (SAME, Interval(0.2, 0.1, 0.3), "does not hold"),
+        (REPORT, Interval(0.2, 0.1, 0.3), "reported"),
+    ],
+)
+def test_a_verdict_is_about_the_whole_interval(expect: Expect, found: Interval, verdict: str) -> None:
+    assert expect.judge(found) == verdict
+
+
+def made_results(tmp_path: Path) -> Results:
+    """Two cases of 40 rows: the second takes fewer forwards, and another text in every tenth row."""
+    rng = np.random.default_rng(0)
+    nfe = rng.integers(1, 4, 40)
+    cases = {"a": [row(n, metrics={"score": float(n % 3)}) for n in range(40)]}
+    cases["b"] = [
+        row(
+            n,
+            nfe=int(nfe[n]),
+            iterations=int(nfe[n]),
+            proposed=8,
+            accepted=4 - int(nfe[n]),
+            tokens=[n, 1, 2, 9 if n % 10 == 0 else 3],
+            metrics={"score": float(n % 3) + 1.0},
+        )
+        for n in range(40)
+    ]
+    write_sweep(tmp_path / "p", cases)
+    return Results(tmp_path)
+
+
+def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
+    results = made_results(tmp_path)
+    nfe = np.random.default_rng(0).integers(1, 4, 40)
+    assert results.cases("p") == ["a", "b"]
+    assert Forwards("p", "a", "b").of(results).value == pytest.approx(nfe.sum() / 160)
+    assert SameText("p", "a", "b").of(results).value == pytest.approx(0.9)
+    assert Metric("p", "a", "b", "score").of(results).value == pytest.approx(1.0)
+    assert Mean("p", "b", "score").of(results).value == pytest.approx(1 + np.mean(np.arange(40) % 3))
+    assert WithinTokens("p", "b").of(results).value == 1.0
+    accepted = Ratio("p", "accepted", "proposed", "b").of(results)
+    assert accepted.value == pytest.approx((160 - nfe.sum()) / 320)
+    drawn = np.random.default_rng(7).integers(0, 40, (4000, 40))
+    low, high = np.quantile((4 - nfe)[drawn].sum(1) / 320, [0.025, 0.975])
+    assert accepted.low == pytest.approx(low, rel=0.05) and accepted.high == pytest.approx(high, rel=0.05)
+    assert Ratio("p", "new_tokens", "nfe", "b", "a").of(results).value == pytest.approx(160 / nfe.sum())
+
+
+def test_cases_that_decoded_other_samples_are_not_compared(tmp_path: Path) -> None:
+    made_results(tmp_path)
+    write_run(tmp_path / "p" / "cases" / "c", [row(n, id=f"other {n}") for n in range(40)])
+    with pytest.raises(ValueError, match="did not decode the same samples"):
+        Ratio("p", "new_tokens", "nfe", "c", "a").of(Results(tmp_path))
+
+
+def test_the_page_has_every_claim_with_its_figure_and_verdict() -> None:
+    claims = (
+        Claim("it is fast", "table 9", "0.50", "forwards", Forwards("p", "a", "b"), BELOW_ONE),
+        Claim("it is good", "table 8", "", "score", Metric("p", "a", "b", "score"), SAME),
+        Claim("(ours) it is kind", "", "", "score", Metric("p", "a", "b", "score"), SAME),
+    )
+    paper = Paper("X", "On X", "Here on Y.", ("p",), claims, "A remark.")
+    answers = [Answer(claims[0], Interval(0.6, 0.55, 0.7)), Answer(claims[1], Interval(2.0, 1.0, 3.0))]
+    cases = [CaseRow("p", "a", 1000, 4000, 1.0, None, 1.0, None)]
+    text = page([Section(paper, [*answers, Answer(claims[2], None)], cases, ["draftmill sweep p.yaml"])], "Run here.")
+    assert "| it is fast | table 9 | 0.50 | 0.600 [0.550, 0.700] | forwards; expected: below 1 | **holds** |" in text
+    assert (
+        "| it is good | table 8 |  | 2.000 [1.000, 3.000] | score; expected: 0 is inside the interval | **does not hold** |"
+        in text
+    )
+    assert "| (ours) it is kind |  |  |  |" in text and "**not run**" in text
+    assert "| p | a | 1,000 | 4,000 | 1.000 |  | 1.000 |  |" in text
+    assert "| paper | holds | does not hold | not run |" in text and "| X | 1 | 1 | 0 |" in text
+    assert "    draftmill sweep p.yaml\n" in text and "A remark." in text and "Run here." in text
+    assert shown(Interval(0.5)) == "0.500"
+
+
+def test_a_paper_is_answered_from_what_has_run(tmp_path: Path) -> None:
+    results = made_results(tmp_path)
+    claims = (
+        Claim("it is fast", "table 9", "", "forwards", Forwards("p", "a", "b"), BELOW_ONE),
+        Claim("it was not run", "table 9", "", "forwards", Forwards("q", "a", "b"), BELOW_ONE),
+    )
+    section = command.section_of(Paper("X", "On X", "", ("p", "q"), claims), results, ["p"], [])
+    assert [answer.verdict for answer in section.answers] == ["holds", "not run"]
+    assert [(case.case, case.samples, case.tokens) for case in section.cases] == [("a", 40, 160), ("b", 40, 160)]
+    assert section.cases[0].nfe_per_token == 1.0
+
+
+def test_each_humaneval_row_hides_one_line_of_the_solution_and_keeps_its_test(tmp_path: Path) -> None:
+    path = tmp_path / "inputs" / "lines.jsonl"
+    inputs.write_humaneval_lines(path)
+    written = path.stat().st_mtime_ns
+    inputs.write_humaneval_lines(path)
+    assert path.stat().st_mtime_ns == written
+    rows = {one["id"]: one for one in map(json.loads, path.read_text().splitlines())}
+    assert 100 < len(rows) <= 164
+    for problem in inputs.problems():
+        if problem["task_id"] in rows:
+            found = rows[problem["task_id"]]
+            ((start, end),) = found["line"]
+            assert found["program"] == problem["prompt"] + problem["canonical_solution"]
+            hidden = found["program"][start:end]
+            assert hidden in [line.strip() for line in problem["canonical_solution"].splitlines()] and hidden
+            assert start >= len(problem["prompt"]) and found["check"].endswith(f"check({problem['entry_point']})\n")
+
+
+def test_the_stories_have_five_sentences() -> None:
+    lines = (ROOT / "examples/papers/data/stories.jsonl").read_text().splitlines()
+    stories = [json.loads(line) for line in lines]
+    assert len(stories) == len({story["id"] for story in stories}) == 24
+    assert all(len(story["story"]) == 5 for story in stories)
