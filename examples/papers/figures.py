@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.analysis.comparison import Comparison, RunFigures, compare_runs
+from jobs.analysis.comparison import Comparison, RunFigures, compare_runs, is_binary
 from jobs.analysis.rows import RunRows, read_rows
 from jobs.analysis.runs import FinishedRun, find_runs, open_run
 from jobs.analysis.statistics import Interval, Statistic, bootstrap, grouped_sums, wilson
@@ -137,16 +137,18 @@ class WithinTokens:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean of a metric over a case's samples."""
+    """The mean of a metric over a case's samples; of zeros and ones a share."""
 
     preset: str
     case: str
     name: str
 
     def of(self, results: Results) -> Interval:
-        """The mean with its interval over samples."""
+        """The mean with its interval over samples (a share: Wilson)."""
         values = results.rows(self.preset, self.case).metrics[self.name]
         known = values[np.isfinite(values)]
+        if is_binary(known):
+            return wilson(int(known.sum()), len(known))
         return rate(known, np.ones_like(known))
 
     @property

@@ -17,7 +17,8 @@ this page says what these decoders do on these models, not whether a paper is ri
 Compared are forwards of the model (NFE), accepted drafts and texts. Seconds on a paper's GPUs can't be compared with those of
 a CPU; where a paper states nothing but a speed-up, its figure is marked so. Figures in brackets are 95 % bootstrap intervals over
 samples (shares: Wilson). "holds": the whole interval is on the claim's side. "not decided": it is on both sides; more samples
-(`--full`) decide. Lines marked (ours) are no claims of the paper.
+(`--full`) decide. That nothing differs "holds" where the interval contains no change: few samples can hide a small difference.
+Lines marked (ours) are no claims of the paper.
 """
 
 

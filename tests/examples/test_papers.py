@@ -68,6 +68,9 @@ def test_every_claim_names_cases_of_a_preset_of_its_paper(paper: Paper) -> None:
         (ALL, Interval(0.99, 0.9, 1.0), "does not hold"),
         (SAME, Interval(0.1, -0.1, 0.3), "holds"),
         (SAME, Interval(0.2, 0.1, 0.3), "does not hold"),
+        (Expect("near", 1.0), Interval(1.0, 0.97, 1.04), "holds"),
+        (Expect("near", 1.0), Interval(1.0, 0.9, 1.04), "not decided"),
+        (Expect("near", 1.0), Interval(1.1, 1.04, 1.2), "does not hold"),
         (REPORT, Interval(0.2, 0.1, 0.3), "reported"),
     ],
 )
@@ -88,7 +91,7 @@ def made_results(tmp_path: Path) -> Results:
             proposed=8,
             accepted=4 - int(nfe[n]),
             tokens=[n, 1, 2, 9 if n % 10 == 0 else 3],
-            metrics={"score": float(n % 3) + 1.0},
+            metrics={"score": float(n % 3) + 1.0, "passed": float(n % 4 == 0)},
         )
         for n in range(40)
     ]
@@ -105,6 +108,8 @@ def test_figures_are_those_of_the_rows(tmp_path: Path) -> None:
     assert Metric("p", "a", "b", "score").of(results).value == pytest.approx(1.0)
     assert Mean("p", "b", "score").of(results).value == pytest.approx(1 + np.mean(np.arange(40) % 3))
     assert WithinTokens("p", "b").of(results).value == 1.0
+    passed = Mean("p", "b", "passed").of(results)
+    assert (passed.value, passed.low) == (0.25, pytest.approx(0.1419, abs=1e-4))  # Wilson's interval of 10 in 40
     accepted = Ratio("p", "accepted", "proposed", "b").of(results)
     assert accepted.value == pytest.approx((160 - nfe.sum()) / 320)
     drawn = np.random.default_rng(7).integers(0, 40, (4000, 40))
