@@ -47,7 +47,8 @@ class Results:
         key = (preset, baseline, case)
         if key not in self._compared:
             found = compare_runs([self.run(preset, baseline), self.run(preset, case)])
-            self._compared[key] = (*found.runs, found.against[0])
+            first, second = found.runs
+            self._compared[key] = (first, second, found.against[0])
         return self._compared[key]
 
 

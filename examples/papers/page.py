@@ -107,8 +107,8 @@ def section_lines(section: Section) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for row in section.cases:
         figures = (row.nfe_per_token, row.nfe_draft_per_token, row.tokens_per_iteration, row.acceptance)
-        cells = (row.preset, row.case, f"{row.samples:,}", f"{row.tokens:,}", *map(number, figures))
-        yield f"| {' | '.join(cells)} |"
+        names = row.preset, row.case, f"{row.samples:,}", f"{row.tokens:,}"
+        yield f"| {' | '.join([*names, *map(number, figures)])} |"
     yield from ("", *(f"    {command}" for command in section.commands))
 
 
