@@ -9,7 +9,6 @@ Finished cases are not run again. `--inputs` only writes the input that is made 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shlex
@@ -17,15 +16,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-
 from examples.papers.claims import PAPERS, Paper
 from examples.papers.figures import Results
 from examples.papers.inputs import write_humaneval_lines
 from examples.papers.page import Answer, CaseRow, Section, page
 from jobs.analysis.comparison import figures_of
 from jobs.codes import OK
-from jobs.spec.sweep_spec import load_sweep
 from storage.errors import UserError
 
 HERE = Path(__file__).parent
@@ -65,28 +61,12 @@ def command_of(preset: str, settings: Sequence[str]) -> str:
 
 
 def run_preset(preset: str, settings: Sequence[str], *, local: bool) -> None:
-    """Run or resume one preset and measure its metrics; SystemExit with the command's code where it is not 0."""
-    from jobs.commands.measure import measure
+    """Run or resume one preset; SystemExit with the sweep's code where it is not 0."""
     from jobs.commands.run import RunOptions
     from jobs.commands.sweep import sweep
 
-    options = RunOptions(local=local)
     print(f"\n== {command_of(preset, settings)}", flush=True)
-    leave_unless_ok(sweep(str(file_of(preset)), settings, options))
-    wanted = metrics_of(preset)
-    for case in load_sweep(file_of(preset), settings).cases if wanted else ():
-        assert case.spec is not None, "the sweep has run"
-        leave_unless_ok(measure(case.spec.output.path, wanted, options, allow_code_execution=True))
-
-
-def metrics_of(preset: str) -> list[str]:
-    """The metrics of a sweep file as `draftmill measure --metric` takes them; it has no effect where they are measured."""
-    found = yaml.safe_load(file_of(preset).read_text(encoding="utf-8")).get("metrics", [])
-    return [json.dumps({key: one[key] for key in one if key != "allow_code_execution"}) for one in found]
-
-
-def leave_unless_ok(code: int) -> None:
-    """SystemExit with a command's code where it is not 0."""
+    code = sweep(str(file_of(preset)), settings, RunOptions(local=local))
     if code != OK:
         raise SystemExit(code)
 

@@ -187,5 +187,5 @@ def _column(rows: RunRows, name: str) -> NDArray[np.float64]:
 
 
 def _bootstrapped(columns: Sequence[NDArray[np.float64]], statistic: Statistic) -> Interval:
-    sums = grouped_sums(np.stack(columns, axis=1), np.arange(len(columns[0])))
+    sums = grouped_sums(columns, np.arange(len(columns[0])))
     return bootstrap(sums, [statistic])[0]
