@@ -101,7 +101,9 @@ def machine() -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all rows that the sweep files name")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PRESET", help="these presets alone")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PRESET", help="these presets alone; the page calls the others not run"
+    )
     parser.add_argument("--inputs", action="store_true", help="write the inputs and stop")
     parser.add_argument("--local", action="store_true", help="in one process, without Ray")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the run directories")
@@ -115,8 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_humaneval_lines(INPUT)
     if flags.inputs:
         return OK
-    chosen = flags.only or [preset for paper in PAPERS for preset in paper.presets]
-    settings = {preset: settings_of(preset, full=flags.full, runs=flags.runs) for preset in chosen}
+    every = [preset for paper in PAPERS for preset in paper.presets]
+    chosen = flags.only or every
+    settings = {preset: settings_of(preset, full=flags.full, runs=flags.runs) for preset in every}
     try:
         for preset in chosen:
             run_preset(preset, settings[preset], local=flags.local)
@@ -125,9 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     results = Results(flags.runs)
     sections = [
-        section_of(paper, results, chosen, [command_of(p, settings[p]) for p in paper.presets if p in chosen])
+        section_of(paper, results, chosen, [command_of(preset, settings[preset]) for preset in paper.presets])
         for paper in PAPERS
-        if set(paper.presets) & set(chosen)
     ]
     flags.out.write_text(page(sections, machine()), encoding="utf-8")
     print(f"wrote {flags.out}")
