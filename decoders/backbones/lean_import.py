@@ -1,9 +1,12 @@
-"""Imports transformers' models without torch's compilers and distributed parts, which take long to import.
+"""Imports transformers' models without torch's compilers, its distributed parts and scipy, which take long to import.
 
 A model class of transformers imports torch._dynamo, torch._inductor, sympy and torch.distributed for decorators and type checks
 that decoding never uses; they take as long as all other imports. During the import torch reports that it lacks them, and code
 that asks for them gets a stand-in that does nothing, or that loads the real module on use. Afterwards they can be imported as
 usual. Modules that are already imported stay unchanged.
+
+transformers imports scipy for the training losses of its object detectors. During the import it is told that scipy is not
+installed, so these losses do not work in a process that decodes.
 
 transformers itself scans the files of all its models twice before it imports one; the second scan is skipped.
 """
@@ -49,12 +52,25 @@ def lean() -> Iterator[None]:
         stands_in["transformers.models"] = _models()
     sys.modules |= stands_in
     try:
-        yield
+        with _without_scipy():
+            yield
     finally:
         torch.distributed.is_available, torch.compiler.disable = available, disable
         for name, module in stands_in.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
+
+
+@contextmanager
+def _without_scipy() -> Iterator[None]:
+    from transformers import utils
+
+    real = utils.is_scipy_available
+    utils.is_scipy_available = lambda: False
+    try:
+        yield
+    finally:
+        utils.is_scipy_available = real
 
 
 @contextmanager
