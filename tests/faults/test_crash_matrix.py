@@ -25,9 +25,10 @@ from storage.runs.lease import LEASE
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
-from tests.jobs.finished.test_measure import POINTS  # those of `draftmill measure` are killed there
+from tests.jobs.finished.test_measure import POINTS  # `draftmill measure` is killed there
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray
+from tests.runs.test_sweep import KILLS  # and `draftmill sweep` there
 from tests.storage.stores.s3_server import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -177,7 +178,8 @@ def test_the_matrix_has_every_failpoint_of_the_source():
     for package in ("jobs", "actors", "decoders", "storage"):
         for path in (ROOT / package).rglob("*.py"):
             named |= set(re.findall(r'\bfailpoint\("([\w.]+)"\)', path.read_text()))
-    assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *CARELESS, *POINTS)}
+    elsewhere = (*POINTS, *KILLS)
+    assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *CARELESS, *elsewhere)}
 
 
 @pytest.mark.parametrize("point", ["plan.before_plan", "commit.before_manifest"])
