@@ -63,8 +63,7 @@ def lean() -> Iterator[None]:
 
 @contextmanager
 def _without_scipy() -> Iterator[None]:
-    from transformers import utils
-
+    utils: Any = importlib.import_module("transformers.utils")
     real = utils.is_scipy_available
     utils.is_scipy_available = lambda: False
     try:
