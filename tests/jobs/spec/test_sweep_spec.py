@@ -20,7 +20,7 @@ BASE = {
 
 
 def load(folder: Path, *overrides: str, **keys: Any) -> Sweep:
-    """The sweep of a file with these keys; a key that is None is left out."""
+    """The sweep of a file that has these keys, without those whose value is None."""
     data = {"base": BASE, "cases": {"a": {}}, "output": {"path": "out"}} | keys
     path = folder / "many.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in data.items() if value is not None}, sort_keys=False))
