@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
@@ -50,9 +51,10 @@ class MetricBase(Settings):
         """The metric in messages."""
         return self.name or str(getattr(self, "kind", ""))
 
+    @abstractmethod
     def own_columns(self) -> tuple[str, ...]:
         """The columns' names if the spec gives none."""
-        raise NotImplementedError
+        ...
 
     def columns(self) -> tuple[str, ...]:
         """The columns that the metric writes."""
