@@ -124,15 +124,7 @@ def measure_units(
         return True
     for lacking in dict.fromkeys(unit.metrics for unit in units):
         record_set(store, MetricSet(tuple(ready.metrics[index].measured for index in lacking)))
-    job = MeasureJob(
-        store_url=absolute(store.url),
-        s3=s3,
-        fingerprint=passes[0].plan.fingerprint,
-        code_version=code_version(),
-        metrics=ready.metrics,
-        reference=ready.reference,
-        joiner=ready.joiner,
-    )
+    job = _job_of(store, passes, ready, s3)
     total = sum(one.plan.rows for one in finished(passes))
     rows = sum(unit.rows for unit in units)
     progress = Progress(len(units), rows, total - rows, time.monotonic())
@@ -153,6 +145,18 @@ def measure_units(
         else:
             _measure_on_ray(job, seat, count, units, moved, grace)
     return progress.done == len(units)
+
+
+def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -> MeasureJob:
+    return MeasureJob(
+        store_url=absolute(store.url),
+        s3=s3,
+        fingerprint=passes[0].plan.fingerprint,
+        code_version=code_version(),
+        metrics=ready.metrics,
+        reference=ready.reference,
+        joiner=ready.joiner,
+    )
 
 
 def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Seat]:
