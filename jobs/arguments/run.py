@@ -1,0 +1,25 @@
+"""The options of `draftmill run`."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobs.arguments.shared import Commands, driver_arguments, run_options, spec_arguments
+
+
+def add(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the command to `commands`."""
+    command = commands.add_parser("run", parents=[common], help="run a job, or resume it; idempotent")
+    spec_arguments(command)
+    driver_arguments(command)
+    command.set_defaults(command=_run, resumes=True)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from jobs.driving.driver import interruptible
+
+    with interruptible():  # the imports take a while, too
+        from jobs.commands.run import run_job
+        from jobs.spec.job_spec import load_spec
+
+        return run_job(load_spec(arguments.spec, arguments.set), run_options(arguments))

@@ -1,0 +1,21 @@
+"""The options of `draftmill validate`."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobs.arguments.shared import Commands, spec_arguments
+
+
+def add(commands: Commands, common: argparse.ArgumentParser) -> None:
+    """Add the command to `commands`."""
+    command = commands.add_parser("validate", parents=[common], help="dry run: check the spec, show the first canvas")
+    spec_arguments(command)
+    command.set_defaults(command=_validate)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from jobs.commands.validate import validate
+    from jobs.spec.job_spec import load_spec
+
+    return validate(load_spec(arguments.spec, arguments.set))
