@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.job import Seat
-from jobs.spec.job_spec import WorkerSettings
+from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
 
 PARAMETERS_PER_THREAD = 25_000_000
 """Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
 
 
-def crew(
-    workers: WorkerSettings, *, num_cpus: int, num_gpus: int, units: int, device: str = "auto"
-) -> tuple[int, Seat]:
+def crew(workers: WorkerShape, *, num_cpus: int, num_gpus: int, units: int, device: str = "auto") -> tuple[int, Seat]:
     """Number of workers, at most one per unit, and the seat of each.
 
     `gpus: auto` is one GPU each if the cluster has any. `count: auto` fills the GPUs, or else the CPUs: a small model

@@ -22,6 +22,7 @@ from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from jobs.spec.task_rules import task_problem, truncate_problem
+from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
 
@@ -93,20 +94,6 @@ class BatchingSettings(Settings):
     window: Positive = 65536
 
 
-class WorkerSettings(Settings):
-    """How many workers, and the resources of each; a fraction of a GPU is allowed.
-
-    A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
-    is not up after `start_s` seconds, which include waiting for resources and loading the model.
-    """
-
-    count: Auto | Positive = "auto"
-    gpus: Auto | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
-    cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
-    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
-    start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
-
-
 class ErrorSettings(Settings):
     """How many samples may fail, and how often a unit is tried."""
 
@@ -165,11 +152,16 @@ class JobSpec(Settings):
     decoder: DecoderSettings
     sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
     batching: BatchingSettings = BatchingSettings()
-    workers: WorkerSettings = WorkerSettings()
+    workers: WorkerShape = WorkerShape()
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
     metrics: Metrics = ()
+
+    @property
+    def shapes(self) -> tuple[WorkerShape, ...]:
+        """The kinds of workers that the job uses."""
+        return (self.workers,)
 
     @property
     def kept(self) -> tuple[str, ...]:

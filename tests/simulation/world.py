@@ -29,7 +29,8 @@ from jobs.commands import run as jobs_run
 from jobs.driving.driver import StopFlag
 from jobs.driving.lease_keeper import give_back, keep_once
 from jobs.driving.progress import Silence
-from jobs.spec.job_spec import ErrorSettings, WorkerSettings
+from jobs.spec.job_spec import ErrorSettings
+from jobs.spec.worker_shape import WorkerShape
 from storage.errors import StoreError
 from storage.runs.commit import SUCCESS
 from storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
@@ -160,7 +161,7 @@ class World:
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
         """What `jobs.commands.run.decode` wants to know."""
         spec = SimpleNamespace(
-            workers=WorkerSettings(count=self.job.workers, stall_s=STALL_S),
+            workers=WorkerShape(count=self.job.workers, stall_s=STALL_S),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             process=(self, process),

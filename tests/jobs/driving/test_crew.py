@@ -6,8 +6,9 @@ import pytest
 
 from actors.pool import Seat
 from jobs.driving.crew import crew
-from jobs.spec.job_spec import ErrorSettings, WorkerSettings
+from jobs.spec.job_spec import ErrorSettings
 from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
+from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
 
 
@@ -24,20 +25,20 @@ from storage.errors import UserError
     ],
 )
 def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, cpus, gpus, units, expected):
-    assert crew(WorkerSettings(**settings), num_cpus=cpus, num_gpus=gpus, units=units) == expected
+    assert crew(WorkerShape(**settings), num_cpus=cpus, num_gpus=gpus, units=units) == expected
 
 
 @pytest.mark.parametrize(("settings", "field"), [({"gpus": 1.0}, "workers.gpus"), ({"cpus": 9.0}, "workers.cpus")])
 def test_a_worker_that_fits_nowhere_is_refused(settings, field):
     with pytest.raises(UserError, match=field):
-        crew(WorkerSettings(**settings), num_cpus=8, num_gpus=0, units=1)
+        crew(WorkerShape(**settings), num_cpus=8, num_gpus=0, units=1)
 
 
 @pytest.mark.parametrize(("gpus", "num_gpus"), [("auto", 0), (0.0, 2)])
 def test_a_model_that_is_to_be_on_a_gpu_is_refused_where_workers_have_none(gpus, num_gpus):
     with pytest.raises(UserError, match=r"model\.device"):
-        crew(WorkerSettings(gpus=gpus), num_cpus=8, num_gpus=num_gpus, units=1, device="cuda:0")
-    assert crew(WorkerSettings(gpus=1.0), num_cpus=8, num_gpus=2, units=9, device="cuda")[0] == 2
+        crew(WorkerShape(gpus=gpus), num_cpus=8, num_gpus=num_gpus, units=1, device="cuda:0")
+    assert crew(WorkerShape(gpus=1.0), num_cpus=8, num_gpus=2, units=9, device="cuda")[0] == 2
 
 
 @pytest.mark.parametrize(
