@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
-from jobs.arguments.shared import Commands, driver_arguments, run_options, spec_arguments
+from jobs.arguments.shared import (
+    Commands,
+    date_argument,
+    dated_spec,
+    driver_arguments,
+    run_options,
+    spec_arguments,
+)
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -12,6 +20,13 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
     command = commands.add_parser("run", parents=[common], help="run a job, or resume it; idempotent")
     spec_arguments(command)
     driver_arguments(command)
+    date_argument(command)
+    command.add_argument(
+        "--if-running",
+        default="fail",
+        choices=["skip", "wait", "fail"],
+        help="if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)",
+    )
     command.set_defaults(command=_run, resumes=True)
 
 
@@ -22,4 +37,5 @@ def _run(arguments: argparse.Namespace) -> int:
         from jobs.commands.run import run_job
         from jobs.spec.job_spec import load_spec
 
-        return run_job(load_spec(arguments.spec, arguments.set), run_options(arguments))
+        spec = dated_spec(load_spec(arguments.spec, arguments.set), arguments.logical_date)
+        return run_job(spec, replace(run_options(arguments), if_running=arguments.if_running))

@@ -12,6 +12,7 @@ from storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
     from jobs.commands.run import RunOptions
+    from jobs.spec.job_spec import JobSpec
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -27,6 +28,22 @@ def spec_arguments(command: argparse.ArgumentParser) -> None:
 def set_argument(command: argparse.ArgumentParser) -> None:
     """Add `--set KEY=VALUE`, which may be given several times."""
     command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key: a.b=VALUE")
+
+
+def date_argument(command: argparse.ArgumentParser) -> None:
+    """Add `--logical-date`."""
+    command.add_argument(
+        "--logical-date",
+        metavar="D",
+        help="the date for {date:...} in output.path, in UTC (2026-11-22, or with a time); default: now",
+    )
+
+
+def dated_spec(spec: JobSpec, logical_date: str | None) -> JobSpec:
+    """The spec with the logical date of the command line, if there is one; UserError if it is none, or has no use."""
+    from jobs.spec.job_spec import with_logical_date
+
+    return spec if logical_date is None else with_logical_date(spec, logical_date)
 
 
 def driver_arguments(command: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.crew import fitting_threads
 from jobs.driving.driver import Driver, StopFlag
-from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
@@ -32,11 +32,14 @@ from jobs.notes import counted, size_text
 from jobs.plan.plan import Plan, load_plan
 from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
 from jobs.plan.worker_job import make_job
+from jobs.recurring.name_lease import IfRunning, name_lease, run_lease, when_free
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
 from jobs.schedule.waiting import UnitSize
-from jobs.spec.job_spec import JobSpec
+from jobs.spec.dated_path import base_of, has_date
+from jobs.spec.job_spec import JobSpec, at_date
+from jobs.spec.places import check_places
 from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
 from storage.errors import StoreError, UserError
 from storage.runs.commit import (
@@ -50,7 +53,7 @@ from storage.runs.commit import (
     record_commit,
     write_manifest,
 )
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from storage.runs.lease import Lease
 from storage.stores.promises import promised
 from storage.stores.store import open_store, probe, sweep
 from storage.stores.verbs import Store
@@ -67,6 +70,7 @@ class RunOptions:
     local: bool = False
     quiet: bool = False
     grace_s: float = 30.0
+    if_running: IfRunning = "fail"
 
 
 @dataclass(slots=True)
@@ -87,21 +91,40 @@ class Run:
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
-    """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable."""
+    """Run or resume a job; returns the exit code. Raises UserError if the spec, an input or the directory is unusable.
+
+    A date in the output path is filled in, from one reading of the clock, unless the spec has a logical date; then the lease
+    of the base path is held, too.
+    """
+    dated = at_date(spec, datetime.now(UTC))
+    return when_free(lambda: _in_name(spec, dated, options), options.if_running)
+
+
+def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
+    stop = StopFlag()
+    if not has_date(spec.output.path):
+        return _run(dated, options, stop)
+    check_places(dated)
+    with name_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
+        return _run(dated, options, stop)
+
+
+def _run(spec: JobSpec, options: RunOptions, stop: StopFlag) -> int:
+    """Run or resume a job whose output path is complete; raises Held if another driver has the run directory."""
     store = open_store(spec.output.path, s3=spec.s3.options())
     with make_display(quiet=options.quiet) as display:
         prepared = prepare(spec, store, display)
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is already finished")
-        is_measured = ready is None or measure_run(store, spec, ready, options, s3=spec.s3.options())
+        s3 = spec.s3.options()
+        is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3, lease=run_lease)
         return close(spec, store) if is_measured else INTERRUPTED
     site = site_of(address=options.ray_address, local=options.local)
     site.check(spec)
     conditional = probe(store)
-    stop = StopFlag()
     try:
-        with kept_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+        with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
             sweep(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
@@ -112,9 +135,6 @@ def run_job(spec: JobSpec, options: RunOptions) -> int:
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
-    except (LeaseHeld, LeaseLost) as error:
-        print(f"draftmill: {error}", file=sys.stderr)
-        return INTERRUPTED
     except RayDidNotStart as error:
         raise without_ray(error, store) from error
     if finish.how != "done":

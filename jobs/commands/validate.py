@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 
@@ -36,7 +37,8 @@ from jobs.plan.plan import lacks_a_column, make_maker, no_column
 from jobs.plan.prepare import Prepared, prepare
 from jobs.plan.survey import each_sample, survey
 from jobs.plan.worker_job import decoder_of, place_of
-from jobs.spec.job_spec import JobSpec
+from jobs.spec.job_spec import JobSpec, at_date
+from jobs.spec.places import check_places
 from storage.errors import RowError, UserError
 from storage.inputs.inputs import local_path
 from storage.inputs.reader import InputFile, Row, default_id, iterate
@@ -59,6 +61,8 @@ LEAST_TOKENS."""
 
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
+    spec = at_date(spec, datetime.now(UTC))
+    check_places(spec)
     store = open_store(spec.output.path, s3=spec.s3.options())
     prepared = prepare(spec, store)
     ready_for(spec, prepared.plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from jobs.driving.driver import StopFlag
@@ -15,7 +17,7 @@ from jobs.finished.metric_ready import Ready
 from jobs.finished.passes import finished, passes_of
 from jobs.spec.job_spec import JobSpec
 from storage.errors import StoreError
-from storage.runs.lease import LeaseHeld, LeaseLost
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost
 from storage.stores.store import sweep
 from storage.stores.verbs import S3Options, Store
 
@@ -36,14 +38,25 @@ class Options(Protocol):
     def grace_s(self) -> float: ...
 
 
-def measure_run(store: Store, spec: JobSpec, ready: Ready, options: Options, *, s3: S3Options | None) -> bool:
-    """Measure what a finished run lacks; returns whether all is measured. If not, the user has been told why."""
+def measure_run(
+    store: Store,
+    spec: JobSpec,
+    ready: Ready,
+    options: Options,
+    *,
+    s3: S3Options | None,
+    lease: Callable[[Store, Callable[[str], None]], AbstractContextManager[Lease]] = kept_lease,
+) -> bool:
+    """Measure what a finished run lacks; returns whether all is measured. If not, the user has been told why.
+
+    `lease` holds the run's lease; of its errors only LeaseHeld is told here.
+    """
     if not units_to_measure(store, passes_of(store, s3=s3), ready):
         return True
     site = site_of(address=options.ray_address, local=options.local)
     stop = StopFlag()
     try:
-        with kept_lease(store, stop.set), make_display(quiet=options.quiet) as display:
+        with lease(store, stop.set), make_display(quiet=options.quiet) as display:
             sweep(store)
             is_done = measure_units(
                 store,

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from decoders.settings import DECODERS, scorer_of
 from jobs.harness.generation import Generation
+from jobs.spec.dated_path import has_date
 from jobs.spec.job_spec import JobSpec, check_spec
 from jobs.spec.spec_errors import kind_changed
 from jobs.spec.spec_file import apply_override, read_mapping
@@ -108,6 +109,8 @@ def read_eval_spec(path: str | Path, overrides: Sequence[str] = ()) -> EvalSpec:
     if (data.get("sampling") or {}).get("n", 1) != 1:
         raise UserError("a task's own `repeats` say how many samples it takes; allowed: 1", field="sampling.n")
     path_of_results = (data.get("output") or {}).get("path") if isinstance(data.get("output"), dict) else None
+    if isinstance(path_of_results, str) and has_date(path_of_results):
+        raise UserError(f"{path_of_results!r} has a date, which only `draftmill run` fills in", field="output.path")
     if isinstance(path_of_results, str) and (wild := sorted(set(path_of_results) & set(WILD))):
         raise UserError(
             f"{path_of_results!r} contains {wild[0]!r}; jobs read their requests from there, where it would be a pattern",

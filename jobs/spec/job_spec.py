@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from datetime import date, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from actors.metrics.settings import Metrics
 from actors.task import Columns, Side, Task, as_tuple
 from decoders.common_settings import Sampling, Settings
 from decoders.settings import DecoderSettings
+from jobs.spec.dated_path import has_date, read_date, with_date, written
 from jobs.spec.metric_rules import kept_names, metric_problem, reference_of
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
@@ -102,10 +104,20 @@ class ErrorSettings(Settings):
     attempts: Positive = 3
 
 
+def _date(value: Any) -> Any:
+    if isinstance(value, date):  # YAML has dates of its own
+        value = value.isoformat()
+    return written(read_date(value)) if isinstance(value, str) else value
+
+
 class OutputSettings(Settings):
-    """Where the results go."""
+    """Where the results go. A path with a date, as in `base/{date:%Y-%m-%d}`, is that of a recurring job.
+
+    `logical_date` is the date that such a path has, or had before it was filled in; null for the time of the start.
+    """
 
     path: Text
+    logical_date: Annotated[str, BeforeValidator(_date)] | None = None
     trace: Literal["none", "steps"] = "none"
     unit_rows: Auto | Positive = "auto"
 
@@ -238,6 +250,29 @@ def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     Raises UserError with the field's path, the value and the allowed values.
     """
     return check_overridden({"name": Path(path).stem} | read_mapping(Path(path)), overrides)
+
+
+def with_logical_date(spec: JobSpec, text: str) -> JobSpec:
+    """The job for another logical date, as `--logical-date` gives it; UserError if it is none, or the output path has no date."""
+    if not has_date(spec.output.path):
+        raise UserError(
+            f"{text!r}, but output.path has no date; write {{date:%Y-%m-%d}} in it, or leave the option out",
+            field="--logical-date",
+        )
+    try:
+        chosen = written(read_date(text))
+    except ValueError as error:
+        raise UserError(str(error), field="--logical-date") from None
+    return spec.model_copy(update={"output": spec.output.model_copy(update={"logical_date": chosen})})
+
+
+def at_date(spec: JobSpec, now: datetime) -> JobSpec:
+    """The job with the date filled into its output path: its logical date, or else `now`. Without a date in it, `spec` itself."""
+    if not has_date(spec.output.path):
+        return spec
+    chosen = now if spec.output.logical_date is None else read_date(spec.output.logical_date)
+    filled = {"path": with_date(spec.output.path, chosen), "logical_date": written(chosen)}
+    return spec.model_copy(update={"output": spec.output.model_copy(update=filled)})
 
 
 def check_overridden(data: dict[str, Any], overrides: Sequence[str]) -> JobSpec:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from jobs.spec.dated_path import EXAMPLE, date_problem, with_date
+from storage.errors import UserError
 from storage.inputs.inputs import expanded, glob_pattern
 
 MAX_PATH_BYTES = 4096
@@ -37,10 +39,20 @@ def place_problem(data: Any) -> str | None:
         problem = path_problem(value, SCHEMES[key.rstrip(".0123456789")])
         if problem:
             return f"{key}: {problem}"
+    if problem := date_problem(data.output.path):
+        return f"output.path: {problem}"
+    output = with_date(data.output.path, EXAMPLE)
     for path in [data.input.path] if isinstance(data.input.path, str) else data.input.path:
-        if among_inputs(path, data.output.path):
+        if among_inputs(path, output):
             return f"output.path: {data.output.path!r} is inside the inputs, {path!r}; choose a path outside of them"
     return None
+
+
+def check_places(data: Any) -> None:
+    """Raise UserError for the first problem with a path in a spec (a JobSpec) whose dates are filled in."""
+    if problem := place_problem(data):
+        field, _, message = problem.partition(": ")
+        raise UserError(message, field=field)
 
 
 def path_problem(path: str, schemes: tuple[str, ...]) -> str | None:

@@ -21,6 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
+from jobs.spec.dated_path import has_date
 from jobs.spec.job_spec import JobSpec, check_changed
 from jobs.spec.places import path_problem
 from jobs.spec.spec_file import apply_change, read_mapping, split_override
@@ -140,6 +141,8 @@ def _place(output: Mapping[str, Any]) -> str:
         raise UserError("missing", field="output.path")
     path = _text(output["path"], "output.path")
     problem = path_problem(path, ("s3", "memory"))
+    if problem is None and has_date(path):
+        problem = f"{path!r} has a date, which only `draftmill run` fills in"
     if problem:
         raise UserError(problem, field="output.path")
     return path

@@ -34,9 +34,14 @@ class LeaseHeld(StoreError):
         self.owner = owner
         self.expires_at_s = expires_at_s
 
-    def __str__(self) -> str:
+    @property
+    def who(self) -> str:
+        """The holder, and until when."""
         until = datetime.fromtimestamp(self.expires_at_s, UTC).strftime("%H:%M:%S UTC")
-        return f"another driver holds this run directory: {self.owner}, until {until} if it does not renew"
+        return f"{self.owner}, until {until} if it does not renew"
+
+    def __str__(self) -> str:
+        return f"another driver holds this run directory: {self.who}"
 
 
 class LeaseLost(StoreError):
@@ -112,8 +117,8 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
     higher epoch. Call `renew` well within `ttl_s` (seconds).
     """
     found, stat = _read(store)
-    if found is not None and clock() < found.expires_at_s and not process_is_dead(found.owner):
-        raise LeaseHeld(found.owner, found.expires_at_s)
+    if held := _holder(found, clock):
+        raise held
     content = _Content(owner, found.epoch + 1 if found else 1, clock() + ttl_s)
     failpoint("lease.before_acquire")
     try:
@@ -124,6 +129,17 @@ def acquire(store: Store, owner: str, ttl_s: float, clock: Callable[[], float] =
     except (AlreadyExists, Conflict):
         raise _held(store) from None
     return Lease(store, owner, content.epoch, content.expires_at_s, ttl_s, clock, stat.etag)
+
+
+def holder(store: Store, clock: Callable[[], float] = time.time) -> LeaseHeld | None:
+    """Who holds the store's lease now, as the error that `acquire` would raise; None if it is free."""
+    return _holder(_read(store)[0], clock)
+
+
+def _holder(found: _Content | None, clock: Callable[[], float]) -> LeaseHeld | None:
+    if found is None or clock() >= found.expires_at_s or process_is_dead(found.owner):
+        return None
+    return LeaseHeld(found.owner, found.expires_at_s)
 
 
 def this_process() -> str:

@@ -1,0 +1,89 @@
+"""The lease on a job's name: of the drivers of one base path, one works; another one leaves, waits or fails (`--if-running`).
+
+    BASE/_lease.json               one driver of the whole recurring job
+    BASE/2026-11-22/_lease.json    one driver of this run, whoever started it
+
+A job without a date in its output path has only the lease of its run directory, and `--if-running` then means that one.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Literal
+
+from actors.plan_table import PLAN
+from jobs.codes import INTERRUPTED, OK
+from jobs.driving.lease_keeper import kept_lease
+from storage.errors import UserError
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder
+from storage.stores.verbs import Store
+
+IfRunning = Literal["skip", "wait", "fail"]
+
+POLL_S = 2.0
+"""Seconds between two looks at a lease that somebody else holds."""
+
+
+class Held(Exception):
+    """Another driver holds the lease in `store`; `held` says who."""
+
+    def __init__(self, store: Store, held: LeaseHeld, *, what: str) -> None:
+        super().__init__(store, held, what)
+        self.store, self.held, self.what = store, held, what
+
+    def __str__(self) -> str:
+        return f"another driver holds {self.what}: {self.held.who}"
+
+
+@contextmanager
+def run_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
+    """Hold the lease of a run directory during the block; raises Held at once if another driver has it."""
+    with ExitStack() as stack:
+        yield _entered(stack, store, on_lost, what="this run directory")
+
+
+@contextmanager
+def name_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
+    """Hold the lease of a job's base path during the block; raises Held at once if another driver has it."""
+    if store.exists(PLAN):
+        raise UserError(
+            f"{store.url} is a run directory, so it can't hold the runs of other dates", field="output.path"
+        )
+    with ExitStack() as stack:
+        yield _entered(stack, store, on_lost, what=f"the job {store.url}")
+
+
+def _entered(stack: ExitStack, store: Store, on_lost: Callable[[str], None], *, what: str) -> Lease:
+    try:
+        return stack.enter_context(kept_lease(store, on_lost))
+    except LeaseHeld as error:
+        raise Held(store, error, what=what) from None
+
+
+def when_free(work: Callable[[], int], if_running: IfRunning, *, sleep: Callable[[float], None] = time.sleep) -> int:
+    """Do the work, and return its exit code; if another driver holds a lease that it needs, do what `if_running` says.
+
+    `skip` says so in one line and returns 0. `wait` starts the work again once the lease is free. `fail` returns 4.
+    """
+    said = None
+    while True:
+        try:
+            return work()
+        except LeaseLost as error:
+            print(f"draftmill: {error}", file=sys.stderr)
+            return INTERRUPTED
+        except Held as error:
+            if if_running == "skip":
+                print(f"draftmill: skipped: {error}")
+                return OK
+            if if_running == "fail":
+                print(f"draftmill: {error}", file=sys.stderr)
+                return INTERRUPTED
+            if said != error.held.owner:
+                said = error.held.owner
+                print(f"draftmill: waiting: {error}", file=sys.stderr)
+            while holder(error.store) is not None:
+                sleep(POLL_S)

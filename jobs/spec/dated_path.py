@@ -1,0 +1,218 @@
+"""Dates in a path: `output.path: base/{date:%Y-%m-%d}` gives a recurring job a run directory for each date. Pure.
+
+The folder before the first date is the job's base path. The date is in UTC. A format has only fields that mean the same in every
+locale, and together they name one date, so that no two dates share a run directory and a folder's name gives its date back.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from typing import Final
+
+EXAMPLE: Final = datetime(2000, 1, 1, tzinfo=UTC)
+"""A date for checks of paths."""
+
+_FIELDS: Final = {
+    "Y": r"\d{4}", "m": r"\d{2}", "d": r"\d{2}", "H": r"\d{2}", "M": r"\d{2}", "S": r"\d{2}",
+    "j": r"\d{3}", "G": r"\d{4}", "V": r"\d{2}", "u": r"[1-7]",
+}  # fmt: skip
+"""The fields of a format, with what each of them looks like in a path."""
+
+_WHOLE: Final = {"F": "%Y-%m-%d"}
+"""Fields that stand for several others."""
+
+_DAYS: Final = ("Ymd", "Yj", "GVu")
+_DATES: Final = {"Y": "year", "Ym": "month", "GV": "week"} | dict.fromkeys(_DAYS, "day")
+"""The sets of date fields that name one date, with the period between two dates."""
+
+_TIMES: Final = {"": "day", "H": "hour", "HM": "minute", "HMS": "second"}
+"""The sets of time fields, which need a day."""
+
+_FORM: Final = re.compile(r"\{date\b([^{}]*)\}?")
+_SAFE: Final = re.compile(r"[A-Za-z0-9._=+,-]+")
+_ALLOWED: Final = "{date:%Y-%m-%d}, with %Y %m %d %j %G %V %u %H %M %S %F"
+
+
+def has_date(path: str) -> bool:
+    """Whether a path has a date to fill in."""
+    return _FORM.search(path) is not None
+
+
+def date_problem(path: str) -> str | None:
+    """What is wrong with the dates in a path; None if nothing is, or if there are none."""
+    if not has_date(path):
+        return None
+    for form in _FORM.finditer(path):
+        if problem := _form_problem(form[0], form[1]):
+            return f"{path!r}: {problem}"
+    if any("\0" in part and part != "\0" for part in _FORM.sub("\0", path).split("/")):
+        return (
+            f"{path!r}: a date must be a folder of its own, below a base path that belongs to this job alone: "
+            "base/{date:%Y-%m-%d}"
+        )
+    if not base_of(path).strip("./~"):
+        return f"{path!r} has no base path before the date; allowed: base/{{date:%Y-%m-%d}}"
+    if _period(path) is None:
+        return (
+            f"{path!r}: two dates would have the same run directory, or the fields do not fit together; allowed are year, month "
+            "and day (%Y %m %d), also as %Y %j or %G %V %u, then hour, minute and second (%H %M %S); each may be left out with "
+            "all after it"
+        )
+    if date_in(path, with_date(path, EXAMPLE)) is None:
+        return f"{path!r}: the date can't be read back from the folder's name; separate its fields"
+    return None
+
+
+def _form_problem(form: str, inside: str) -> str | None:
+    if not form.endswith("}") or not inside.startswith(":") or len(inside) == 1:
+        return f"{form!r} is not a date; allowed: {_ALLOWED}"
+    rest = _expanded(inside[1:])
+    for field in re.findall(r"%(.?)", rest):
+        if field not in _FIELDS:
+            return f"'%{field}' is not a field of a date; allowed: {_ALLOWED}"
+    for name in re.sub(r"%.", "0", rest).split("/"):
+        if not _SAFE.fullmatch(name) or name[0] in "._":
+            return (
+                f"{form!r} gives a name that is not safe for a folder; allowed beside the fields: letters, digits, . = + , - _ "
+                "and /, not starting with . or _"
+            )
+    return None
+
+
+def base_of(path: str) -> str:
+    """The folder that holds the runs of all dates; for a path without a date the path itself."""
+    form = _FORM.search(path)
+    return path if form is None else path[: form.start()].rpartition("/")[0]
+
+
+def with_date(path: str, date: datetime) -> str:
+    """The path with a date (UTC) filled in."""
+    return _FORM.sub(lambda form: _rendered(form[1][1:], date), path)
+
+
+def period_of(path: str) -> str:
+    """The period between two dates that the path tells apart: year, month, week, day, hour, minute or second."""
+    found = _period(path)
+    assert found is not None, path
+    return found
+
+
+def date_in(path: str, place: str) -> datetime | None:
+    """The date (UTC) for which `path` becomes `place`; None if there is none."""
+    pattern = _pattern(path)
+    found = pattern.expression.fullmatch(place)
+    if found is None:
+        return None
+    try:
+        date = _date_of({key: int(value) for key, value in found.groupdict().items()})
+    except ValueError:  # 2026-02-30
+        return None
+    return date if with_date(path, date) == place else None
+
+
+def depth_of(path: str) -> int:
+    """How many folders a run directory is below the base path."""
+    return with_date(path, EXAMPLE).removeprefix(base_of(path)).strip("/").count("/") + 1
+
+
+def following(date: datetime, period: str) -> datetime:
+    """The date one period later."""
+    if period == "year":
+        return date.replace(year=date.year + 1)
+    if period == "month":
+        return date.replace(year=date.year + date.month // 12, month=date.month % 12 + 1)
+    return date + timedelta(**{f"{period}s": 1})
+
+
+def floored(date: datetime, path: str) -> datetime:
+    """The date without what the path does not show of it."""
+    found = date_in(path, with_date(path, date))
+    assert found is not None
+    return found
+
+
+def read_date(text: str) -> datetime:
+    """A date or time as users and schedulers write it (ISO 8601), in UTC and whole seconds; ValueError if it is none."""
+    try:
+        found = datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is not a date; allowed: 2026-11-22, 2026-11-22T03:00:00Z, 2026-11-22T03:00:00+01:00"
+        ) from None
+    found = found.replace(tzinfo=UTC) if found.tzinfo is None else found.astimezone(UTC)
+    return found.replace(microsecond=0)
+
+
+def written(date: datetime) -> str:
+    """A date as it is stored: 2026-11-22T03:00:00Z."""
+    return date.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# ---- formats
+
+
+@dataclass(frozen=True, slots=True)
+class _Pattern:
+    expression: re.Pattern[str]
+    fields: tuple[str, ...]
+
+
+def _expanded(form: str) -> str:
+    for name, long in _WHOLE.items():
+        form = form.replace(f"%{name}", long)
+    return form
+
+
+def _rendered(form: str, date: datetime) -> str:
+    iso = date.isocalendar()
+    values = {
+        "Y": f"{date.year:04d}", "m": f"{date.month:02d}", "d": f"{date.day:02d}",
+        "H": f"{date.hour:02d}", "M": f"{date.minute:02d}", "S": f"{date.second:02d}",
+        "j": f"{date.timetuple().tm_yday:03d}", "G": f"{iso.year:04d}", "V": f"{iso.week:02d}", "u": str(iso.weekday),
+    }  # fmt: skip
+    return re.sub(r"%(.)", lambda field: values[field[1]], _expanded(form))
+
+
+@lru_cache(maxsize=64)
+def _pattern(path: str) -> _Pattern:
+    """A pattern of the paths with a date. A field that occurs twice must have the same value."""
+    out, at, fields = "", 0, dict[str, None]()
+    for form in _FORM.finditer(path):
+        out += re.escape(path[at : form.start()])
+        for piece in re.split(r"(%.)", _expanded(form[1][1:])):
+            if not piece.startswith("%"):
+                out += re.escape(piece)
+            elif (name := piece[1]) in fields:
+                out += f"(?P={name})"
+            else:
+                fields[name] = None
+                out += f"(?P<{name}>{_FIELDS[name]})"
+        at = form.end()
+    return _Pattern(re.compile(out + re.escape(path[at:])), tuple(fields))
+
+
+def _period(path: str) -> str | None:
+    fields = _pattern(path).fields
+    dates = _named({field for field in fields if field not in "HMS"}, _DATES)
+    times = _named({field for field in fields if field in "HMS"}, _TIMES)
+    if dates is None or times is None or (times and dates not in _DAYS):
+        return None
+    return _TIMES[times] if times else _DATES[dates]
+
+
+def _named(fields: set[str], known: dict[str, str]) -> str | None:
+    return next((name for name in known if set(name) == fields), None)
+
+
+def _date_of(values: dict[str, int]) -> datetime:
+    times = (values.get("H", 0), values.get("M", 0), values.get("S", 0))
+    if "G" in values:
+        day = datetime.fromisocalendar(values["G"], values["V"], values.get("u", 1))
+    elif "j" in values:
+        day = datetime(values["Y"], 1, 1) + timedelta(days=values["j"] - 1)
+    else:
+        day = datetime(values["Y"], values.get("m", 1), values.get("d", 1))
+    return day.replace(hour=times[0], minute=times[1], second=times[2], tzinfo=UTC)

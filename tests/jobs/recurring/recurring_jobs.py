@@ -1,0 +1,50 @@
+"""Recurring jobs for tests: `draftmill run --local` on a spec with a date in its output path, and drivers as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from jobs.cli import main
+from storage.failpoints import VARIABLE
+from tests.runs.jobs_of_tests import forked, write_rows, write_spec
+
+DATED = "{date:%Y-%m-%d}"
+
+
+def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **changes: Any) -> Path:
+    """A spec that writes to `folder`/`name`/DATE."""
+    rows = rows or write_rows(folder / "rows.jsonl", 8)
+    output = {"path": str(folder / name / DATED), "unit_rows": 4}
+    return write_spec(folder, rows=rows, out=name, **{"output": output} | changes)
+
+
+def run(spec: Path, *options: str) -> int:
+    """The exit code of `draftmill run --local`."""
+    return main(["run", str(spec), "--local", "--quiet", *options])
+
+
+def drive(failpoints: str, log: str, *arguments: str) -> None:
+    """What a driver process does."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ[VARIABLE] = failpoints
+    sys.exit(main(list(arguments)))
+
+
+def driver(spec: Path, log: Path, *options: str, failpoints: str = "") -> ForkServerProcess:
+    """A driver process, started."""
+    return forked(drive, failpoints, str(log), "run", str(spec), "--local", "--quiet", *options)
+
+
+def units_decoded(run_dir: Path) -> Counter[int]:
+    """How often each unit was committed, by the attempts log of all drivers."""
+    lines = [line for file in run_dir.glob("attempts/*-part-*.jsonl") for line in file.read_text().splitlines()]
+    events = [json.loads(line) for line in lines]
+    return Counter(event["unit"] for event in events if event["what"] == "done")

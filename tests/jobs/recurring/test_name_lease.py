@@ -1,0 +1,139 @@
+"""One driver per recurring job: of several at once one works, the others leave, wait or fail; nothing is decoded twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs.codes import INTERRUPTED, OK
+from jobs.driving.driver import StopFlag
+from jobs.recurring import name_lease as module
+from jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
+from storage.runs.lease import LEASE, acquire
+from storage.stores.verbs import Store
+from tests.jobs.recurring.recurring_jobs import driver, nightly, run, units_decoded
+from tests.runs.jobs_of_tests import rows_of
+
+OVERLAP = "plan.before_plan=sleep:1:1.5"
+"""The driver that works still plans while the others start."""
+
+
+def held_elsewhere(base: Path, seconds: float) -> None:
+    """Let a driver of another machine hold the base path."""
+    base.mkdir(parents=True, exist_ok=True)
+    lease = {"owner": "elsewhere:boot-1:77", "epoch": 3, "expires_at_s": time.time() + seconds}
+    (base / LEASE).write_text(json.dumps(lease))
+
+
+def test_the_lease_of_a_name_is_held_once_and_free_afterwards(store: Store) -> None:
+    lost, job = StopFlag().set, r"another driver holds the job .*, until \d\d:\d\d:\d\d UTC"
+    with name_lease(store, lost), pytest.raises(Held, match=job), name_lease(store, lost):
+        pass
+    with name_lease(store, lost), pytest.raises(Held, match="this run directory"), run_lease(store, lost):
+        pass
+
+
+def test_a_broken_spec_leaves_no_base_path_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = nightly(tmp_path, model={"path": str(tmp_path / "nowhere"), "tokenizer": "none", "device": "cpu"})
+    assert run(spec) == 2
+    assert "model.path" in capsys.readouterr().err
+    assert not (tmp_path / "nightly").exists()
+
+
+def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    other = acquire(store, "elsewhere:boot-1:77", 60.0)
+    calls, sleeps = [], []
+
+    def work() -> int:
+        calls.append(1)
+        with name_lease(store, StopFlag().set):
+            return OK
+
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            other.release()
+
+    assert when_free(work, "fail") == INTERRUPTED
+    assert when_free(work, "skip") == OK
+    said = capsys.readouterr()
+    assert said.out.startswith("draftmill: skipped: another driver holds the job ") and said.out.count("\n") == 1
+    assert "elsewhere:boot-1:77" in said.out and "elsewhere:boot-1:77" in said.err
+    assert when_free(work, "wait", sleep=sleep) == OK
+    assert (len(calls), sleeps) == (4, [module.POLL_S] * 3)
+    assert capsys.readouterr().err.count("draftmill: waiting") == 1
+
+
+def test_what_a_run_does_where_another_machine_holds_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    spec = nightly(tmp_path)
+    held_elsewhere(tmp_path / "nightly", 60)
+    assert run(spec) == INTERRUPTED, "a run typed by hand"
+    assert "elsewhere:boot-1:77" in capsys.readouterr().err
+    assert run(spec, "--if-running", "skip") == OK
+    assert "draftmill: skipped" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "nightly").iterdir()] == [LEASE]
+    held_elsewhere(tmp_path / "nightly", 0.5)  # it was killed, and does not renew
+    assert run(spec, "--if-running", "wait", "--logical-date", "2026-11-21") == OK
+    assert rows_of(tmp_path / "nightly" / "2026-11-21").num_rows == 8
+    assert run(spec, "--logical-date", "2026-11-21") == OK
+    assert "already finished" in capsys.readouterr().out
+
+
+def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = nightly(tmp_path, output={"path": str(tmp_path / "one"), "unit_rows": 4})
+    held_elsewhere(tmp_path / "one", 60)
+    assert run(spec) == INTERRUPTED
+    assert "another driver holds this run directory: elsewhere:boot-1:77" in capsys.readouterr().err
+    assert run(spec, "--if-running", "skip") == OK
+    assert "skipped: another driver holds this run directory" in capsys.readouterr().out
+
+
+def test_a_run_directory_is_no_base_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "nightly").mkdir()
+    (tmp_path / "nightly" / "_plan.json").write_text("{}")
+    assert run(nightly(tmp_path)) == 2
+    assert "output.path: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_path: Path) -> None:
+    spec = nightly(tmp_path)
+    for day in range(1, 5):
+        date, count = f"2026-11-{day:02d}", 2 + day % 2
+        logs = [tmp_path / f"{day}-{number}.log" for number in range(count)]
+        options = ("--logical-date", date, "--if-running", "skip")
+        drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
+        for process in drivers:
+            process.join(120)
+        said = [log.read_text() for log in logs]
+        assert [process.exitcode for process in drivers] == [OK] * count, said
+        done = tmp_path / "nightly" / date
+        assert sum("draftmill: skipped" in text for text in said) == count - 1, said
+        assert units_decoded(done) == {0: 1, 1: 1}
+        assert rows_of(done).num_rows == 8
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_killed_is_replaced_and_one_that_waits_takes_over(tmp_path: Path) -> None:
+    spec, log = nightly(tmp_path), tmp_path / "log"
+    killed = driver(spec, log, "--logical-date", "2026-11-22", failpoints="commit.after_data=kill:1")
+    killed.join(120)
+    assert killed.exitcode == -9
+    done = tmp_path / "nightly" / "2026-11-22"
+    before = {file: file.stat().st_mtime_ns for file in done.glob("data/*")}
+    assert len(before) == 1
+    waits = [driver(spec, log, "--logical-date", "2026-11-22", "--if-running", "wait") for _ in range(2)]
+    for process in waits:
+        process.join(120)
+        assert process.exitcode == OK, log.read_text()
+    assert rows_of(done).num_rows == 8
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    assert "already finished" in log.read_text()
