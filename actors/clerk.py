@@ -6,6 +6,7 @@ result rows and commits the unit's file. An exception of one row becomes that ro
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class RowClerk:
         failpoint("worker.close_unit")
         rows = [self._result(unit, sample) for sample in samples]
         table = table_from_rows(rows, schema=self._schema)
-        committed = None
+        committed, began_s = None, time.perf_counter()
         if not unit.probe:
             committed = commit_unit(
                 self._store,
@@ -120,8 +121,18 @@ class RowClerk:
                 else None,
             )
             failpoint("worker.committed")
+        commit_s = time.perf_counter() - began_s
         kinds = Counter(sample.error.kind for sample in samples if sample.error is not None)
-        return Receipt(unit.lease, unit.unit, self._worker, self._node, committed, tally_of(samples), dict(kinds))
+        return Receipt(
+            unit.lease,
+            unit.unit,
+            self._worker,
+            self._node,
+            committed,
+            tally_of(samples),
+            dict(kinds),
+            commit_s=commit_s,
+        )
 
     # ---- rows in
 

@@ -75,7 +75,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A unit was committed, or a probe survived (then `committed` is None)."""
+    """A unit was committed, or a probe survived (then `committed` is None).
+
+    `spent_s` is the unit's share of its worker's time, `commit_s` the time to write its file; seconds.
+    """
 
     lease: int
     unit: int
@@ -84,6 +87,8 @@ class Receipt:
     committed: CommittedUnit | None
     tally: Tally
     error_kinds: dict[str, int] = field(default_factory=dict)
+    spent_s: float = 0.0
+    commit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
@@ -41,7 +41,7 @@ class Clerk(Protocol):
 class Open:
     """A unit that the runner holds. `left` counts its unfinished samples; `job` is the clerk's current work on it, if any.
 
-    `again` are samples that returned their slot but have more holes to fill: they go before those in `waiting`.
+    `seated` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that returned their slot but have more holes to fill: they go before those in `waiting`.
     """
 
     unit: WorkUnit
@@ -53,6 +53,8 @@ class Open:
     queued_at_s: float = 0.0
     opened: bool = False
     closing: bool = False
+    seated: int = 0
+    spent_s: float = 0.0
 
 
 class UnitRunner:
@@ -68,11 +70,13 @@ class UnitRunner:
         self.limit = RowLimit()
         self._open: dict[int, Open] = {}
         self._resident: dict[int, tuple[Open, Sample]] = {}
+        self._seated: dict[int, Open] = {}
         self._suspects: deque[tuple[Open, Sample]] = deque()
         self._handles = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="clerk")
         self._news: list[Receipt | Failure] = []
         self._meter = Meter(decoder)
+        self._weights: list[tuple[Open, int]] = []
 
     @property
     def held(self) -> int:
@@ -95,7 +99,7 @@ class UnitRunner:
         self._open.pop(lease, None)
         if not self._open:
             self.decoder.clear()
-            self._resident.clear()
+            self._empty_slots()
             self._suspects.clear()
 
     def step(self) -> list[Receipt | Failure]:
@@ -103,12 +107,21 @@ class UnitRunner:
 
         Waits only if there is nothing to decode and the clerk is still reading or writing.
         """
-        self._meter.start(bool(self._open))
+        held = dict(self._open)
+        self._meter.start(bool(held))
         self._collect(block=not self._resident and not self._ready)
         self._decode()
-        self._meter.stop(drained=not self._ready)
+        self._share(held, self._meter.stop(drained=not self._ready))
         news, self._news = self._news, []
-        return news
+        return [replace(item, spent_s=held[item.lease].spent_s) if isinstance(item, Receipt) else item for item in news]
+
+    def _share(self, held: dict[int, Open], took_s: float) -> None:
+        """Divide a step's time among the units with samples in the slots, by their number; without such, among those held."""
+        seats = [(unit, count) for unit, count in self._weights if count]
+        seats = seats or [(unit, 1) for unit in held.values()]
+        total = sum(count for _, count in seats)
+        for unit, count in seats:
+            unit.spent_s += took_s * count / total
 
     def take_effort(self) -> tuple[Effort, Tally]:
         """The effort since the last call, and the sums over the samples that ended."""
@@ -177,8 +190,10 @@ class UnitRunner:
 
     def _decode(self) -> None:
         """The error boundary of the worker: an exception of the decoder ends the samples that caused it, not the worker."""
+        self._weights = []
         try:
             self._admit()
+            self._weights = [(unit, unit.seated) for unit in self._seated.values()]
             rows = len(self._resident)
             outcomes = self.decoder.step() if self._resident else []
         except Exception as error:  # noqa: BLE001 - a decoder may raise anything; the failing sample is then found
@@ -186,7 +201,9 @@ class UnitRunner:
             return
         self.limit.stepped(rows)
         for outcome in outcomes:
-            self._finished(*self._resident.pop(outcome.index), outcome)
+            unit, sample = self._resident.pop(outcome.index)
+            self._stand_up(unit)
+            self._finished(unit, sample, outcome)
 
     def _admit(self) -> None:
         if self._suspects:
@@ -217,6 +234,8 @@ class UnitRunner:
             self._resident[self._handles] = (unit, sample)
             requests.append(sample.request(self._handles))
             self._handles += 1
+            unit.seated += 1
+            self._seated[unit.unit.lease] = unit
         queued = [unit.queued_at_s if sample.queued_at_s is None else sample.queued_at_s for unit, sample in samples]
         self.decoder.admit(requests, queued_at_s=queued)
 
@@ -226,7 +245,7 @@ class UnitRunner:
         if not self._resident:
             raise error  # no sample is to blame: the decoder is broken, so this worker is too
         dropped = [self._resident[handle] for handle in sorted(self._resident)]
-        self._resident.clear()
+        self._empty_slots()
         self.decoder.clear()
         starved = ran_out_of_memory(error)
         if starved:
@@ -242,6 +261,18 @@ class UnitRunner:
                 (unit.again if sample.parts else unit.waiting).appendleft(sample)
         else:
             self._suspects.extend(dropped)
+
+    def _empty_slots(self) -> None:
+        self._resident.clear()
+        for unit in self._seated.values():
+            unit.seated = 0
+        self._seated.clear()
+
+    def _stand_up(self, unit: Open) -> None:
+        """Note that a sample of the unit has left its slot."""
+        unit.seated -= 1
+        if not unit.seated:
+            del self._seated[unit.unit.lease]
 
     def _let_go(self, error: Exception) -> None:
         try:

@@ -101,8 +101,10 @@ class Meter:
             self._since_s = time.perf_counter()
         self._step = (self._decoder.stats.slot_steps, self._decoder.stats.active_slot_steps)
 
-    def stop(self, *, drained: bool) -> None:
-        """Note the end of a step; `drained` if no sample was waiting that could have filled an idle slot."""
+    def stop(self, *, drained: bool) -> float:
+        """Note the end of a step and return the seconds that count for it; `drained` if no sample was waiting that could have
+        filled an idle slot.
+        """
         now_s = time.perf_counter()
         took_s = now_s - (self._since_s or now_s)
         slots = self._decoder.stats.slot_steps - self._step[0]
@@ -110,6 +112,7 @@ class Meter:
         self._wall_s += took_s
         self._tail_s += took_s * (1 - active / slots) if drained and slots else 0.0
         self._since_s = now_s
+        return took_s
 
     def count(self, sample: Sample) -> None:
         """Note that a sample has ended."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.messages import Effort, Tally
 from decoders.base import EngineStats
+from jobs.driving.device_time import DeviceSums, to_json
 from jobs.driving.totals import Totals, add_effort
 from storage.errors import StoreError
 from storage.runs.commit import all_exact
@@ -73,7 +74,8 @@ class AttemptsLog:
 class Sessions:
     """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
 
-    `units_held` is how many units workers held at the latest session's last record.
+    `units_held` is how many units workers held at the latest session's last record, and `open_s` how many worker seconds it had
+    spent on units that were not committed yet.
     """
 
     wall_s: float = 0.0
@@ -82,6 +84,12 @@ class Sessions:
     effort: Effort = dataclasses.field(default_factory=Effort)
     units_held: int = 0
     exact: bool | None = None
+    devices: DeviceSums = dataclasses.field(default_factory=DeviceSums)
+    open_s: float = 0.0
+
+    def plus(self, other: Sessions) -> Sessions:
+        """The sums of both; `exact` and what is open are those of `self`."""
+        return dataclasses.replace(self, devices=self.devices + other.devices)
 
 
 def session_record(totals: Totals) -> dict[str, Any]:
@@ -93,6 +101,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "exact": totals.exact,
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
+        "devices": to_json(totals.devices.sums),
     }
 
 
@@ -111,6 +120,7 @@ def read_sessions(store: Store) -> Sessions:
 
 def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
     effort = record["effort"]
+    devices = DeviceSums.from_json(record["devices"]) if "devices" in record else DeviceSums()
     spent = Effort(EngineStats(**effort["engine"]), effort["wall_s"], effort["tail_s"])
     return Sessions(
         total.wall_s + record["wall_s"],
@@ -119,4 +129,6 @@ def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
         add_effort(total.effort, spent),
         record["units_held"],
         record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
+        total.devices + devices,
+        devices.open_s,
     )

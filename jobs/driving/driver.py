@@ -199,6 +199,7 @@ class Driver:
             case Up(worker, node, pid, facts):
                 self._loading.discard(worker)
                 self.totals.worker_up()
+                self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
                 self.log.add("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
@@ -212,12 +213,15 @@ class Driver:
                 self.stop.warn("this node is being drained")
             case Reported(worker, report):
                 self.totals.reported(report)
+                self.totals.devices.heard(worker, report.effort.wall_s)
                 for item in report.news:
                     self._answer(item)
                 self._tell(Heard(worker, report.spent, report.moved))
 
     def _worker_died(self, died: Died) -> None:
         self._loading.discard(died.worker)
+        held = self.scheduler.books.workers.get(died.worker)
+        self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
             self.totals.worker_died()
             self.log.add("worker_died", worker=died.worker, reason=died.reason)
@@ -241,6 +245,7 @@ class Driver:
         if receipt.unit not in self.committed:
             self.committed[receipt.unit] = self.record(committed)
             self.totals.received(receipt)
+            self.totals.devices.counted(receipt.spent_s)
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
             self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
@@ -260,11 +265,13 @@ class Driver:
                 self._loading.discard(worker)
                 self.pool.kill(worker)
                 self.totals.worker_died()
+                self.totals.devices.gone(worker, lost=True)
                 self.log.add("worker_killed", worker=worker, reason=reason)
                 self.display.note(f"worker {worker} killed: {reason}")
             case LetGo(worker):
                 self.pool.kill(worker)
                 self.totals.worker_left()
+                self.totals.devices.gone(worker)
                 self.log.add("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from actors.messages import Effort, Receipt, Tally, TurnReport
 from decoders.base import EngineStats
+from jobs.driving.device_time import DeviceTime
 from storage.runs.commit import all_exact
 
 
@@ -41,6 +42,7 @@ class Totals:
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
     exact: bool | None = None
+    devices: DeviceTime = field(default_factory=DeviceTime)
 
     def worker_up(self) -> None:
         """Count a worker that now takes units; the first one starts the clock."""
@@ -72,8 +74,9 @@ class Totals:
             self.exact = exact if self.units_done == 1 else all_exact((self.exact, exact))
 
     def stop(self) -> None:
-        """Stop the clock."""
+        """Stop the clocks."""
         self.ended_s = self.clock()
+        self.devices.stop()
 
     @property
     def wall_s(self) -> float:

@@ -1,0 +1,118 @@
+"""Counts what workers' devices were held for: loading, decoding, idle time, and work that came to nothing; and its price.
+
+A worker's device is held from the start of loading to the worker's end. The worker measures how long it loaded and decoded, and
+how much of that each unit took; the driver measures the rest. A start that never came up is not counted: waiting for a machine
+and loading can't be told apart there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSums:
+    """Sums of worker seconds, of one session or of several.
+
+    `up_s` is all of it, including `loading_s`. In `busy_s` workers held units; `counted_s` of these went to units that they
+    committed. `lost_s` lies between the last report of workers that died with units and their deaths. `cost` is the price of
+    `priced_s` worker seconds; the other seconds had no price.
+    """
+
+    up_s: float = 0.0
+    loading_s: float = 0.0
+    busy_s: float = 0.0
+    counted_s: float = 0.0
+    lost_s: float = 0.0
+    priced_s: float = 0.0
+    cost: float = 0.0
+
+    def __add__(self, other: DeviceSums) -> DeviceSums:
+        return DeviceSums(*(getattr(self, name) + getattr(other, name) for name in DeviceSums.__slots__))
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which workers were up and held no unit."""
+        return max(0.0, self.up_s - self.loading_s - self.busy_s - self.lost_s)
+
+    @property
+    def open_s(self) -> float:
+        """Busy seconds that went to no committed unit: in progress while the session runs, wasted afterwards."""
+        return max(0.0, self.busy_s - self.counted_s)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
+        """The sums in a session's record; raises KeyError, TypeError or ValueError if it has none."""
+        return cls(**{name: float(record[name]) for name in cls.__slots__})
+
+
+@dataclass(slots=True)
+class _Life:
+    """A worker that is up: when it began to load and when it last reported (seconds of the clock), its price, and its load."""
+
+    began_s: float
+    heard_s: float
+    price: float | None
+
+
+@dataclass(slots=True)
+class DeviceTime:
+    """Counts the device time of one session. `price_of` gives a worker's price per hour, None if it has none."""
+
+    clock: Callable[[], float] = time.monotonic
+    price_of: Callable[[str], float | None] = lambda worker: None
+    _ended: DeviceSums = DeviceSums()
+    _lives: dict[str, _Life] = field(default_factory=dict)
+
+    def up(self, worker: str, load_s: float = 0.0) -> None:
+        """A worker is up, after loading for `load_s`."""
+        now_s = self.clock()
+        self._lives[worker] = _Life(now_s - load_s, now_s, self.price_of(worker))
+        self._ended += DeviceSums(loading_s=load_s)
+
+    def heard(self, worker: str, busy_s: float) -> None:
+        """A worker reports that it held units for `busy_s` since its last report."""
+        if worker in self._lives:
+            self._lives[worker].heard_s = self.clock()
+        self._ended += DeviceSums(busy_s=busy_s)
+
+    def counted(self, spent_s: float) -> None:
+        """A unit was committed for the first time; its worker spent `spent_s` on it."""
+        self._ended += DeviceSums(counted_s=spent_s)
+
+    def gone(self, worker: str, *, lost: bool = False) -> None:
+        """A worker has ended; `lost` if it died with units, so that what it did since its last report is lost."""
+        life = self._lives.pop(worker, None)
+        if life is not None:
+            since_s = self.clock() - life.heard_s if lost else 0.0
+            self._ended += self._priced(life) + DeviceSums(lost_s=since_s)
+
+    def stop(self) -> None:
+        """The session is over: all workers have ended."""
+        for worker in list(self._lives):
+            self.gone(worker)
+
+    @property
+    def sums(self) -> DeviceSums:
+        """The sums up to now."""
+        now = self._ended
+        for life in self._lives.values():
+            now += self._priced(life)
+        return now
+
+    def _priced(self, life: _Life) -> DeviceSums:
+        up_s = self.clock() - life.began_s
+        if life.price is None:
+            return DeviceSums(up_s=up_s)
+        return DeviceSums(up_s=up_s, priced_s=up_s, cost=up_s / HOUR_S * life.price)
+
+
+def to_json(sums: DeviceSums) -> dict[str, float]:
+    """The sums as JSON data."""
+    return {name: round(value, 6) for name, value in dataclasses.asdict(sums).items()}
