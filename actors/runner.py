@@ -41,7 +41,8 @@ class Clerk(Protocol):
 class Open:
     """A unit that the runner holds. `left` counts its unfinished samples; `job` is the clerk's current work on it, if any.
 
-    `seated` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that returned their slot but have more holes to fill: they go before those in `waiting`.
+    `seated` counts its samples that hold a slot, `spent_s` is its share of the loop's time so far. `again` are samples that
+    returned their slot but have more holes to fill: they go before those in `waiting`.
     """
 
     unit: WorkUnit

@@ -18,6 +18,7 @@ from jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
 from jobs.analysis.runs import FinishedRun
 from jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
 from jobs.driving.attempts import Sessions, read_sessions
+from jobs.driving.device_time import DeviceSums
 from jobs.finished.passes import latest_rows
 from storage.errors import StoreError
 
@@ -94,6 +95,7 @@ class Case:
     started: str | None
     ended: str | None
     sessions: Sessions
+    spent: DeviceSums
     longest_s: float
 
 
@@ -146,6 +148,7 @@ def read_case(run: FinishedRun) -> Case:
         started=_moment(start.min()) if len(start) else None,
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
+        spent=sum((read_sessions(one.store).devices for one in run.passes), DeviceSums()),
         longest_s=float(details.resident_N.max(initial=0.0)),
     )
 

@@ -19,6 +19,7 @@ from jobs.analysis.svg import inline_svg, plotting
 from jobs.driving.totals import efficiency, exactness, ratio
 from jobs.finished.summary import is_small
 from jobs.notes import counted, duration, rate_text
+from jobs.watching.cost import cost_rows
 from storage.errors import UserError, printable
 from storage.runs.commit import all_exact
 
@@ -138,6 +139,7 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
         if commits_one_more(case):
             yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
     yield from _machine_figures(case)
+    yield from cost_rows(case.spent, figures.tokens)
 
 
 def commits_one_more(case: Case) -> bool:

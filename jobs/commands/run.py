@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.crew import fitting_threads
+from jobs.driving.device_time import DeviceTime
 from jobs.driving.driver import Driver, StopFlag
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
@@ -219,6 +220,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
     pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
+    totals.devices = DeviceTime(price_of=lambda worker: run.spec.workers.price_per_hour)
     driver = Driver(
         scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
         pool=pool,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jobs.codes import OK
 from jobs.driving.attempts import read_sessions
+from jobs.driving.device_time import DeviceSums
 from jobs.driving.totals import exactness, ratio
 from jobs.finished.metric_figures import metric_lines
 from jobs.finished.passes import Pass, left_failed, passes_of, require_plan
 from jobs.notes import duration, rate_text
 from jobs.plan.plan import Plan
+from jobs.watching.cost import cost_rows
 from storage.errors import StoreError
 from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.runs.lease import LEASE, process_is_dead
@@ -25,8 +27,9 @@ def status(run_dir: str, *, s3: S3Options | None = None) -> int:
     store = open_store(run_dir, s3=s3)
     plan = require_plan(store)
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
-    if store.exists(SUCCESS):
-        lines += [pass_line(one) for one in passes_of(store, s3=s3)[1:]]
+    later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
+    lines += [pass_line(one) for one in later]
+    lines += cost_lines([store, *(one.store for one in later)], is_running=driver_of(store) is not None)
     if found := metric_lines(store, plan.rows):
         lines += ["  metrics", *(f"  {line}" for line in found)]
     print("\n".join(lines))
@@ -61,6 +64,15 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
     if rate and rows < plan.rows:
         yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
+
+
+def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
+    """What the workers of all passes cost so far; of a running session it is known what is in progress."""
+    sessions = [read_sessions(store) for store in stores]
+    sums = sum((one.devices for one in sessions), DeviceSums())
+    tokens = sum(one.committed.new_tokens for one in sessions)
+    rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
+    return [f"  {label:<13}{text}" for label, text in rows]
 
 
 def state_of(store: Store, driver: str | None) -> str:

@@ -87,10 +87,6 @@ class Sessions:
     devices: DeviceSums = dataclasses.field(default_factory=DeviceSums)
     open_s: float = 0.0
 
-    def plus(self, other: Sessions) -> Sessions:
-        """The sums of both; `exact` and what is open are those of `self`."""
-        return dataclasses.replace(self, devices=self.devices + other.devices)
-
 
 def session_record(totals: Totals) -> dict[str, Any]:
     """The record of a session, for the log."""

@@ -18,6 +18,7 @@ from actors.messages import Tally
 from jobs.driving.attempts import Sessions
 from jobs.driving.totals import efficiency, exactness, ratio
 from jobs.notes import counted, duration, rate_text
+from jobs.watching.cost import cost_rows
 from storage.errors import printable
 from storage.runs.commit import Manifest
 from storage.runs.records import read_results
@@ -103,6 +104,7 @@ def table_lines(
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
+        *_cost_rows(results, sessions),
         *_error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -150,6 +152,12 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
             ("makespan ratio", f"{sessions.wall_s / bound_s:.2f}  (1 is the optimum for {workers:.0f} workers)")
         )
     return rows
+
+
+def _cost_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
+    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
+        return []
+    return cost_rows(sessions.devices, results.tally.new_tokens)
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

@@ -13,7 +13,8 @@ class WorkerShape(Settings):
     """Workers of one kind: how many, and the resources of each; a fraction of a GPU is allowed.
 
     A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
-    is not up after `start_s` seconds, which include waiting for resources and loading the model.
+    is not up after `start_s` seconds, which include waiting for resources and loading the model. `price_per_hour` is what an
+    hour of one such worker costs, in any currency.
     """
 
     count: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -21,3 +22,4 @@ class WorkerShape(Settings):
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
     stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
     start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
+    price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None

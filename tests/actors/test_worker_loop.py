@@ -204,3 +204,32 @@ def test_effort_is_reported_as_differences():
     effort, tally = runner.take_effort()
     assert (effort.engine.steps, effort.engine.slot_steps, tally.rows) == (3, 6, 1)
     assert np.isclose(effort.tail_s / effort.wall_s, 0.5, atol=0.5)
+
+
+def test_a_workers_time_is_divided_among_its_units_and_none_is_left_over():
+    decoder = FakeDecoder(max_rows=2)
+    runner = UnitRunner(decoder, FakeClerk({0: [9, 1], 1: [2] * 4, 2: [-1, 3]}))
+    for unit, rows in ((0, 2), (1, 4), (2, 2)):
+        runner.add(work(unit, rows))
+    receipts = [item for item in run_all(runner) if isinstance(item, Receipt)]
+    assert len(receipts) == 3 and all(receipt.spent_s > 0 for receipt in receipts)
+    effort, _ = runner.take_effort()
+    assert sum(receipt.spent_s for receipt in receipts) == pytest.approx(effort.wall_s)
+
+
+def test_time_on_a_unit_that_is_revoked_is_not_counted_for_another():
+    decoder = FakeDecoder(max_rows=4)
+    runner = UnitRunner(decoder, FakeClerk({0: [50, 50], 1: [60, 60]}))
+    runner.add(work(0, 2))
+    runner.add(work(1, 2))
+    runner._thread.submit(int).result(10)  # the clerk has read both
+    runner.step()
+    assert decoder.active == 4
+    runner.drop(0)
+    while decoder.active > 2:  # the samples of the revoked unit end in their slots
+        runner.step()
+    (receipt,) = run_all(runner)
+    effort, _ = runner.take_effort()
+    assert isinstance(receipt, Receipt) and receipt.unit == 1
+    assert 0 < receipt.spent_s < effort.wall_s
+    assert not runner._seated and not runner._resident

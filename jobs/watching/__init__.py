@@ -1,0 +1,1 @@
+"""Watching a run from outside: metrics, logs, notifications, and what it costs."""

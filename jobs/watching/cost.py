@@ -1,0 +1,63 @@
+"""What a run's workers cost, in words: device hours by purpose, and money where the spec has a price. Pure.
+
+Money has no currency here: it is in whatever unit `workers.price_per_hour` is.
+"""
+
+from __future__ import annotations
+
+from jobs.driving.device_time import HOUR_S, DeviceSums
+
+MILLION = 1_000_000
+
+
+def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tuple[str, str]]:
+    """Labels and figures of what these worker seconds were and what they cost; `tokens` are the tokens of ok samples.
+
+    `open_s` are seconds of a session that still runs, on units that it has not committed yet.
+    """
+    if not sums.up_s:
+        return []
+    rows = [("device hours", f"{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    if not sums.priced_s:
+        return rows
+    money = f"{money_text(sums.cost)}"
+    unpriced_s = sums.up_s - sums.priced_s
+    if unpriced_s > 1.0:
+        money += f" for {hours_text(sums.priced_s)} device hours; {hours_text(unpriced_s)} had no price"
+    elif tokens:
+        money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
+    return [*rows, ("cost", money)]
+
+
+def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
+    """Device hours by purpose: `0.42 decoding, 0.05 loading, 0.01 idle, 0 wasted`."""
+    purposes = purposes_of(sums, open_s)
+    return ", ".join(
+        f"{hours_text(seconds)} {name.replace('_', ' ')}" for name, seconds in purposes.items() if name != "in_progress"
+    ) + (f", {hours_text(purposes['in_progress'])} in progress" if open_s else "")
+
+
+def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
+    """Seconds by purpose; together they are all of `up_s`."""
+    wasted_s = max(0.0, sums.busy_s - sums.counted_s - open_s) + sums.lost_s
+    return {
+        "decoding": sums.counted_s,
+        "loading": sums.loading_s,
+        "idle": sums.idle_s,
+        "wasted": wasted_s,
+        "in_progress": open_s,
+    }
+
+
+def hours_text(seconds: float) -> str:
+    """Seconds as hours, with three significant digits."""
+    return _rounded(seconds / HOUR_S)
+
+
+def money_text(amount: float) -> str:
+    """An amount, with two decimals, and three significant digits below one."""
+    return f"{amount:,.2f}" if amount >= 1 or amount == 0 else _rounded(amount)
+
+
+def _rounded(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
