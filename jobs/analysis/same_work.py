@@ -14,7 +14,7 @@ from jobs.plan.fingerprint import changed_files, shortened
 from jobs.plan.plan import Plan
 from storage.errors import UserError
 
-FREE_INPUT = ("path", "limit", "keep", "columns")
+FREE_INPUT = ("path", "limit", "keep", "columns", "since", "dedupe")
 """Keys of `input` that don't change what a sample's canvas is. Paths count by content; `columns` has rules of its own."""
 
 FREE_COLUMNS = ("reference", "temperature", "top_p")

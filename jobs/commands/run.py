@@ -30,10 +30,12 @@ from jobs.finished.metric_ready import Ready, kept_in, ready_metrics
 from jobs.finished.passes import Pass, finished, left_failed, passes_of
 from jobs.finished.summary import read_summary, table_lines
 from jobs.notes import counted, size_text
-from jobs.plan.plan import Plan, load_plan
+from jobs.plan.plan import NothingLeft, Plan, load_plan
 from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
 from jobs.plan.worker_job import make_job
+from jobs.recurring.known_ids import sifting
 from jobs.recurring.name_lease import IfRunning, name_lease, run_lease, when_free
+from jobs.recurring.new_inputs import base_path, finished_runs, new_files
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
@@ -107,14 +109,23 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
         return _run(dated, options, stop)
     check_places(dated)
     with name_lease(open_store(base_of(spec.output.path), s3=spec.s3.options()), stop.set):
-        return _run(dated, options, stop)
+        return _run(dated, options, stop, path=spec.output.path)
 
 
-def _run(spec: JobSpec, options: RunOptions, stop: StopFlag) -> int:
-    """Run or resume a job whose output path is complete; raises Held if another driver has the run directory."""
+def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
+    """Run or resume a job whose output path is complete; raises Held if another driver has the run directory.
+
+    `path` is the output path with the date, if it had one; then the lease of the name is held.
+    """
     store = open_store(spec.output.path, s3=spec.s3.options())
+    news = new_files(spec, store, path, keep=True)
+    if news is not None:
+        print(f"input.since: {news.text}")
+        if not news.files:
+            print(f"nothing is new in {spec.input.shown}; no run is started")
+            return OK
     with make_display(quiet=options.quiet) as display:
-        prepared = prepare(spec, store, display)
+        prepared = prepare(spec, store, display, loaders=None if news is None else news.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
         print(f"{store.url} is already finished")
@@ -130,17 +141,32 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag) -> int:
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
-                if prepared.plan is None:  # fail on missing resources before writing anything
+                if (
+                    prepared.plan is None and spec.input.dedupe is None
+                ):  # fail on missing resources before writing anything
                     stack.enter_context(site.opening(display, prepared))
-                plan = prepared.plan or make_plan(prepared, store, display, epoch=lease.epoch)
+                plan = prepared.plan or planned(prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
+    except NothingLeft:
+        print(f"nothing is new in {spec.input.shown}: finished runs have all its ids as ok; no run is started")
+        return OK
     except RayDidNotStart as error:
         raise without_ray(error, store) from error
     if finish.how != "done":
         return broken_off(store, plan, finish, conditional=conditional)
     return close(spec, store) if is_measured else INTERRUPTED
+
+
+def planned(prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None) -> Plan:
+    """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
+    spec, s3 = prepared.spec, prepared.spec.s3.options()
+    if spec.input.dedupe is None:
+        return make_plan(prepared, store, display, epoch=epoch)
+    runs = [one.run for one in finished_runs(base_path(spec, path), spec)]
+    with sifting(open_store(base_of(base_path(spec, path)), s3=s3), runs, display, s3=s3) as sift:
+        return make_plan(prepared, store, display, epoch=epoch, sift=sift)
 
 
 def ready_for(spec: JobSpec, plan: Plan | None) -> Ready | None:

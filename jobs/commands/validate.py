@@ -37,6 +37,8 @@ from jobs.plan.plan import lacks_a_column, make_maker, no_column
 from jobs.plan.prepare import Prepared, prepare
 from jobs.plan.survey import each_sample, survey
 from jobs.plan.worker_job import decoder_of, place_of
+from jobs.recurring.new_inputs import new_files
+from jobs.spec.dated_path import has_date
 from jobs.spec.job_spec import JobSpec, at_date
 from jobs.spec.places import check_places
 from storage.errors import RowError, UserError
@@ -61,10 +63,19 @@ LEAST_TOKENS."""
 
 def validate(spec: JobSpec) -> int:
     """Print what the job would do; returns the exit code. Raises UserError if a part of the job is unusable."""
+    path = spec.output.path if has_date(spec.output.path) else None
     spec = at_date(spec, datetime.now(UTC))
     check_places(spec)
     store = open_store(spec.output.path, s3=spec.s3.options())
-    prepared = prepare(spec, store)
+    news = new_files(spec, store, path, keep=False)
+    if news is not None:
+        print(f"since     {news.text}")
+        if not news.files:
+            print(f"nothing is new in {spec.input.shown}; a run would end at once, with exit code 0")
+            return OK
+    if spec.input.dedupe is not None:
+        print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
+    prepared = prepare(spec, store, loaders=None if news is None else news.loaders())
     ready_for(spec, prepared.plan)
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)

@@ -47,7 +47,7 @@ class DuplicateFinder:
     def add(self, ids: Sequence[str], files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         """Add a batch: three sequences of equal length."""
         records = np.empty(len(ids), dtype=_RECORD)
-        hashes = np.frombuffer(_digests(ids), dtype="<u8").reshape(-1, 2)
+        hashes = np.frombuffer(digests(ids), dtype="<u8").reshape(-1, 2)
         records["high"], records["low"], records["file"], records["row"] = hashes[:, 0], hashes[:, 1], files, rows
         self._held.append(records)
         self._count += len(ids)
@@ -84,7 +84,8 @@ class DuplicateFinder:
         self._held, self._count = [], 0
 
 
-def _digests(ids: Iterable[str]) -> bytes:
+def digests(ids: Iterable[str]) -> bytes:
+    """The 128-bit hashes of ids, one after another."""
     hashed = hashlib.blake2b
     return b"".join([hashed(text.encode(), digest_size=16).digest() for text in ids])
 

@@ -54,6 +54,9 @@ FORMAT = 1
 """Version of `_plan.json`; SCHEMA_VERSION is the version of the results."""
 
 
+Sift = Callable[[pa.Table], pa.Table]
+"""Leaves rows out of a table of ROW_SCHEMA."""
+
 SampleName = tuple[str, int]
 """What identifies a sample in a run: the id of its row, and its number among the row's samples."""
 
@@ -64,6 +67,10 @@ def names_of(table: pa.Table) -> list[SampleName]:
     if "sample" not in table.column_names:
         return [(name, 0) for name in ids]
     return [(name, number or 0) for name, number in zip(ids, table["sample"].to_pylist(), strict=True)]
+
+
+class NothingLeft(UserError):
+    """Every row of the inputs was left out: there is nothing to plan, and nothing has been written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +139,11 @@ def build_plan(
     *,
     epoch: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
+    sift: Sift | None = None,
 ) -> Plan:
     """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
-    `epoch` is the epoch of the driver's lease.
+    `epoch` is the epoch of the driver's lease. `sift` leaves out rows that the plan is not to have; NothingLeft if that is all.
 
     Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec
     names, or a file is damaged.
@@ -147,9 +155,11 @@ def build_plan(
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
-            writer.add(each_sample(table, spec.sampling.n))
+            writer.add(each_sample(table if sift is None else sift(table), spec.sampling.n))
             progress(table.num_rows)
         writer.finish()
+        if not writer.totals.rows:
+            raise NothingLeft(f"{spec.input.shown}: no row is new", field="input.dedupe")
         if kept is not None and (absent := kept.absent()):
             field = "input.keep" if absent[0] in spec.input.keep else "input.columns.reference"
             raise UserError(f"no row has a column {absent[0]!r}", field=field)

@@ -5,8 +5,8 @@ Every problem that a user can cause raises a UserError here, with the field's pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from decoders.base import ModelInfo
 from decoders.settings import DECODERS, check_model
 from jobs.notes import Notes, Unnoted, counted, size_text
 from jobs.plan.fingerprint import Hashes, results_key
-from jobs.plan.plan import Plan, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
+from jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from jobs.plan.worker_job import place_of
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
@@ -71,6 +71,8 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     check_chat(spec, tokenizer)
     inputs = loaders.inputs(spec.input.path, s3=spec.s3.options(), delimiter=spec.input.delimiter)
     if plan is not None:
+        if spec.input.since is not None:
+            inputs = planned_ones(inputs, plan.files)
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
     hashes = Hashes(
@@ -89,6 +91,13 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def planned_ones(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
+    """The inputs that a plan has, under its names and in its order; a later run takes the others. Missing ones are left out."""
+    by_uri, by_name = {file.uri: file for file in inputs}, {file.name: file for file in inputs}
+    found = ((file.name, by_uri.get(file.uri) or by_name.get(file.name)) for file in planned)
+    return [replace(file, name=name) for name, file in found if file is not None]
 
 
 def _hashed(folder: Path, display: Notes) -> str:
@@ -206,10 +215,10 @@ def head_hash(spec: JobSpec) -> str | None:
     return hash_files(folder, files)
 
 
-def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 0) -> Plan:
+def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 0, sift: Sift | None = None) -> Plan:
     """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    If another driver has planned since `prepare`, its plan is compared and returned.
+    If another driver has planned since `prepare`, its plan is compared and returned. `sift` leaves rows out (see build_plan).
     """
     plan = load_plan(store)
     if plan is not None:
@@ -241,6 +250,7 @@ def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 
         store,
         epoch=epoch,
         progress=progress,
+        sift=sift,
     )
     display.note(
         f"planned: {counted(plan.rows, 'sample')}, {plan.holes:,} tokens {prepared.spec.task.goal}, {counted(plan.units, 'unit')}"

@@ -51,7 +51,8 @@ class InputSettings(Settings):
 
     `chunk_chars` cuts text files into rows of at most that many characters. `delimiter` separates the fields of csv files,
     null for a comma (a tab in .tsv). `truncate` says which part is cut off a prompt that is too long for the model, null
-    for none. `keep` names columns that are copied into the results.
+    for none. `keep` names columns that are copied into the results. `since` takes only files that no finished run of a
+    recurring job has had, `dedupe` only rows whose ids no finished run has as ok.
     """
 
     path: Text | Annotated[tuple[Text, ...], BeforeValidator(as_tuple), Field(min_length=1)]
@@ -61,6 +62,8 @@ class InputSettings(Settings):
     delimiter: Annotated[str, AfterValidator(_delimiter)] | None = None
     truncate: Side | None = None
     keep: Annotated[tuple[Text, ...], BeforeValidator(as_tuple), AfterValidator(_once)] = ()
+    since: Literal["last_success"] | None = None
+    dedupe: Literal["ids"] | None = None
 
     @property
     def shown(self) -> str:
@@ -149,7 +152,7 @@ def _shown(name: str) -> str:
     return name
 
 
-NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep")
+NEWER_INPUT_KEYS = ("delimiter", "truncate", "keep", "dedupe")
 """Later keys of `input`: in the fingerprint only if set, so that fingerprints of jobs without them stay the same."""
 
 
@@ -185,6 +188,24 @@ class JobSpec(Settings):
         problem = place_problem(self)
         if problem:
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _increments_can_be(self) -> JobSpec:
+        for key in ("since", "dedupe"):
+            value = getattr(self.input, key)
+            if value is None:
+                continue
+            if not has_date(self.output.path) and self.output.logical_date is None:
+                raise ValueError(
+                    f"input.{key}: {value!r} needs a run directory for each date: write {{date:%Y-%m-%d}} in output.path "
+                    "(not in sweeps); allowed: null"
+                )
+            if self.input.limit is not None:
+                raise ValueError(
+                    f"input.limit: {self.input.limit}, but input.{key} takes all that is new: rows beyond the limit would count "
+                    "as done; allowed: null"
+                )
         return self
 
     @model_validator(mode="after")

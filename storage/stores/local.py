@@ -12,6 +12,7 @@ from pathlib import Path
 
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
+from storage.stores.levels import Level
 from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, checked_name
 
 try:
@@ -81,6 +82,19 @@ class LocalStore:
                 # A file may be deleted between the listing and the stat; then skip it.
                 with suppress(FileNotFoundError):
                     yield self._stat(name, self.root / name)
+
+    def level(self, folder: str) -> Level:
+        """See HasLevels."""
+        folders, files = [], {}
+        with suppress(NotFound), _translated(self.root / folder) as place:
+            for entry in sorted(os.scandir(place), key=_order):
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir():
+                    folders.append(entry.name)
+                elif not entry.name.startswith(TEMPORARY):
+                    with suppress(FileNotFoundError):
+                        files[entry.name] = self._stat(name, self.root / name)
+        return Level(tuple(folders), files)
 
     def exists(self, name: str) -> bool:
         """See Store."""

@@ -33,6 +33,7 @@ from botocore.exceptions import ConnectionError as BotoConnectionError
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
 from storage.secrets import presentable
+from storage.stores.levels import Level
 from storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
@@ -118,15 +119,33 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Iterator[Stat]:
         """See Store. One request for each thousand objects, as they are consumed."""
-        query = {"Bucket": self._bucket, "Prefix": self._prefix + prefix, "MaxKeys": PAGE_KEYS}
+        for page in self._pages(Prefix=self._prefix + prefix):
+            for item in page.get("Contents", ()):
+                yield self._listed(item)
+
+    def level(self, folder: str) -> Level:
+        """See HasLevels. One request for each thousand folders and objects."""
+        prefix = f"{self._prefix}{folder}/" if folder else self._prefix
+        folders, files = [], {}
+        for page in self._pages(Prefix=prefix, Delimiter="/"):
+            folders += [item["Prefix"].removeprefix(prefix).rstrip("/") for item in page.get("CommonPrefixes", ())]
+            for item in page.get("Contents", ()):
+                if name := item["Key"].removeprefix(prefix):  # some tools make an empty object for a folder
+                    files[name] = self._listed(item)
+        return Level(tuple(folders), files)
+
+    def _pages(self, **query: Any) -> Iterator[dict[str, Any]]:
+        query |= {"Bucket": self._bucket, "MaxKeys": PAGE_KEYS}
         while True:
             page = self._call("", self._client.list_objects_v2, **query)
-            for item in page.get("Contents", ()):
-                name = item["Key"].removeprefix(self._prefix)
-                yield Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
+            yield page
             if not page.get("IsTruncated"):
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]
+
+    def _listed(self, item: dict[str, Any]) -> Stat:
+        name = item["Key"].removeprefix(self._prefix)
+        return Stat(name, item["Size"], _etag(item), {}, item["LastModified"].timestamp())
 
     def exists(self, name: str) -> bool:
         """See Store."""

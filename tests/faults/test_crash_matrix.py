@@ -26,6 +26,7 @@ from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
 from tests.jobs.finished.test_measure import POINTS  # `draftmill measure` is killed there
+from tests.jobs.recurring.recurring_jobs import KILLS as RECURRING  # recurring jobs there
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 from tests.runs.test_sweep import KILLS  # and `draftmill sweep` there
@@ -178,7 +179,7 @@ def test_the_matrix_has_every_failpoint_of_the_source():
     for package in ("jobs", "actors", "decoders", "storage"):
         for path in (ROOT / package).rglob("*.py"):
             named |= set(re.findall(r'\bfailpoint\("([\w.]+)"\)', path.read_text()))
-    elsewhere = (*POINTS, *KILLS)
+    elsewhere = (*POINTS, *KILLS, *RECURRING)
     assert named == {point.partition(":")[0] for point in (*LOCAL, *S3, *CARELESS, *elsewhere)}
 
 

@@ -14,6 +14,9 @@ from jobs.cli import main
 from storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec
 
+KILLS = ("ledger.before_cache",)
+"""Failpoints of recurring jobs alone, at each of which a test here kills."""
+
 DATED = "{date:%Y-%m-%d}"
 
 

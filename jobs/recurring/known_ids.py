@@ -1,0 +1,82 @@
+"""`input.dedupe: ids`: the ids that finished runs of a recurring job have as ok, which a new plan leaves out.
+
+An id is done in a run if each of its samples is ok there, in the last pass that has it. The truth is in the results; BASE/_ledger
+holds a cache of the ids of each run, hashed, and a run whose results were pruned has its ids in RUN/_ids.parquet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jobs.finished.passes import latest_rows, passes_of
+from jobs.notes import Notes, counted
+from jobs.plan.plan import Sift
+from jobs.recurring.id_index import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
+from jobs.recurring.ledger import cache, cached
+from jobs.recurring.runs_below import FoundRun
+from storage.parquet import read_parquet
+from storage.runs.commit import MANIFEST
+from storage.stores.levels import level_of
+from storage.stores.verbs import S3Options, Store
+
+IDS = "_ids.parquet"
+"""In a pruned run: the hashes of its ids that are ok."""
+
+SCHEMA = pa.schema([("id", pa.binary(HASH_BYTES))])
+
+
+@contextmanager
+def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Options | None) -> Iterator[Sift]:
+    """During the block, a function that leaves out the rows whose ids these runs, which are finished, have as ok.
+
+    Call it under the lease of the name, since it brings the cache up to date. At the end a note says how many rows were left out.
+    """
+    left_out = 0
+    with IdIndex() as index:
+        for run in runs:
+            index.add(hashes_in(ids_of(base, run, s3=s3)["id"]))
+
+        def sift(table: pa.Table) -> pa.Table:
+            nonlocal left_out
+            is_done = index.has(table["id"].to_pylist()) if index.added else np.zeros(table.num_rows, dtype=bool)
+            left_out += int(is_done.sum())
+            return table.filter(pa.array(~is_done))
+
+        yield sift
+    display.note(
+        f"dedupe: {counted(left_out, 'row')} left out, whose ids {counted(len(runs), 'finished run')} have as ok"
+    )
+
+
+def ids_of(base: Store, run: FoundRun, *, s3: S3Options | None) -> pa.Table:
+    """A table of SCHEMA with the hashed ids that are ok in a finished run; enters it into the cache."""
+    if IDS in run.level.files:
+        return read_parquet(run.store.get(IDS)).replace_schema_metadata(None)
+    passes = _passes(run)
+    table = cached(base, run, "ids", SCHEMA, passes=passes)
+    if table is None:
+        table = ok_ids(run.store, s3=s3)
+        cache(base, run, "ids", table, passes=passes)
+    return table
+
+
+def ok_ids(store: Store, *, s3: S3Options | None) -> pa.Table:
+    """The same from the run's results."""
+    ok, others = [hashes_of([])], [hashes_of([])]
+    for table in latest_rows(passes_of(store, s3=s3), columns=["id", "status"]):
+        is_ok = pc.equal(table["status"], "ok")
+        ok.append(hashes_of(table.filter(is_ok)["id"].to_pylist()))
+        others.append(hashes_of(table.filter(pc.invert(is_ok))["id"].to_pylist()))
+    # Of several samples of a row one may have failed.
+    return pa.table({"id": column_of(np.concatenate(ok), without=np.concatenate(others))}, schema=SCHEMA)
+
+
+def _passes(run: FoundRun) -> str:
+    """How many later passes are finished: each adds ids that are ok."""
+    folders = level_of(run.store, "passes").folders if "passes" in run.level.folders else ()
+    return str(sum(MANIFEST in level_of(run.store, f"passes/{name}").files for name in folders))

@@ -1,0 +1,138 @@
+"""`input.since: last_success`: the inputs that no finished run of a recurring job has had.
+
+A set difference between today's listing and the inputs of all finished runs; no clock decides anything. A file is new if its uri
+is unknown, and changed if its etag (on S3), or its size and date (on disk), are those of no finished run. A local file whose
+date alone has changed is hashed: with the same content it counts as the same, as in the fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actors.plan_table import PLAN
+from jobs.notes import counted
+from jobs.plan.prepare import Loaders
+from jobs.recurring.ledger import done_inputs, table_of
+from jobs.recurring.runs_below import DatedRun, runs_of
+from jobs.spec.dated_path import base_of
+from jobs.spec.job_spec import JobSpec
+from storage.errors import UserError
+from storage.inputs.contents import hashed
+from storage.inputs.inputs import NothingThere
+from storage.inputs.reader import InputFile, list_inputs
+from storage.stores.store import open_store
+from storage.stores.verbs import Store
+
+
+@dataclass(frozen=True, slots=True)
+class NewInputs:
+    """What is new: `files` are the new and the changed ones, in the order of the listing; `runs` counts the finished runs."""
+
+    files: list[InputFile]
+    new: int
+    changed: int
+    same: int
+    vanished: int
+    runs: int
+
+    @property
+    def text(self) -> str:
+        """The counts in words."""
+        return (
+            f"{self.new:,} new, {self.changed:,} changed, {self.same:,} done before, {self.vanished:,} vanished "
+            f"({counted(self.runs, 'finished run')})"
+        )
+
+    def loaders(self) -> Loaders:
+        """Loaders for `prepare` that give these inputs."""
+        return Loaders(inputs=lambda *_, **__: self.files)
+
+
+def new_files(spec: JobSpec, store: Store, path: str | None, *, keep: bool) -> NewInputs | None:
+    """What is new for a run that has no plan yet (see `new_inputs`); None without `input.since`. A plan keeps its own inputs."""
+    if spec.input.since is None or store.exists(PLAN):
+        return None
+    return new_inputs(spec, base_path(spec, path), keep=keep)
+
+
+def base_path(spec: JobSpec, path: str | None) -> str:
+    """The output path with the date; UserError if it was not given."""
+    if path is None:
+        raise UserError(
+            f"{spec.output.path!r} has no date, so the runs before it are not known; allowed: base/{{date:%Y-%m-%d}}",
+            field="output.path",
+        )
+    return path
+
+
+def new_inputs(spec: JobSpec, path: str, *, keep: bool) -> NewInputs:
+    """List the inputs and leave out what finished runs have had; `path` is the output path with the date.
+
+    Call it under the lease of the name if `keep`: then the ledger is brought up to date. UserError if the inputs can't be listed,
+    or if there are none and no run has finished yet.
+    """
+    s3 = spec.s3.options()
+    runs = finished_runs(path, spec)
+    try:
+        listed = list_inputs(spec.input.path, s3=s3, delimiter=spec.input.delimiter)
+    except NothingThere:  # files may be moved away when they are done
+        if not runs:
+            raise
+        listed = []
+    return difference(
+        listed, done_inputs(open_store(base_of(path), s3=s3), [one.run for one in runs], keep=keep), runs=len(runs)
+    )
+
+
+def finished_runs(path: str, spec: JobSpec) -> list[DatedRun]:
+    """The runs of a recurring job that have `_SUCCESS`."""
+    return [one for one in runs_of(path, s3=spec.s3.options()) if one.run.success is not None]
+
+
+def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> NewInputs:
+    """The listed files without those that are in `done` (a table of LEDGER) in the same version."""
+    table = table_of(listed)
+    is_known = pc.is_in(table["uri"], value_set=_one(done["uri"])).to_numpy()
+    is_same = pc.is_in(versions(table), value_set=_one(versions(done))).to_numpy()
+    touched = np.flatnonzero(is_known & ~is_same)
+    is_same[_same_content([(index, listed[index]) for index in touched.tolist()], done)] = True
+    vanished = pc.sum(pc.invert(pc.is_in(pc.unique(done["uri"]), value_set=_one(table["uri"])))).as_py() or 0
+    return NewInputs(
+        files=[file for file, same in zip(listed, is_same.tolist(), strict=True) if not same],
+        new=int((~is_known).sum()),
+        changed=int((is_known & ~is_same).sum()),
+        same=int(is_same.sum()),
+        vanished=vanished,
+        runs=runs,
+    )
+
+
+def versions(table: pa.Table) -> pa.ChunkedArray:
+    """Of each row of a table of LEDGER, a text that names the file and its version."""
+    dated = pc.binary_join_element_wise(_text(table["size"]), _text(table["mtime_s"]), " ")
+    return pc.binary_join_element_wise(table["uri"], pc.coalesce(table["etag"], dated), "\n")
+
+
+def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.fill_null(pc.cast(column, pa.string()), "")
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+
+
+def _same_content(files: Iterable[tuple[int, InputFile]], done: pa.Table) -> list[int]:
+    """The numbers of the local files whose content a finished run has had; only those of a known size are read."""
+    numbered = list(files)
+    wanted = pa.array([file.uri for _, file in numbered], pa.string())
+    known = done.filter(pc.and_(pc.is_in(done["uri"], value_set=wanted), pc.is_valid(done["sha256"])))
+    contents = set(zip(known["uri"].to_pylist(), known["sha256"].to_pylist(), strict=True))
+    sizes = set(zip(known["uri"].to_pylist(), known["size"].to_pylist(), strict=True))
+    candidates = [(number, file) for number, file in numbered if file.etag is None and (file.uri, file.size) in sizes]
+    found = hashed([file for _, file in candidates])
+    return [number for (number, _), file in zip(candidates, found, strict=True) if (file.uri, file.sha256) in contents]

@@ -1,0 +1,89 @@
+"""Finds the run directories below a folder, level by level, without listing their units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+
+from actors.plan_table import PLAN
+from jobs.spec.dated_path import base_of, date_in, depth_of
+from storage.runs.commit import MANIFEST, SUCCESS
+from storage.runs.lease import LEASE
+from storage.stores.levels import Level, level_of
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Stat, Store
+
+MOST_LEVELS = 12
+"""How deep runs are searched for; a folder tree below that is not one of runs."""
+
+THREADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run directory: its name below the folder that was searched (empty for the folder itself), and its own level."""
+
+    name: str
+    store: Store
+    level: Level
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether its plan is there."""
+        return PLAN in self.level.files
+
+    @property
+    def success(self) -> Stat | None:
+        """The facts of `_SUCCESS` of a finished run, None for others."""
+        is_finished = PLAN in self.level.files and MANIFEST in self.level.files
+        return self.level.files.get(SUCCESS) if is_finished else None
+
+
+def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_LEVELS) -> list[FoundRun]:
+    """Every run directory at most `levels` below a folder, sorted by name; the folder itself if it is one.
+
+    A folder with `_lease.json` that holds nothing else but parts of a plan is a run that is being planned, or was.
+    """
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="levels") as threads:
+        found: list[FoundRun] = []
+        names = [""]
+        for depth in range(levels + 1):
+            looked = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
+            names = []
+            for name, level in looked:
+                if PLAN in level.files or (name and _is_being_planned(level)):
+                    found.append(FoundRun(name, _store_at(store, name, s3), level))
+                elif depth < levels:
+                    names += [f"{name}/{one}" if name else one for one in level.folders if one[0] not in "._"]
+    return sorted(found, key=lambda run: run.name)
+
+
+def _is_being_planned(level: Level) -> bool:
+    return LEASE in level.files and set(level.folders) <= {"plan", "attempts"}
+
+
+def _store_at(store: Store, name: str, s3: S3Options | None) -> Store:
+    return open_store(f"{store.url.rstrip('/')}/{name}", s3=s3) if name else store
+
+
+@dataclass(frozen=True, slots=True)
+class DatedRun:
+    """A run of a recurring job."""
+
+    date: datetime
+    run: FoundRun
+
+
+def runs_of(path: str, *, s3: S3Options | None = None) -> list[DatedRun]:
+    """The runs of a recurring job, by date; `path` is its output path with the date. Other folders below the base are ignored."""
+    return sorted(_dated(path, s3), key=lambda run: run.date)
+
+
+def _dated(path: str, s3: S3Options | None) -> Iterator[DatedRun]:
+    base = base_of(path)
+    for run in runs_below(open_store(base, s3=s3), s3=s3, levels=depth_of(path)):
+        date = date_in(path, f"{base.rstrip('/')}/{run.name}")
+        if date is not None:
+            yield DatedRun(date, run)
