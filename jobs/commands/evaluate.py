@@ -92,27 +92,41 @@ def _unsaid(message: str) -> None:
 
 
 def _evaluated(spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, runs: Runs) -> int:
-    from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
-    from lm_eval.utils import make_table
 
     from jobs.harness.model import Draftmill
-    from jobs.harness.results import failed_first, join, line_of, printed, save, totals
-    from jobs.harness.tasks import check_requests
+    from jobs.harness.results import join, save, totals
 
     chosen = options.samples or {}
-
-    def check() -> None:
-        check_requests(manager.tasks, spec, model.info)
-        asked = [
-            one for task in manager.tasks.values() for one in task.instances if one.request_type == "generate_until"
-        ]
-        for how in {asker.generation(one.task_name, one.args[1]) for one in asked}:
-            asker.job_for(how)("requests.jsonl", spec.any_job().output.path)
-
-    asker = Draftmill(spec, model, runs, chosen=chosen, check=check)
+    asker = Draftmill(spec, model, runs, chosen=chosen, check=lambda: _check_requests(spec, model, manager, asker))
     tracker = EvaluationTracker()
-    results: Any = simple_evaluate(
+    results = _asked(asker, spec, options, model, manager, tracker)
+    samples = results.pop("samples")
+    join(manager.tasks, samples, asker.notes, chosen)
+    results["draftmill"] = totals(manager.tasks, asker.notes, chosen)
+    store = open_store(spec.any_job().output.path, s3=spec.any_job().s3.options())
+    names = save(tracker, results, samples, store)
+    _print_results(spec, options, model, manager, asker, results)
+    print(f"{store.url}/{next(name for name in names if '/results_' in name)}")
+    tidy(store)
+    return OK
+
+
+def _check_requests(spec: EvalSpec, model: Any, manager: Any, asker: Any) -> None:
+    """Raise UserError for a request that the model or the decoder can't do, once the tasks have built their requests."""
+    from jobs.harness.tasks import check_requests
+
+    check_requests(manager.tasks, spec, model.info)
+    asked = [one for task in manager.tasks.values() for one in task.instances if one.request_type == "generate_until"]
+    for how in {asker.generation(one.task_name, one.args[1]) for one in asked}:
+        asker.job_for(how)("requests.jsonl", spec.any_job().output.path)
+
+
+def _asked(asker: Any, spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, tracker: Any) -> dict[str, Any]:
+    """lm-evaluation-harness's own loop over the tasks: its results with the samples."""
+    from lm_eval import simple_evaluate
+
+    results: dict[str, Any] = simple_evaluate(
         model=asker,
         model_args={"pretrained": model.name, "decoder": spec.decoder},
         tasks=list(manager.tasks),
@@ -135,11 +149,16 @@ def _evaluated(spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, r
         fewshot_random_seed=options.seeds[3],
         confirm_run_unsafe_code=options.confirm_run_unsafe_code,
     )
-    samples = results.pop("samples")
-    join(manager.tasks, samples, asker.notes, chosen)
-    results["draftmill"] = totals(manager.tasks, asker.notes, chosen)
-    store = open_store(spec.any_job().output.path, s3=spec.any_job().s3.options())
-    names = save(tracker, results, samples, store)
+    return results
+
+
+def _print_results(
+    spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, asker: Any, results: dict[str, Any]
+) -> None:
+    from lm_eval.utils import make_table
+
+    from jobs.harness.results import failed_first, line_of, printed
+
     print(
         f"draftmill ({model.name}, {spec.decoder}), gen_kwargs: ({options.gen_kwargs or None}), limit: {options.limit}, "
         f"num_fewshot: {options.num_fewshot}"
@@ -147,8 +166,5 @@ def _evaluated(spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, r
     print(printed(make_table, results))
     for name, sums in results["draftmill"].items():
         print(line_of(name, sums))
-    for failed in failed_first(manager.tasks, asker.notes, chosen):
+    for failed in failed_first(manager.tasks, asker.notes, options.samples or {}):
         print(f"draftmill: failed: {failed}", file=sys.stderr)
-    print(f"{store.url}/{next(name for name in names if '/results_' in name)}")
-    tidy(store)
-    return OK
