@@ -34,7 +34,7 @@ CUT_DOWN = {
     "assd-share": 16,
     "assd-length": 12,
     "assd-lines": 48,
-    "specdiff": 48,
+    "specdiff": 32,
     "specdiff-temperature": 32,
     "pcllm": 32,
     "ssd": 32,
