@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.job import Seat
 from actors.measuring import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
-from actors.pool import actor_class, reason_of
+from actors.pool import actor_class, end_workers, reason_of
 from storage.errors import StoreError, UserError
 
 MOST_TRIES = 3
@@ -32,12 +32,13 @@ class _Member:
 
 @dataclass(slots=True)
 class MeasurePool:
-    """Measures all units with `count` actors; `poll` moves it on."""
+    """Measures all units with `count` actors; `poll` moves it on. `early` are actors of an earlier pool, with the same seat."""
 
     job: MeasureJob
     seat: Seat
     count: int
     units: Iterable[UnitToMeasure]
+    early: list[Any] = field(default_factory=list)
     failed: dict[tuple[int, int], str] = field(default_factory=dict)
     _waiting: deque[UnitToMeasure] = field(default_factory=deque)
     _members: list[_Member] = field(default_factory=list)
@@ -50,7 +51,11 @@ class MeasurePool:
         """Ask Ray for the workers."""
         self._waiting = deque(self.units)
         self._job = ray.put(self.job)
-        for _ in range(min(self.count, len(self._waiting))):
+        wanted = min(self.count, len(self._waiting))
+        end_workers(self.early[wanted:])
+        for actor in self.early[:wanted]:
+            self._members.append(_Member(actor, actor.take.remote(self._job, self.seat.threads)))
+        for _ in range(wanted - len(self._members)):
             self._add()
 
     def _add(self) -> None:
@@ -133,7 +138,14 @@ class MeasurePool:
         else:
             self.failed[place] = reason
 
+    def release(self) -> list[Any]:
+        """Hand over the workers that have no unit, for another pool, also those that still start; the others are ended."""
+        idle = [member for member in self._members if member.unit is None]
+        self._members = [member for member in self._members if member not in idle]
+        self.close()
+        return [member.actor for member in idle]
+
     def close(self) -> None:
         """End all workers; a unit that is being measured is not written."""
-        for member in self._members:
-            ray.kill(member.actor, no_restart=True)
+        end_workers(member.actor for member in self._members)
+        self._members = []

@@ -6,7 +6,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -71,6 +71,16 @@ class UnitMeasurer:
     threads: int = 1
     _meters: dict[int, Meter] = field(default_factory=dict)
 
+    def for_job(self, job: MeasureJob, threads: int) -> UnitMeasurer:
+        """A measurer for another job. A judge that both jobs have stays loaded; all other meters are built for the job."""
+        kept = {
+            index: self._meters[before]
+            for before in self._meters
+            for index, metric in enumerate(job.metrics)
+            if metric.place is not None and replace(metric, field="") == replace(self.job.metrics[before], field="")
+        }
+        return UnitMeasurer(job, threads, kept)
+
     def prepare(self, metrics: Sequence[int]) -> None:
         """Build these meters now, so that a model that can't be loaded shows before the first unit."""
         for index in metrics:
@@ -119,6 +129,12 @@ class MeasureWorker:
     def where(self) -> tuple[str, int]:
         """Its node and process; answers when judges are loaded."""
         return socket.gethostname(), os.getpid()
+
+    def take(self, job: MeasureJob, threads: int) -> tuple[str, int]:
+        """Work for another job from now on; see UnitMeasurer.for_job and `where`."""
+        self._measurer = self._measurer.for_job(job, threads)
+        self._measurer.prepare(range(len(job.metrics)))
+        return self.where()
 
     def measure(self, unit: UnitToMeasure) -> UnitMeasured:
         """See UnitMeasurer."""

@@ -23,7 +23,7 @@ from jobs.driving.lease_keeper import kept_lease
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart
 from jobs.driving.site import Site, site_of
-from jobs.finished.measure import measure_units
+from jobs.finished.measure import SpareMeasurers, measure_units
 from jobs.finished.passes import left_failed, passes_of
 from jobs.notes import counted
 from jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
@@ -170,6 +170,7 @@ def measure_cases(cases: Sequence[SweepCase], options: RunOptions, stops: Stops,
     if not lacking:
         return
     site.end_spare()
+    spare = SpareMeasurers()
     with site.opened(display):
         for number, case in enumerate(lacking, start=1):
             if stops.reason is not None:
@@ -177,10 +178,13 @@ def measure_cases(cases: Sequence[SweepCase], options: RunOptions, stops: Stops,
                 continue
             display.heading = f"metrics of case {number} of {len(lacking)}, {case.name}: "
             display.note(f"metrics of case {number} of {len(lacking)}: {case.name}")
-            measure_case(case, options, stops, display, site)
+            measure_case(case, options, stops, display, site, spare)
+        spare.end()
 
 
-def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Display, site: Site) -> None:
+def measure_case(
+    case: SweepCase, options: RunOptions, stops: Stops, display: Display, site: Site, spare: SpareMeasurers
+) -> None:
     """Measure one case; a problem of this case alone does not end the sweep."""
     s3 = case.spec.s3.options()
     assert case.metrics is not None
@@ -196,6 +200,7 @@ def measure_case(case: SweepCase, options: RunOptions, stops: Stops, display: Di
             stop=stop,
             grace_s=options.grace_s,
             s3=s3,
+            spare=spare,
         )
         if not is_done:
             case.code = INTERRUPTED

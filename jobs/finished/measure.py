@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from actors.job import Seat
 from actors.measuring import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
@@ -77,6 +78,30 @@ class Grace:
         return self.stop.urgent or time.monotonic() > self._until_s
 
 
+@dataclass(slots=True)
+class SpareMeasurers:
+    """Workers that stay from one run to the next with the judges that they have loaded, so that a sweep loads a judge once."""
+
+    here: UnitMeasurer | None = None
+    actors: list[Any] = field(default_factory=list)
+    seat: Seat | None = None
+
+    def take(self, seat: Seat) -> list[Any]:
+        """The actors, which the caller owns from now on; those that have other resources are ended instead."""
+        if (self.seat is None) or (self.seat.cpus, self.seat.gpus) != (seat.cpus, seat.gpus):
+            self.end()
+        found, self.actors, self.seat = self.actors, [], seat
+        return found
+
+    def end(self) -> None:
+        """End the actors."""
+        if self.actors:
+            from actors.pool import end_workers
+
+            end_workers(self.actors)
+        self.actors = []
+
+
 def units_to_measure(store: Store, passes: Sequence[Pass], ready: Ready) -> list[UnitToMeasure]:
     """The units of all finished passes that lack some of the metrics, each with those that it lacks.
 
@@ -114,10 +139,12 @@ def measure_units(
     stop: StopFlag,
     grace_s: float,
     s3: S3Options,
+    spare: SpareMeasurers | None = None,
 ) -> bool:
     """Measure what is missing; returns whether all is measured, False if it was interrupted.
 
-    The caller holds the run directory's lease. Raises StoreError if a unit can't be measured, after all others.
+    With `spare`, workers come from there and go back there; the caller ends them. The caller holds the run directory's
+    lease. Raises StoreError if a unit can't be measured, after all others.
     """
     units = units_to_measure(store, passes, ready)
     if not units:
@@ -138,12 +165,15 @@ def measure_units(
         display.line(*progress.line(time.monotonic()))
 
     grace = Grace(stop, grace_s, display)
+    workers = spare or SpareMeasurers()
     with site.opened(display), stop.on_signals():
         count, seat = _seats(site, spec, ready, len(units))
         if local:
-            _measure_here(job, seat, units, moved, grace)
+            _measure_here(job, seat, units, moved, grace, spare=workers)
         else:
-            _measure_on_ray(job, seat, count, units, moved, grace)
+            _measure_on_ray(job, seat, count, units, moved, grace, spare=workers)
+        if spare is None:
+            workers.end()
     return progress.done == len(units)
 
 
@@ -171,8 +201,11 @@ def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Se
 Moved = Callable[[Sequence[UnitMeasured]], None]
 
 
-def _measure_here(job: MeasureJob, seat: Seat, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace) -> None:
-    measurer = UnitMeasurer(job, seat.threads)
+def _measure_here(
+    job: MeasureJob, seat: Seat, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace, *, spare: SpareMeasurers
+) -> None:
+    measurer = UnitMeasurer(job, seat.threads) if spare.here is None else spare.here.for_job(job, seat.threads)
+    spare.here = measurer
     for unit in units:
         if grace.stop.reason is not None:
             grace.over()
@@ -184,11 +217,18 @@ def _measure_here(job: MeasureJob, seat: Seat, units: Sequence[UnitToMeasure], m
 
 
 def _measure_on_ray(
-    job: MeasureJob, seat: Seat, count: int, units: Sequence[UnitToMeasure], moved: Moved, grace: Grace
+    job: MeasureJob,
+    seat: Seat,
+    count: int,
+    units: Sequence[UnitToMeasure],
+    moved: Moved,
+    grace: Grace,
+    *,
+    spare: SpareMeasurers,
 ) -> None:
     from actors.measure_pool import MeasurePool
 
-    pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units)
+    pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units, spare.take(seat))
     pool.start()
     try:
         while pool.busy:
@@ -197,6 +237,7 @@ def _measure_on_ray(
                 pool.stop()
                 if grace.over():
                     return
+        spare.actors = pool.release()
     finally:
         pool.close()
     if pool.failed:

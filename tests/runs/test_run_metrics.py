@@ -12,6 +12,8 @@ import pytest
 import torch
 import yaml
 
+from actors.measure_pool import MeasurePool
+from actors.metrics import registry
 from actors.sandbox.self_test import problem
 from decoders.common_settings import Sampling
 from jobs.cli import main
@@ -147,6 +149,57 @@ def test_pass_at_k_of_a_job_with_several_samples_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
+def judged_sweep(folder: Path) -> Path:
+    """Three cases with the same judge; the second has another metric before it."""
+    base = yaml.safe_load(job(folder).read_text())
+    del base["output"]["path"], base["metrics"]
+    judge = {"kind": "judge", "model": "builtin:ar-micro", "device": "cpu"}
+    cases: dict[str, Any] = {
+        "one": {"metrics": [judge]},
+        "two": {"metrics": ["length", judge]},
+        "three": {"sampling.temperature": 0.5, "metrics": [judge]},
+    }
+    path = folder / "sweep.yaml"
+    path.write_text(yaml.safe_dump({"base": base, "cases": cases, "output": {"path": str(folder / "out")}}))
+    return path
+
+
+def has_all_values(folder: Path) -> bool:
+    tables = [read_metrics(open_store(str(folder / "out" / "cases" / name))) for name in ("one", "two", "three")]
+    return all(table is not None and table["judge_logprob"].null_count == 0 and len(table) == 3 for table in tables)
+
+
+def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    original = registry.build_meter
+
+    def counting(metric: Any, **options: Any) -> Any:
+        built.append(metric.settings.kind)
+        return original(metric, **options)
+
+    monkeypatch.setattr("actors.measuring.build_meter", counting)
+    assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
+    assert built.count("judge") == 1 and "length" in built
+    assert has_all_values(tmp_path)
+
+
+def test_a_sweep_on_ray_keeps_its_measuring_workers(
+    tmp_path: Path, ray_session: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their judges: MeasureWorker.take keeps what UnitMeasurer.for_job keeps."""
+    started: list[MeasurePool] = []
+    original = MeasurePool._add
+
+    def counting(pool: MeasurePool) -> None:
+        started.append(pool)
+        original(pool)
+
+    monkeypatch.setattr(MeasurePool, "_add", counting)
+    assert main(["sweep", str(judged_sweep(tmp_path)), "--quiet"]) == 0
+    assert len(started) == 2 and started[0] is started[1], "two CPUs, two workers, all started by the first case"
+    assert has_all_values(tmp_path)
+
+
 def test_workers_on_ray_measure_and_one_that_dies_is_replaced(tmp_path: Path, ray_session: ModuleType) -> None:
     store = write(tmp_path)
     (tmp_path / "mortal.py").write_text(
