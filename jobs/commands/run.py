@@ -245,7 +245,8 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
         run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
-    pool = run.site.pool(make_job(run.spec, run.plan, conditional=run.conditional), seat)
+    job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
+    pool = run.site.pool(job, seat)
     totals.devices = DeviceTime(price_of=lambda worker: run.spec.workers.price_per_hour)
     driver = Driver(
         scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.job import Job, ModelPlace
@@ -9,10 +11,15 @@ from decoders.causal.settings import DrafterPlace, SpecDiffSettings, Speculative
 from decoders.settings import DecoderSettings
 from jobs.plan.plan import Plan
 from jobs.spec.job_spec import JobSpec
+from storage.inputs.input_file import InputFile
 
 
-def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
-    """The Job for the workers; local paths become absolute, since workers may have another working directory."""
+def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:
+    """The Job for the workers; local paths become absolute, since workers may have another working directory.
+
+    `inputs` are the inputs as this session found them, whose content is the plan's: their location may have changed.
+    """
+    places = {file.name: file.uri for file in inputs}
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -30,7 +37,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool) -> Job:
         task=spec.task,
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(plan.files),
+        files=tuple(replace(file, uri=places.get(file.name, file.uri)) for file in plan.files),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )

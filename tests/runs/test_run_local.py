@@ -109,3 +109,17 @@ def test_a_small_model_gets_one_thread() -> None:
     seat = Seat(cpus=1.0, gpus=0.0, threads=16)
     wanted = {0: 1, 3_700_000: 1, 135_000_000: 6, 8_000_000_000: 16}
     assert {size: fitting_threads(seat, size).threads for size in wanted} == wanted
+
+
+def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path: Path):
+    rows = write_rows(tmp_path / "rows.jsonl", 12)
+    spec = write_spec(tmp_path, rows=rows)
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    before = rows_of(tmp_path / "run")
+    for name in ("_SUCCESS", "_manifest.json", "data/unit-00000001.parquet"):
+        (tmp_path / "run" / name).unlink()
+    (tmp_path / "moved").mkdir()
+    rows.rename(tmp_path / "moved" / "rows.jsonl")
+    moved = f"input.path={tmp_path / 'moved' / 'rows.jsonl'}"
+    assert main(["run", str(spec), "--local", "--quiet", "--set", moved]) == 0
+    assert rows_of(tmp_path / "run").equals(before)

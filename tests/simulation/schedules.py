@@ -25,7 +25,7 @@ def simulated() -> Iterator[dict[str, Any]]:
     at_work: dict[str, Any] = {}
     clock = lambda: at_work["world"].now_s  # noqa: E731
     fakes: dict[str, Any] = {
-        "make_job": lambda spec, plan, conditional: spec.process,
+        "make_job": lambda spec, plan, conditional, inputs: spec.process,
         "Driver": partial(Driver, clock=clock),
         "AttemptsLog": partial(AttemptsLog, clock=clock),
         "time": SimpleNamespace(sleep=lambda seconds: at_work["world"].haunt()),

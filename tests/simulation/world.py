@@ -181,7 +181,7 @@ class World:
             display=Silence(),
             site=SimSite(self),
             loads=True,
-            prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1)),
+            prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
         )
 
     def pause(self) -> None:
