@@ -23,6 +23,8 @@ from jobs.arguments import (
     rerun,
     run,
     status,
+    stop,
+    submit,
     sweep,
     validate,
     verify,
@@ -33,6 +35,8 @@ from storage.secrets import presentable
 
 COMMANDS = (
     run,
+    submit,
+    stop,
     validate,
     status,
     verify,

@@ -5,6 +5,7 @@ Shuts down only a Ray that it started. Ray's own log output is silenced; the dri
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -24,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")
 
 CONNECT_S = 5.0
+
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Where Ray's job API leaves the environment of a submitted job, as JSON."""
 
 OBJECT_STORE_BYTES = 128 * 2**20
 """Small: the object store carries messages, never samples."""
@@ -168,17 +172,30 @@ def _clear_away() -> None:
 
 def _connect(address: str) -> None:
     check_reachable(address)
-    # Ship the packages as one folder, without anything else next to them (an environment, runs, data).
-    # (Ray matches the folder itself as ".", which must not be excluded.)
-    excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
     try:
-        _init(address=address, runtime_env={"working_dir": str(ROOT), "excludes": excludes})
+        _init(address=address, runtime_env=None if _code_is_there() else _shipped_code())
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
 
 
-def check_reachable(address: str | None) -> None:
+def _shipped_code() -> dict[str, Any]:
+    """Ship the packages as one folder, without anything else next to them (an environment, runs, data)."""
+    # Ray matches the folder itself as ".", which must not be excluded.
+    excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
+    return {"working_dir": str(ROOT), "excludes": excludes}
+
+
+def _code_is_there() -> bool:
+    """Whether this process is a submitted job whose workers get its folder or image, with our packages; Ray refuses a second."""
+    try:
+        mine = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
+    except (ValueError, AttributeError):
+        return False
+    return bool(mine.get("working_dir") or mine.get("image_uri") or mine.get("container"))
+
+
+def check_reachable(address: str | None, *, field: str = "--ray-address") -> None:
     """Raise UserError within seconds if nothing listens at a host:port; Ray itself would retry forever."""
     host, colon, port = (address or "").rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
@@ -186,7 +203,7 @@ def check_reachable(address: str | None) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
-        raise UserError(f"nothing listens at {address}: {error}", field="--ray-address") from None
+        raise UserError(f"nothing listens at {address}: {error}", field=field) from None
 
 
 def _init(**options: Any) -> None:

@@ -149,16 +149,23 @@ def this_process() -> str:
 
 def process_is_dead(owner: str) -> bool:
     """True only if `owner` names a process of this machine and that process is certainly gone."""
-    host, _, rest = owner.partition(":")
-    machine, _, pid = rest.partition(":")
-    if (host, machine) != (socket.gethostname(), _machine()) or not pid.isdecimal():
+    pid = pid_here(owner)
+    if pid is None:
         return False
     try:
-        return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except psutil.Error:
         return False
+
+
+def pid_here(owner: str) -> int | None:
+    """The process id of an owner if it is on this machine, else None."""
+    host, _, rest = owner.partition(":")
+    machine, _, pid = rest.partition(":")
+    is_here = (host, machine) == (socket.gethostname(), _machine()) and pid.isdecimal()
+    return int(pid) if is_here else None
 
 
 def _machine() -> str:
