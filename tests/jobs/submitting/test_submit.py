@@ -106,7 +106,7 @@ def test_the_exit_code_is_the_drivers_own(status, code, message, expected, words
 
 def test_a_log_is_shown_once_however_often_its_connection_breaks():
     job = FakeJob("j")
-    cluster, shown = FakeCluster(job), []
+    cluster, shown = FakeCluster(job), list[str]()
 
     def script(asked: int) -> None:
         job.log = "".join(f"line {number}\n" for number in range(min(asked, 50)))
@@ -148,7 +148,7 @@ def test_an_interrupt_ends_the_following_and_not_the_job(capsys: pytest.CaptureF
 
 def test_a_job_is_stopped_by_its_name_or_its_run_directory():
     jobs = [FakeJob("a-1", metadata={RUN: "/runs/a"}, status="FAILED"), FakeJob("a-2", metadata={RUN: "/runs/a"})]
-    cluster, said = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"})), []
+    cluster, said = FakeCluster(*jobs, FakeJob("b-1", metadata={RUN: "/runs/b"})), list[str]()
     assert stop_jobs(cluster, jobs_of(cluster, "runs/a", "/runs/a"), said.append, wait=True)
     assert [cluster.known[name].status for name in ("a-1", "a-2", "b-1")] == ["FAILED", "STOPPED", "RUNNING"]
     assert stop_jobs(cluster, jobs_of(cluster, "b-1", None), said.append, wait=True)
