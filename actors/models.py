@@ -27,7 +27,7 @@ PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.model", "v
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILE = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)/(?P<file>[\w./-]+\.gguf)")
 _HEAD_FILES = ("draft_head.json", "draft_head.safetensors")
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -128,7 +128,7 @@ def tokenizer_hash(folder: Path, setting: str = "auto") -> str:
     if setting == "none":
         return "none"
     place = folder if setting == "auto" else Path(setting).expanduser()
-    return hash_files(place, [place / name for name in _TOKENIZER_FILES if (place / name).is_file()])
+    return hash_files(place, [place / name for name in TOKENIZER_FILES if (place / name).is_file()])
 
 
 def hash_files(folder: Path, files: Iterable[Path], hashed: Callable[[int], None] | None = None) -> str:

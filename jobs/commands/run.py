@@ -145,7 +145,7 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
                     prepared.plan is None and spec.input.dedupe is None
                 ):  # fail on missing resources before writing anything
                     stack.enter_context(site.opening(display, prepared))
-                plan = prepared.plan or planned(prepared, store, display, epoch=lease.epoch, path=path)
+                plan = prepared.plan or planned(site, prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
@@ -159,11 +159,11 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
     return close(spec, store) if is_measured else INTERRUPTED
 
 
-def planned(prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None) -> Plan:
+def planned(site: Site, prepared: Prepared, store: Store, display: Display, *, epoch: int, path: str | None) -> Plan:
     """Plan the job; with `input.dedupe` without the rows whose ids finished runs have. NothingLeft if there are no others."""
     spec, s3 = prepared.spec, prepared.spec.s3.options()
     if spec.input.dedupe is None:
-        return make_plan(prepared, store, display, epoch=epoch)
+        return make_plan(prepared, store, display, epoch=epoch, survey=site.survey(prepared, display))
     runs = [one.run for one in finished_runs(base_path(spec, path), spec)]
     with sifting(open_store(base_of(base_path(spec, path)), s3=s3), runs, display, s3=s3) as sift:
         return make_plan(prepared, store, display, epoch=epoch, sift=sift)

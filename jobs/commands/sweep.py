@@ -106,7 +106,7 @@ def run_cases(made: Sweep, cases: list[SweepCase], store: Store, site: Site, opt
             for case, error in zip(ready, refusals, strict=True):
                 if error is not None:
                     case.fail(UNUSABLE, error)
-            plan_cases(cases, display)
+            plan_cases(cases, site, display)
             late = {case.name: case.problem for case in ready if case.problem is not None and case.code == UNUSABLE}
             say_problems(late, len(cases))
             write_record(store, made, cases)

@@ -133,7 +133,7 @@ def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     return found
 
 
-def plan_cases(cases: Sequence[SweepCase], display: Display) -> None:
+def plan_cases(cases: Sequence[SweepCase], site: Site, display: Display) -> None:
     """Plan the cases that have no plan; cases with the same rows and canvases are planned once.
 
     `cases` are all that can run: the plan of a finished one serves others too. A case that can't be planned fails, and so do
@@ -146,7 +146,7 @@ def plan_cases(cases: Sequence[SweepCase], display: Display) -> None:
         for case in (member for member in members if member.plan is None and member.is_ready):
             copies += donor is not None
             try:
-                case.plan = _planned(case, donor, display)
+                case.plan = _planned(case, donor, site, display)
             except LeaseHeld as error:
                 case.fail(INTERRUPTED, error)
             except UserError as error:
@@ -159,10 +159,11 @@ def plan_cases(cases: Sequence[SweepCase], display: Display) -> None:
             display.note(f"planned: {counted(copies, 'more case')} with the same rows: the plan was copied")
 
 
-def _planned(case: SweepCase, donor: Plan | None, display: Display) -> Plan:
+def _planned(case: SweepCase, donor: Plan | None, site: Site, display: Display) -> Plan:
     with kept_lease(case.store, StopFlag().set) as lease:
         if donor is None or load_plan(case.store) is not None:
-            return make_plan(case.prepared, case.store, display, epoch=lease.epoch)
+            survey = site.survey(case.prepared, display)
+            return make_plan(case.prepared, case.store, display, epoch=lease.epoch, survey=survey)
         return copy_plan(case.prepared, donor, case.store, epoch=lease.epoch)
 
 

@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.job import Job, Seat
+from jobs.driving.cluster_survey import cluster_survey, pays
 from jobs.driving.crew import crew
 from jobs.driving.driver import Workers
 from jobs.driving.progress import Display
 from jobs.driving.session import check_reachable, cluster_size, local_size, ray_is_ours_to_start, ray_session
 from jobs.plan.prepare import Prepared
+from jobs.plan.survey import Survey, survey
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
 
@@ -57,6 +59,10 @@ class Site(Protocol):
 
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
         """Like `opening`, for several jobs. Yields for each the error if the site can't provide what it asks for."""
+        ...
+
+    def survey(self, prepared: Prepared, display: Display) -> Survey:
+        """How to read the rows for a plan: in this process, or by tasks of the cluster, while the site is opening."""
         ...
 
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
@@ -104,6 +110,10 @@ class LocalSite:
     def opening_for(self, display: Display, jobs: Sequence[Prepared]) -> AbstractContextManager[list[UserError | None]]:
         """See Site; `check` has found what this process can't provide."""
         return nullcontext([None for _ in jobs])
+
+    def survey(self, prepared: Prepared, display: Display) -> Survey:
+        """See Site; always in this process."""
+        return survey
 
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """See Site; the worker has the whole machine."""
@@ -187,6 +197,14 @@ class RaySite:
         first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
             yield found
+
+    def survey(self, prepared: Prepared, display: Display) -> Survey:
+        """See Site."""
+        is_ours = self._start is not None
+        if not pays(prepared, local_size()[0] if is_ours else cluster_size()[0], is_ours=is_ours):
+            return survey
+        self._wait()
+        return cluster_survey(prepared, cluster_size()[0], is_ours=is_ours, note=display.note)
 
     def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
         """See Site."""

@@ -6,15 +6,17 @@ same file.
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
+
+from actors.id_hashes import id_hashes
 
 HELD_ROWS = 2**18
 """Rows kept in memory before they are written to the files."""
@@ -46,11 +48,15 @@ class DuplicateFinder:
 
     def add(self, ids: Sequence[str], files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
         """Add a batch: three sequences of equal length."""
-        records = np.empty(len(ids), dtype=_RECORD)
-        hashes = np.frombuffer(digests(ids), dtype="<u8").reshape(-1, 2)
+        self.add_hashes(id_hashes(ids), files, rows)
+
+    def add_hashes(self, data: bytes | pa.Buffer, files: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+        """Add a batch whose ids are hashed already (actors.id_hashes): 16 bytes for each row."""
+        records = np.empty(len(rows), dtype=_RECORD)
+        hashes = np.frombuffer(data, dtype="<u8", count=2 * len(rows)).reshape(-1, 2)
         records["high"], records["low"], records["file"], records["row"] = hashes[:, 0], hashes[:, 1], files, rows
         self._held.append(records)
-        self._count += len(ids)
+        self._count += len(records)
         if self._count >= self._held_rows:
             self._spread()
 
@@ -82,12 +88,6 @@ class DuplicateFinder:
                 with Path(self._folder.name, f"{number:03d}").open("ab") as file:
                     file.write(records[order[start:end]].tobytes())
         self._held, self._count = [], 0
-
-
-def digests(ids: Iterable[str]) -> bytes:
-    """The 128-bit hashes of ids, one after another."""
-    hashed = hashlib.blake2b
-    return b"".join([hashed(text.encode(), digest_size=16).digest() for text in ids])
 
 
 def _twice(records: NDArray[np.void]) -> list[tuple[Place, Place]]:

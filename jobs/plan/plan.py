@@ -15,10 +15,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actors.makers import Maker, maker_for
-from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
+from actors.plan_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
 from actors.rows import row_id
+from actors.survey_items import HASH
 from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
@@ -35,7 +37,7 @@ from jobs.plan.fingerprint import (
     shortened,
 )
 from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.survey import each_sample, survey
+from jobs.plan.survey import Survey, each_sample, survey
 from jobs.schedule.waiting import UnitSize
 from jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
 from storage.errors import UserError, brief, listed
@@ -140,10 +142,12 @@ def build_plan(
     epoch: int = 0,
     progress: Callable[[int], None] = lambda rows: None,
     sift: Sift | None = None,
+    survey: Survey = survey,
 ) -> Plan:
     """Read and measure every row, write the unit table and then `_plan.json`. Calls `progress` with each number of rows read.
 
     `epoch` is the epoch of the driver's lease. `sift` leaves out rows that the plan is not to have; NothingLeft if that is all.
+    `survey` reads the rows; the plan does not depend on how it does so.
 
     Raises UserError, and leaves no files, if the inputs have no rows, an id occurs twice, no row has a column that the spec
     names, or a file is damaged.
@@ -287,12 +291,16 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
     rows, kinds = 0, Counter[str | None]()
     with DuplicateFinder() as finder:
         for table in tables:
-            finder.add(table["id"].to_pylist(), table["file"].to_numpy(), table["row"].to_numpy())
-            rows += table.num_rows
-            kinds.update(table["error_kind"].to_pylist())
-            if rows >= spec.batching.window and lacks_a_column(kinds):
-                break
-            yield table
+            add_ids(finder, table)
+            before, rows = rows, rows + table.num_rows
+            if (
+                before < spec.batching.window <= rows
+            ):  # as soon as the first window is there, whatever the tables' sizes
+                first = table["error_kind"][: spec.batching.window - before]
+                if lacks_a_column(kinds + kinds_of(first)):
+                    raise no_column(spec, inputs)
+            kinds += kinds_of(table["error_kind"])
+            yield table.select(ROW_SCHEMA.names)
         if rows == 0:
             raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
         if lacks_a_column(kinds):
@@ -302,6 +310,23 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
         twice = finder.first()
         if twice is not None:
             raise _twice(spec, inputs, *twice)
+
+
+def add_ids(finder: DuplicateFinder, table: pa.Table) -> None:
+    """Add the ids of a survey's table; hashes them here unless they are hashed already."""
+    places = table["file"].to_numpy(), table["row"].to_numpy()
+    if HASH.name in table.column_names:
+        hashes = table[HASH.name].combine_chunks()
+        finder.add_hashes(b"".join(hashes.to_pylist()) if hashes.offset else hashes.buffers()[1], *places)
+    else:
+        finder.add(table["id"].to_pylist(), *places)
+
+
+def kinds_of(kinds: pa.ChunkedArray) -> Counter[str | None]:
+    """How often each error kind occurs; None counts the valid rows."""
+    if kinds.null_count == len(kinds):
+        return Counter({None: len(kinds)})
+    return Counter({pair["values"]: pair["counts"] for pair in pc.value_counts(kinds).to_pylist()})
 
 
 def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:

@@ -24,6 +24,7 @@ from decoders.settings import DECODERS, check_model
 from jobs.notes import Notes, Unnoted, counted, size_text
 from jobs.plan.fingerprint import Hashes, results_key
 from jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
+from jobs.plan.survey import Survey, survey
 from jobs.plan.worker_job import place_of
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
@@ -215,10 +216,20 @@ def head_hash(spec: JobSpec) -> str | None:
     return hash_files(folder, files)
 
 
-def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 0, sift: Sift | None = None) -> Plan:
+def make_plan(
+    prepared: Prepared,
+    store: Store,
+    display: Notes,
+    *,
+    epoch: int = 0,
+    sift: Sift | None = None,
+    survey: Survey = survey,
+) -> Plan:
     """Read and measure every row of the inputs and write the plan; call it only under the lease, whose epoch is `epoch`.
 
-    If another driver has planned since `prepare`, its plan is compared and returned. `sift` leaves rows out (see build_plan).
+    `survey` reads the rows: in this process, or by tasks of a cluster (`Site.survey`). `sift` leaves rows out (see build_plan).
+
+    If another driver has planned since `prepare`, its plan is compared and returned.
     """
     plan = load_plan(store)
     if plan is not None:
@@ -251,6 +262,7 @@ def make_plan(prepared: Prepared, store: Store, display: Notes, *, epoch: int = 
         epoch=epoch,
         progress=progress,
         sift=sift,
+        survey=survey,
     )
     display.note(
         f"planned: {counted(plan.rows, 'sample')}, {plan.holes:,} tokens {prepared.spec.task.goal}, {counted(plan.units, 'unit')}"

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from jobs.plan.duplicates import digests
+from actors.id_hashes import id_hashes
 
 BUCKETS = 256
 HASH_BYTES = 16
@@ -79,7 +79,7 @@ class IdIndex:
 
 def hashes_of(ids: Sequence[str]) -> Hashes:
     """The hashes of ids."""
-    return np.frombuffer(digests(ids), dtype=_RECORD)
+    return np.frombuffer(id_hashes(ids), dtype=_RECORD)
 
 
 def hashes_in(column: pa.ChunkedArray) -> Hashes:

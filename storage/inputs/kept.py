@@ -10,6 +10,7 @@ import base64
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pyarrow as pa
@@ -38,6 +39,20 @@ _SIMPLE: Final = (
 _SCALARS: Final[Mapping[type, pa.DataType]] = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
+@dataclass(frozen=True, slots=True)
+class ColumnNews:
+    """What rows say of the type of a column: the types that changed the type so far, in order, and the flags of _Column."""
+
+    types: tuple[pa.DataType, ...]
+    is_there: bool
+    as_json: bool
+    is_wide: bool
+
+
+KeptNews = Mapping[str, ColumnNews]
+"""The news of each kept column, by name."""
+
+
 class KeptTypes:
     """Finds the type of each kept column from the inputs seen so far, in constant memory."""
 
@@ -58,6 +73,15 @@ class KeptTypes:
         for name, found in types.items():
             self._columns[name].see_type(found)
 
+    def news(self) -> KeptNews:
+        """What was seen since the last call, in a form that `hear` understands."""
+        return {name: column.news() for name, column in self._columns.items()}
+
+    def hear(self, news: KeptNews) -> None:
+        """Add what another process saw in the rows that follow; the same as if this object had seen them."""
+        for name, told in news.items():
+            self._columns[name].hear(told)
+
     def absent(self) -> list[str]:
         """The columns that no input has."""
         return [name for name, column in self._columns.items() if not column.is_there]
@@ -76,6 +100,7 @@ class _Column:
         self.is_wide = False  # a whole number that float64 does not hold
         self.found: pa.DataType | None = None
         self._scalars: set[type] = set()
+        self._news: list[pa.DataType] = []
 
     def see(self, value: Any) -> None:
         self.is_there = True
@@ -101,6 +126,12 @@ class _Column:
             self._add(_plain_type(found))
 
     def _add(self, found: pa.DataType) -> None:
+        before = self.found
+        self._join(found)
+        if self.found != before or self.as_json:
+            self._news.append(found)
+
+    def _join(self, found: pa.DataType) -> None:
         if self.found is not None and self.found != found:
             if _family(self.found) != _family(found):
                 self.as_json = True
@@ -113,6 +144,18 @@ class _Column:
                 return
         self.found = found
         self.as_json |= _num_fields(found) > MOST_FIELDS
+
+    def news(self) -> ColumnNews:
+        told, self._news = self._news, []
+        return ColumnNews(tuple(told), self.is_there, self.as_json, self.is_wide)
+
+    def hear(self, told: ColumnNews) -> None:
+        for found in told.types:
+            if not self.as_json:
+                self._add(found)
+        self.is_there |= told.is_there
+        self.as_json |= told.as_json
+        self.is_wide |= told.is_wide
 
     def field(self, name: str) -> pa.Field:
         found = pa.string() if self.found is None or _types.is_null(self.found) else self.found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import BufferedReader
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import PurePosixPath
 from threading import Lock
 
@@ -22,6 +22,7 @@ from storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, lis
 from storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
 from storage.inputs.row_groups import Columns
 from storage.inputs.rows import Row, default_id, failed
+from storage.inputs.slices import WHOLE, Slice
 from storage.inputs.sources import blocks_at, open_bytes, open_stream
 from storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
 from storage.inputs.tables import pick_table_rows, table_rows, table_schema
@@ -55,8 +56,9 @@ def iterate(
     columns: Mapping[str, str] | None = None,
     chunk_chars: int | None = None,
     s3: S3Options | None = None,
+    part: Slice = WHOLE,
 ) -> Iterator[Row]:
-    """Yield every row of the file in order, one at a time: memory does not grow with the file.
+    """Yield every row of the file, or of a slice of it, in order, one at a time: memory does not grow with the file.
 
     `columns` (task column -> file column, or `a.b` for a field of one) lets columnar files leave the others unread; values keep
     the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most that many characters. Raises UserError if
@@ -64,11 +66,15 @@ def iterate(
     """
     try:
         if file.format in TABLE_FORMATS:
-            yield from table_rows(file, _projection(columns), s3)
+            yield from table_rows(file, _projection(columns), s3, part)
         else:
             with open_stream(file, s3=s3) as stream:
-                _refuse_json_array(file, stream)
-                yield from _with_fields(_reader(file, chunk_chars)(stream, Start()), columns)
+                if part.is_first:
+                    _refuse_json_array(file, stream)
+                else:
+                    stream.seek(part.offset)
+                rows = _reader(file, chunk_chars)(stream, Start(part.row, part.offset))
+                yield from _with_fields(rows if part.end is None else _before(part.end, rows), columns)
     except StoreError as error:
         raise UserError(str(error), field=FIELD) from None
 
@@ -119,6 +125,11 @@ def fetched_ahead(
         return blocks_at(file, [offset for _, offset in places if offset is not None], s3)
 
     return ahead(wanted, blocks)
+
+
+def _before(end: int, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows that begin before byte `end`."""
+    return takewhile(lambda row: row.offset is not None and row.offset < end, rows)
 
 
 def _with_fields(rows: Iterator[Row], columns: Mapping[str, str] | None) -> Iterator[Row]:

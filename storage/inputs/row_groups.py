@@ -37,6 +37,13 @@ def num_groups(file: InputFile, s3: S3Options | None) -> int:
     return int(_opened(file, s3).num_row_groups)
 
 
+def group_sizes(file: InputFile, s3: S3Options | None) -> list[tuple[int, int]]:
+    """The rows and the uncompressed bytes of each row group."""
+    metadata = _opened(file, s3).metadata
+    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
+    return [(int(group.num_rows), int(group.total_byte_size)) for group in groups]
+
+
 def group_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
     """The file's columns and their types."""
     return _opened(file, s3).schema_arrow

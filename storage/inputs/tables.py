@@ -28,6 +28,7 @@ from storage.inputs.row_groups import (
     present,
 )
 from storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
+from storage.inputs.slices import WHOLE, Slice
 from storage.inputs.sources import open_bytes
 from storage.soundness import THREADS, sound
 from storage.stores.verbs import S3Options
@@ -36,11 +37,11 @@ _ARROW_FILE = b"ARROW1"
 _STRETCHES = Stretches()
 
 
-def table_rows(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[Row]:
-    """Yield every row; UserError if the file is damaged, after the rows before the damage."""
-    row = 0
+def table_rows(file: InputFile, columns: Columns, s3: S3Options | None, part: Slice = WHOLE) -> Iterator[Row]:
+    """Yield every row of a slice; UserError if the file is damaged, after the rows before the damage."""
+    row = part.row
     try:
-        for batch in map(sound, _batches(file, columns, s3)):
+        for batch in map(sound, _batches(file, columns, s3, part.groups)):
             yield from _rows_of(batch, range(row, row + batch.num_rows), columns)
             row += batch.num_rows
     except DAMAGE as error:
@@ -79,9 +80,11 @@ def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
         raise damaged(file, 0, error) from None
 
 
-def _batches(file: InputFile, columns: Columns, s3: S3Options | None) -> Iterator[pa.RecordBatch]:
+def _batches(
+    file: InputFile, columns: Columns, s3: S3Options | None, groups: tuple[int, int] | None = None
+) -> Iterator[pa.RecordBatch]:
     if file.format == "parquet":
-        for group in range(num_groups(file, s3)):
+        for group in range(*(groups or (0, num_groups(file, s3)))):
             yield from group_batches(file, group, columns, s3)
     elif file.format == "hf":
         from storage.inputs.huggingface import load

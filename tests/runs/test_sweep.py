@@ -159,16 +159,16 @@ def test_a_finished_sweep_is_left_as_it_is_and_its_table_shown_again(
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows were read and tokenized for planning, in batches."""
-    from jobs.plan import survey
+    from actors import surveying
 
     counts: list[int] = []
-    original = survey._measured
+    original = surveying._measured
 
-    def counting(spec: Any, maker: Any, file: Any, batch: Any) -> Any:
+    def counting(reading: Any, maker: Any, batch: Any) -> Any:
         counts.append(len(batch.rows))
-        return original(spec, maker, file, batch)
+        return original(reading, maker, batch)
 
-    monkeypatch.setattr(survey, "_measured", counting)
+    monkeypatch.setattr(surveying, "_measured", counting)
     yield counts
 
 

@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.canvas import Canvas, Size
+from actors.surveying import table_of
 from actors.task import Complete
 from decoders.base import HOLE, EngineStats, Request
 from jobs.cli import main
 from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, prompt_text, trial_lines
 from jobs.commands.validate import TRIAL_S, _decoded, estimated_rows, shortened, validate
-from jobs.plan.survey import table_of
 from jobs.spec.job_spec import check_spec
 from storage.inputs.reader import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level

@@ -9,9 +9,9 @@ from threading import Barrier, Lock
 
 import pytest
 
+from actors import surveying
 from actors.canvas import Canvas, Size
 from actors.rows import Values
-from jobs.plan import survey as surveys
 from jobs.plan.survey import survey
 from jobs.spec.job_spec import JobSpec, check_spec
 from storage.errors import RowError, UserError
@@ -45,7 +45,7 @@ class Measures:
 
 @pytest.fixture(autouse=True)
 def small_batches_on_three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surveys, "BATCH_ROWS", 8)
+    monkeypatch.setattr(surveying, "BATCH_ROWS", 8)
     monkeypatch.setattr("os.cpu_count", lambda: THREADS)
 
 

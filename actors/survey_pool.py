@@ -1,0 +1,204 @@
+"""Reads and measures rows by Ray tasks, in the order of the inputs: what tasks find is the same as in the planner's process.
+
+    inputs --chunks--> tasks, several at a time --items, in order--> tables
+
+Ray retries nothing: a chunk whose task is lost is given to another task, which leaves out the items that have arrived. Whatever
+goes wrong three times, or is an error, is done again in the planner's process: errors are then those of a planner without Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import RayError
+
+from actors.cutting_inputs import Answer, Chunk, Question, answer, chunks
+from actors.makers import Maker
+from actors.survey_items import Broken, Item, SurveyJob, items, maker_of
+from storage.inputs.kept import KeptTypes
+from storage.inputs.reader import InputFile
+
+ATTEMPTS = 3
+"""Tasks that may be lost with a chunk before it is done in the planner's process."""
+
+FIRST_S = 60.0
+"""How long the first item may take, which includes the start of a process: a busy cluster may have no CPU for planning."""
+
+NEXT_S = 300.0
+"""How long any later item may take before its chunk is done in the planner's process."""
+
+BACKLOG = 4
+"""Items of a long chunk that wait for the planner, at most."""
+
+MOST_ODD = 3
+"""Chunks that fail on the cluster and not here, before everything is done here: the nodes lack something, such as a file."""
+
+_makers: dict[str, Maker] = {}
+
+
+def survey_chunk(key: str, job: list[Any], chunk: Chunk, skip: int) -> Iterator[Item | Broken]:
+    """The task: yield the items of a chunk from number `skip` on; `job` holds the reference of a SurveyJob, named `key`."""
+    try:
+        it: SurveyJob = ray.get(job[0])
+        if key not in _makers:
+            _makers.clear()
+            _makers[key] = maker_of(it)
+        for item in islice(items(it.reading, _makers[key], chunk.pieces), skip, None):
+            yield Item(item.table, item.news, os.getpid())
+    except Exception as error:  # noqa: BLE001 - the planner finds out what it is
+        yield Broken(" ".join(str(error).split())[:500] or type(error).__name__)
+
+
+@dataclass(slots=True)
+class Stream:
+    """A chunk and the running task that surveys it; `taken` items have arrived."""
+
+    chunk: Chunk
+    task: Any = None
+    taken: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class SurveyPool:
+    """Surveys inputs by tasks of `cpus` CPUs each, `at_once` at a time. `arrived` is called with each item."""
+
+    job: SurveyJob
+    cpus: float
+    at_once: int
+    note: Callable[[str], None] = lambda message: None
+    arrived: Callable[[Item], None] = lambda item: None
+    _ref: Any = None
+    _key: str = ""
+    _streams: deque[Stream] = field(default_factory=deque)
+    _alone: bool = False
+    _odd: int = 0
+    _wait_s: float = FIRST_S
+
+    def tables(
+        self, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None, limit: int | None
+    ) -> Iterator[pa.Table]:
+        """Yield tables of ROW_SCHEMA and HASH, at most `limit` rows; `maker` is for what is done in this process.
+
+        Raises UserError if a whole file is missing or damaged.
+        """
+        self._ref = ray.put(self.job)
+        self._key = self._ref.hex()
+        try:
+            for stream in self._started(inputs):
+                begun, left = limit, limit
+                for item in self._items(stream, maker, begun):
+                    if left is not None and item.table.num_rows >= left:
+                        item = self._last(stream, maker, begun)  # noqa: PLW2901
+                    if kept is not None and item.news is not None:
+                        kept.hear(item.news)
+                    yield item.table
+                    left = None if left is None else left - item.table.num_rows
+                    if left == 0:
+                        return
+                limit = left
+        finally:
+            self._cancel()
+
+    def _last(self, stream: Stream, maker: Maker, limit: int | None) -> Item:
+        """The item that has just arrived, cut at the limit of rows that was left when its chunk began."""
+        again = items(self.job.reading, maker, stream.chunk.pieces, limit=limit)
+        return next(islice(again, stream.taken - 1, None))
+
+    def _started(self, inputs: Sequence[InputFile]) -> Iterator[Stream]:
+        """The chunks in order, while the tasks of the next ones run."""
+        reading = self.job.reading
+        for chunk in chunks(inputs, reading.chunk_chars, reading.s3, self._ask, ahead=2 * self.at_once):
+            self._streams.append(self._start(Stream(chunk)))
+            if len(self._streams) >= self.at_once:
+                yield self._streams[0]
+                self._streams.popleft()
+        while self._streams:
+            yield self._streams[0]
+            self._streams.popleft()
+
+    def _start(self, stream: Stream) -> Stream:
+        if not self._alone and stream.chunk.error is None:
+            # A task that is done again must not wait behind those that wait for it to be read.
+            options: dict[str, Any] = {"num_cpus": 0 if stream.lost else self.cpus, "max_retries": 0}
+            if stream.chunk.is_long:
+                options["_generator_backpressure_num_objects"] = BACKLOG
+            task = ray.remote(survey_chunk).options(num_returns="streaming", scheduling_strategy="SPREAD", **options)
+            stream.task = task.remote(self._key, [self._ref], stream.chunk, stream.taken)
+        return stream
+
+    def _items(self, stream: Stream, maker: Maker, limit: int | None) -> Iterator[Item]:
+        """The items of a chunk: from its task, the rest from here, at most `limit` rows in total, if the task can't."""
+        if stream.chunk.error is not None:
+            raise stream.chunk.error
+        while stream.task is not None and not self._alone:
+            found = self._next(stream)
+            if found is None:
+                return
+            if isinstance(found, Broken):
+                break
+            stream.taken += 1
+            self.arrived(found)
+            yield found
+        is_odd = stream.task is not None and not self._alone
+        for item in islice(items(self.job.reading, maker, stream.chunk.pieces, limit=limit), stream.taken, None):
+            stream.taken += 1
+            yield item
+        if is_odd:  # no error here: it was the cluster's
+            self._odd += 1
+            if self._odd == MOST_ODD:
+                self._give_up("planning on the cluster fails: planning here")
+
+    def _next(self, stream: Stream) -> Item | Broken | None:
+        """The next item of a task, None at its end; what is lost is asked for again."""
+        while True:
+            try:
+                ready, _ = ray.wait([stream.task], timeout=self._wait_s, fetch_local=False)
+                if not ready:
+                    if self._wait_s == FIRST_S:
+                        self._give_up(f"the cluster has had no room for planning for {FIRST_S:.0f} s: planning here")
+                    return Broken("no answer")
+                found: Item | Broken = ray.get(next(stream.task))
+                self._wait_s = NEXT_S
+                return found
+            except StopIteration:
+                return None
+            except RayError as error:
+                stream.lost += 1
+                if stream.lost == ATTEMPTS:
+                    return Broken(str(error))
+                self._start(stream)
+
+    def _ask(self, question: Question) -> Callable[[], Answer]:
+        """Ask a task about a file."""
+        if self._alone:
+            return lambda: answer(question)
+        task = ray.remote(answer).options(num_cpus=self.cpus, max_retries=0, scheduling_strategy="SPREAD")
+        ref = task.remote(question)
+
+        def wait() -> Answer:
+            with suppress(Exception):  # asked again here: the error is then that of this process
+                if not self._alone:
+                    return ray.get(ref, timeout=self._wait_s)
+            return answer(question)
+
+        return wait
+
+    def _give_up(self, why: str) -> None:
+        self.note(why)
+        self._alone = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for stream in self._streams:
+            with suppress(Exception):  # it may have ended
+                if stream.task is not None:
+                    ray.cancel(stream.task, force=False)

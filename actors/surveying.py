@@ -1,0 +1,198 @@
+"""Reads rows of the inputs and measures their canvases, for the planner: in its own process, or in tasks on a cluster.
+
+    pieces of the inputs --batches--> batches of rows --measured--> tables of ROW_SCHEMA, in the same order
+
+Rows that can't be read or tokenized are included, with the kind of their error. Knows no spec and no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from actors.canvas import Size
+from actors.clerk import guarded
+from actors.makers import Maker
+from actors.plan_table import ROW_SCHEMA
+from actors.rows import Values, row_id, row_key
+from actors.task import Columns, Task
+from storage.errors import RowError
+from storage.inputs.kept import KeptTypes, names_read
+from storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
+from storage.inputs.slices import WHOLE, Slice
+from storage.stores.promises import side_by_side
+from storage.stores.verbs import S3Options
+
+BATCH_ROWS = 1024
+BATCH_CHARS = 4 * 2**20
+"""A batch is measured when it reaches one of these limits; the second bounds memory when rows are long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a spec says about reading: the task and its columns, how texts are cut, the seed of the keys, the copied columns."""
+
+    task: Task
+    columns: Columns
+    chunk_chars: int | None
+    seed: int
+    s3: S3Options
+    kept: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A file, or a slice of it; `number` is the file's number in the plan."""
+
+    number: int
+    file: InputFile
+    part: Slice = WHOLE
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows of one file that will be measured together; `chars` is their approximate size."""
+
+    piece: Piece
+    rows: list[Row] = field(default_factory=list)
+    chars: int = 0
+
+
+def surveyed(
+    reading: Reading,
+    maker: Maker,
+    pieces: Sequence[Piece],
+    kept: KeptTypes | None,
+    *,
+    limit: int | None = None,
+    threads: int = 0,
+) -> Iterator[pa.Table]:
+    """Yield tables of ROW_SCHEMA in the order of the pieces, at most `limit` rows in total.
+
+    `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in
+    threads, and `kept` may be ahead of the tables.
+
+    Raises UserError if a whole file is missing or damaged.
+    """
+
+    def measure(batch: Batch) -> pa.Table:
+        return _measured(reading, maker, batch)
+
+    found = batches(reading, pieces, kept, limit)
+    if not threads:
+        yield from map(measure, found)
+        return
+    for _, table in side_by_side(found, measure, threads=threads, ahead=2 * threads):
+        yield table.result()
+
+
+def batches(
+    reading: Reading, pieces: Sequence[Piece], kept: KeptTypes | None, limit: int | None = None
+) -> Iterator[Batch]:
+    """Yield the rows of the pieces in batches of one piece each, at most `limit` rows in total."""
+    left, s3 = limit, reading.s3
+    places = ((piece.file, [(piece.part.row, piece.part.offset)]) for piece in pieces)
+    for piece, (file, _) in zip(pieces, fetched_ahead(places, s3=s3), strict=True):
+        batch = Batch(piece)
+        columns = reading.columns.wanted(reading.task)
+        types = column_types(file, reading.kept, s3) if kept is not None else None
+        if kept is not None and types is not None:
+            kept.see_types(types)
+        elif kept is not None:
+            columns |= names_read(reading.kept)
+        for row in iterate(file, columns=columns, chunk_chars=reading.chunk_chars, s3=s3, part=piece.part):
+            if left == 0:
+                break
+            left = None if left is None else left - 1
+            if kept is not None and types is None:
+                kept.see(row.values or {})
+            batch.rows.append(row)
+            batch.chars += _chars(row.values or {})
+            if len(batch.rows) == BATCH_ROWS or batch.chars >= BATCH_CHARS:
+                yield batch
+                batch = Batch(piece)
+        if batch.rows:
+            yield batch
+        if left == 0:
+            return
+
+
+def _chars(value: Any) -> int:
+    """A value's approximate size: the characters of its texts, and one for each number of a list."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_chars, value.values()))
+    if not isinstance(value, list):
+        return 1
+    return sum(map(_chars, value)) if value and isinstance(value[0], str | dict | list) else len(value)
+
+
+def _measured(reading: Reading, maker: Maker, batch: Batch) -> pa.Table:
+    named = [_named(reading, batch.piece.file, row) for row in batch.rows]
+    good = [(row.values or {}, key) for row, (_, key) in zip(batch.rows, named, strict=True) if isinstance(key, int)]
+    sizes = iter(_sizes(maker, good))
+    found = [next(sizes) if isinstance(key, int) else key for _, key in named]
+    return table_of(
+        batch.piece.number,
+        rows=[row.row for row in batch.rows],
+        offsets=[row.offset for row in batch.rows],
+        ids=[name for name, _ in named],
+        found=found,
+    )
+
+
+def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | RowError]:
+    """The sizes of the rows' canvases; if the batch can't be measured as a whole, measures each row separately."""
+    found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
+    if not isinstance(found, RowError):
+        return found
+    return [guarded(partial(_size, maker, *row), "tokenize", "tokenize_error") for row in rows]
+
+
+def _size(maker: Maker, values: Values, key: int) -> Size:
+    return maker.make(values, key).size
+
+
+def _named(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
+    """The row's id, and its key or its error."""
+    name = default_id(file, row.row).encode("utf-8", "backslashreplace").decode()
+    if row.error is not None:
+        return name, row.error
+    values = row.values or {}
+    try:
+        name = row_id(values, reading.columns) or name
+        return name, row_key(values, reading.columns, job_seed=reading.seed, sample_id=name)
+    except RowError as error:
+        return name, error
+
+
+def table_of(
+    file: int,
+    *,
+    rows: Sequence[int],
+    offsets: Sequence[int | None],
+    ids: Sequence[str],
+    found: Sequence[Size | RowError],
+) -> pa.Table:
+    """Return a table of ROW_SCHEMA for rows of one file."""
+
+    def sizes(get: Callable[[Size], int]) -> pa.Array:
+        return pa.array([get(size) if isinstance(size, Size) else 0 for size in found], pa.int32())
+
+    columns = {
+        "file": pa.array(np.full(len(rows), file, dtype=np.int32)),
+        "row": pa.array(rows, pa.int64()),
+        "offset": pa.array(offsets, pa.int64()),
+        "id": pa.array(ids, pa.string()),
+        "length": sizes(lambda size: size.length),
+        "holes": sizes(lambda size: size.masked),
+        "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
+        "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
+    }
+    return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
