@@ -20,9 +20,10 @@ from jobs.driving.crew import fitting_threads
 from jobs.driving.device_time import DeviceTime
 from jobs.driving.driver import Driver, StopFlag
 from jobs.driving.progress import Display, make_display
-from jobs.driving.session import RayDidNotStart
+from jobs.driving.session import RayDidNotStart, is_connected
 from jobs.driving.site import Site, site_of
 from jobs.driving.totals import Totals
+from jobs.driving.watchers import Watcher, Watchers
 from jobs.finished.measure import measure_units
 from jobs.finished.measure_session import measure_run, say_interrupted
 from jobs.finished.metric_figures import metric_lines
@@ -259,6 +260,7 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
         room=lambda: room_for(run, len(left)),
+        watchers=Watchers(watchers_of(run), note=run.display.note),
     )
     is_over = False
     try:
@@ -267,11 +269,21 @@ def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict
     finally:
         totals.stop()
         log.flush(totals)
+        driver.watchers.over(totals, driver.scheduler)
         if is_over:
             run.site.retire(pool)
         else:
             pool.close()
     return finish, driver.committed
+
+
+def watchers_of(run: Run) -> list[Watcher]:
+    """What looks on while this run's units are decoded: its metrics, where there is a Ray to export them."""
+    if run.options.local or not is_connected():
+        return []
+    from jobs.watching.metrics import MetricsWatcher
+
+    return [MetricsWatcher(run.spec.name, run.spec.decoder.kind)]
 
 
 def room_for(run: Run, units: int) -> int:

@@ -18,6 +18,7 @@ from actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Recei
 from jobs.driving.attempts import AttemptsLog
 from jobs.driving.progress import Display
 from jobs.driving.totals import Totals
+from jobs.driving.watchers import Watchers
 from jobs.schedule.events import (
     Assign,
     Command,
@@ -137,6 +138,7 @@ class Driver:
     record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
+    watchers: Watchers = field(default_factory=Watchers)
     committed: dict[int, CommittedUnit] = field(default_factory=dict)
     _looked_s: float | None = None
     _watched_s: float = 0.0
@@ -158,6 +160,7 @@ class Driver:
             self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
             self.display.show(self.totals)
             self.log.maybe_flush(self.totals)
+            self.watchers.look(self.totals, self.scheduler)
             if self.scheduler.finished is not None:
                 return self._judged(self.scheduler.finished)
             if self._deadline_s is not None and (self.stop.urgent or self.clock() > self._deadline_s):
@@ -214,6 +217,7 @@ class Driver:
             case Reported(worker, report):
                 self.totals.reported(report)
                 self.totals.devices.heard(worker, report.effort.wall_s)
+                self.watchers.reported(worker, report)
                 for item in report.news:
                     self._answer(item)
                 self._tell(Heard(worker, report.spent, report.moved))
@@ -224,12 +228,14 @@ class Driver:
         self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
             self.totals.worker_died()
+            self.watchers.died(died.worker)
             self.log.add("worker_died", worker=died.worker, reason=died.reason)
             self.display.note(f"worker {died.worker} died: {died.reason}")
         self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
+            self.watchers.failed(item)
             self.log.add(
                 "failed", unit=item.unit, worker=item.worker, kind=item.kind, stage=item.stage, error=item.error
             )
@@ -246,6 +252,7 @@ class Driver:
             self.committed[receipt.unit] = self.record(committed)
             self.totals.received(receipt)
             self.totals.devices.counted(receipt.spent_s)
+            self.watchers.committed(receipt)
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
             self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
@@ -265,6 +272,7 @@ class Driver:
                 self._loading.discard(worker)
                 self.pool.kill(worker)
                 self.totals.worker_died()
+                self.watchers.died(worker)
                 self.totals.devices.gone(worker, lost=True)
                 self.log.add("worker_killed", worker=worker, reason=reason)
                 self.display.note(f"worker {worker} killed: {reason}")

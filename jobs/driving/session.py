@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,6 +58,10 @@ _LOCAL_ENVIRONMENT = {
 }
 
 
+METRICS_PORT_VARIABLE = "DRAFTMILL_METRICS_PORT"
+"""Names the port of a Ray of our own at which Prometheus finds the metrics; without it the port is random."""
+
+
 class RayDidNotStart(StoreError):
     """A Ray of our own did not start in STARTS attempts."""
 
@@ -79,6 +84,7 @@ def ray_session(
     if ray.is_initialized():
         yield
         return
+    metrics_port()  # a wrong one is refused before anything starts
     with _own_sigterm():
         if address is None:
             _start_local(num_cpus, note)
@@ -127,6 +133,7 @@ def _start_local(num_cpus: int | None, note: Callable[[str], None]) -> None:
                     num_cpus=num_cpus,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
+                    _metrics_export_port=metrics_port(),
                 )
             return
         except Exception as error:  # on a busy machine Ray raises a plain Exception
@@ -156,6 +163,14 @@ def _only_what_jobs_use() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+def metrics_port() -> int | None:
+    """The port in METRICS_PORT_VARIABLE, None if it is not set; UserError if it is not a port."""
+    text = os.environ.get(METRICS_PORT_VARIABLE)
+    if text and not (text.isdecimal() and 0 < int(text) < 65536):
+        raise UserError(f"{text!r} is not allowed; allowed: 1 to 65535", field=METRICS_PORT_VARIABLE)
+    return int(text) if text else None
 
 
 def _start_nothing(*_: Any, **__: Any) -> None:
@@ -226,6 +241,12 @@ def local_size() -> tuple[int, int]:
     num_gpus = manager.get_current_node_num_accelerators()
     visible = manager.get_current_process_visible_accelerator_ids()
     return int(get_num_cpus()), num_gpus if visible is None else min(num_gpus, len(visible))
+
+
+def is_connected() -> bool:
+    """Whether this process is connected to a Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def cluster_size() -> tuple[int, int]:

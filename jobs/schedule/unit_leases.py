@@ -191,6 +191,21 @@ class UnitLedger:
         """Number of workers that are up or starting, and stay."""
         return sum(not worker.leaving for worker in self.workers.values())
 
+    def states(self) -> dict[str, int]:
+        """How many units are in each state: done, held by workers, resting after a failure, suspected, and waiting."""
+        held = {lease.unit for lease in self.leases.values()}
+        open_ = [(number, unit) for number, unit in self.touched.items() if number not in held]
+        resting = sum(unit.resting_until_s is not None for _, unit in open_)
+        suspected = sum(unit.resting_until_s is None and unit.alone for _, unit in open_)
+        left = len(self.sizes) - len(self.done) - len(held) - resting - suspected
+        return {
+            "done": len(self.done),
+            "held": len(held),
+            "resting": resting,
+            "suspected": suspected,
+            "waiting": left,
+        }
+
     def overdue(self, now_s: float, limits: Limits) -> list[tuple[str, str]]:
         """The workers that hang, while decoding or while starting: (name, reason)."""
         stuck = {lease.worker for lease in self.leases.values() if lease.expires_s < now_s}
