@@ -13,12 +13,15 @@ import sys
 from collections.abc import Sequence
 
 from jobs.arguments import (
+    catchup,
     compact,
     compare,
     evaluate,
     export,
+    list_runs,
     measure,
     models,
+    prune,
     report,
     rerun,
     run,
@@ -48,6 +51,9 @@ COMMANDS = (
     sweep,
     measure,
     evaluate,
+    list_runs,
+    catchup,
+    prune,
     models,
 )
 """The commands, in the order in which `draftmill --help` lists them."""

@@ -10,6 +10,7 @@ from jobs.arguments.shared import (
     date_argument,
     dated_spec,
     driver_arguments,
+    if_running_argument,
     run_options,
     spec_arguments,
 )
@@ -21,12 +22,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
     spec_arguments(command)
     driver_arguments(command)
     date_argument(command)
-    command.add_argument(
-        "--if-running",
-        default="fail",
-        choices=["skip", "wait", "fail"],
-        help="if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)",
-    )
+    if_running_argument(command)
     command.set_defaults(command=_run, resumes=True)
 
 

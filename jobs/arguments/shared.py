@@ -39,6 +39,16 @@ def date_argument(command: argparse.ArgumentParser) -> None:
     )
 
 
+def if_running_argument(command: argparse.ArgumentParser) -> None:
+    """Add `--if-running`."""
+    command.add_argument(
+        "--if-running",
+        default="fail",
+        choices=["skip", "wait", "fail"],
+        help="if another driver works on this job: end with exit code 0, wait until it has ended, or end with 4 (fail)",
+    )
+
+
 def dated_spec(spec: JobSpec, logical_date: str | None) -> JobSpec:
     """The spec with the logical date of the command line, if there is one; UserError if it is none, or has no use."""
     from jobs.spec.job_spec import with_logical_date

@@ -28,7 +28,7 @@ from jobs.finished.measure import measure_units
 from jobs.finished.measure_session import measure_run, say_interrupted
 from jobs.finished.metric_figures import metric_lines
 from jobs.finished.metric_ready import Ready, kept_in, ready_metrics
-from jobs.finished.passes import Pass, finished, left_failed, passes_of
+from jobs.finished.passes import PRUNED, Pass, finished, left_failed, passes_of
 from jobs.finished.summary import read_summary, table_lines
 from jobs.notes import counted, size_text
 from jobs.plan.plan import NothingLeft, Plan, load_plan
@@ -129,6 +129,9 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
         prepared = prepare(spec, store, display, loaders=None if news is None else news.loaders())
     ready = ready_for(spec, prepared.plan)
     if prepared.plan is not None and is_closed(store):
+        if store.exists(PRUNED):
+            print(f"{store.url} is already finished; its results were deleted by `draftmill prune`")
+            return OK
         print(f"{store.url} is already finished")
         s3 = spec.s3.options()
         is_measured = ready is None or measure_run(store, spec, ready, options, s3=s3, lease=run_lease)
@@ -142,9 +145,8 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
             with ExitStack() as stack:
-                if (
-                    prepared.plan is None and spec.input.dedupe is None
-                ):  # fail on missing resources before writing anything
+                # Fail on missing resources before writing anything; where there may be nothing to do, plan without Ray.
+                if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(site.opening(display, prepared))
                 plan = prepared.plan or planned(site, prepared, store, display, epoch=lease.epoch, path=path)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)

@@ -11,7 +11,7 @@ from jobs.driving.attempts import read_sessions
 from jobs.driving.device_time import DeviceSums
 from jobs.driving.totals import exactness, ratio
 from jobs.finished.metric_figures import metric_lines
-from jobs.finished.passes import Pass, left_failed, passes_of, require_plan
+from jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
 from jobs.notes import duration, rate_text
 from jobs.plan.plan import Plan
 from jobs.watching.cost import cost_rows
@@ -46,6 +46,10 @@ def pass_line(one: Pass) -> str:
 
 def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     """The report, line by line."""
+    if store.exists(PRUNED):
+        yield "  state    finished; its results were deleted by `draftmill prune`"
+        yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
+        return
     done = done_units(store, conditional=False) or done_units(store)
     sizes = {size.unit: size.rows for size in plan.sizes()}
     rows = sum(sizes[unit] for unit in done if unit in sizes)

@@ -29,6 +29,9 @@ from storage.stores.verbs import S3Options, Store
 
 FOLDER = "passes/"
 
+PRUNED = "_pruned.json"
+"""In a run whose results `draftmill prune` has deleted: when, how much, and the sums of the run."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -93,6 +96,8 @@ def finished(passes: Sequence[Pass]) -> list[Pass]:
     """The finished passes; UserError if not even the first one is finished."""
     if passes[0].manifest is None:
         raise UserError(f"{passes[0].store.url} is not finished: there is no manifest; `draftmill run` resumes it")
+    if passes[0].store.exists(PRUNED):
+        raise UserError(f"the results of {passes[0].store.url} were deleted by `draftmill prune`")
     return [one for one in passes if one.manifest is not None]
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.finished.passes import latest_rows, passes_of
+from jobs.finished.passes import PRUNED, latest_rows, passes_of
 from jobs.notes import Notes, counted
 from jobs.plan.plan import Sift
 from jobs.recurring.id_index import HASH_BYTES, IdIndex, column_of, hashes_in, hashes_of
@@ -55,7 +55,7 @@ def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Opti
 
 def ids_of(base: Store, run: FoundRun, *, s3: S3Options | None) -> pa.Table:
     """A table of SCHEMA with the hashed ids that are ok in a finished run; enters it into the cache."""
-    if IDS in run.level.files:
+    if PRUNED in run.level.files:
         return read_parquet(run.store.get(IDS)).replace_schema_metadata(None)
     passes = _passes(run)
     table = cached(base, run, "ids", SCHEMA, passes=passes)

@@ -23,7 +23,10 @@ THREADS = 16
 
 @dataclass(frozen=True, slots=True)
 class FoundRun:
-    """A run directory: its name below the folder that was searched (empty for the folder itself), and its own level."""
+    """A run directory: its name below the folder that was searched (empty for the folder itself), and its own level.
+
+    The names of the level's Stats begin at the folder that was searched.
+    """
 
     name: str
     store: Store

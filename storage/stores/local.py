@@ -130,6 +130,12 @@ class LocalStore:
             with suppress(OSError):  # not empty
                 self._made.pop().rmdir()
 
+    def remove_empty_folders(self) -> None:
+        """Remove every empty folder, the root last."""
+        for folder, _, _ in os.walk(self.root, topdown=False):
+            with suppress(OSError):  # not empty
+                Path(folder).rmdir()
+
     def _path(self, name: str) -> Path:
         return self.root / checked_name(name)
 

@@ -43,6 +43,12 @@ def tidy(store: Store) -> None:
         store.tidy()
 
 
+def remove_empty_folders(store: Store) -> None:
+    """Remove every empty folder in a store, and its own if that is empty; only a local store has folders."""
+    if isinstance(store, LocalStore):
+        store.remove_empty_folders()
+
+
 def probe(store: Store) -> bool:
     """True if the store honours conditional creation: of two creates of one name, the second is refused.
 

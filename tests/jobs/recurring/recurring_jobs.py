@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from jobs.cli import main
 from storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec
 
-KILLS = ("ledger.before_cache",)
+KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
 """Failpoints of recurring jobs alone, at each of which a test here kills."""
 
 DATED = "{date:%Y-%m-%d}"
@@ -41,9 +42,11 @@ def drive(failpoints: str, log: str, *arguments: str) -> None:
     sys.exit(main(list(arguments)))
 
 
-def driver(spec: Path, log: Path, *options: str, failpoints: str = "") -> ForkServerProcess:
-    """A driver process, started."""
-    return forked(drive, failpoints, str(log), "run", str(spec), "--local", "--quiet", *options)
+def driver(
+    spec: Path, log: Path, *options: str, failpoints: str = "", command: Sequence[str] = ()
+) -> ForkServerProcess:
+    """A driver process, started: `draftmill run`, or another command."""
+    return forked(drive, failpoints, str(log), *(command or ("run", str(spec), "--local", "--quiet", *options)))
 
 
 def units_decoded(run_dir: Path) -> Counter[int]:

@@ -13,8 +13,9 @@ from jobs.driving.driver import StopFlag
 from jobs.recurring import name_lease as module
 from jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
 from storage.runs.lease import LEASE, acquire
-from storage.stores.verbs import Store
-from tests.jobs.recurring.recurring_jobs import driver, nightly, run, units_decoded
+from storage.stores.s3 import S3Store
+from storage.stores.verbs import S3Options, Store
+from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of
 
 OVERLAP = "plan.before_plan=sleep:1:1.5"
@@ -119,6 +120,30 @@ def test_of_drivers_started_at_once_one_works_and_nothing_is_decoded_twice(tmp_p
         assert sum("draftmill: skipped" in text for text in said) == count - 1, said
         assert units_decoded(done) == {0: 1, 1: 1}
         assert rows_of(done).num_rows == 8
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_of_drivers_started_at_once_on_s3_one_works(tmp_path: Path, s3_url: str, s3_options: S3Options) -> None:
+    spec = nightly(
+        tmp_path,
+        output={"path": f"{s3_url}/nightly/{DATED}", "unit_rows": 4},
+        s3={"endpoint": s3_options.endpoint, "region": s3_options.region},
+    )
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    options = ("--logical-date", "2026-11-01", "--if-running", "skip")
+    drivers = [driver(spec, log, *options, failpoints=OVERLAP) for log in logs]
+    for process in drivers:
+        process.join(120)
+    said = [log.read_text() for log in logs]
+    assert [process.exitcode for process in drivers] == [OK] * 3, said
+    assert sum("draftmill: skipped" in text for text in said) == 2, said
+    store = S3Store(f"{s3_url}/nightly/2026-11-01", s3_options)
+    assert {stat.name.partition("-part")[0] for stat in store.list("attempts/")} == {
+        "attempts/epoch-0001",
+        "attempts/epoch-0001-session.jsonl",
+    }
+    assert rows_of(store).num_rows == 8
 
 
 @pytest.mark.slow

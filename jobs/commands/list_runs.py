@@ -1,0 +1,65 @@
+"""`draftmill list`: the runs below a folder with their state, date and samples, one line each, or as JSON. Writes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from jobs.codes import OK
+from jobs.notes import counted
+from jobs.recurring.run_facts import RunFacts, facts_of
+from jobs.recurring.runs_below import FoundRun, runs_below
+from storage.errors import UserError
+from storage.stores.levels import level_of
+from storage.stores.promises import promised
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+
+def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:
+    """Print the runs below a folder; returns the exit code. UserError if nothing is there."""
+    store = open_store(folder, s3=s3)
+    found = [promise.result() for _, promise in promised(store, found_in(store, s3), lambda run: facts_of(run, s3=s3))]
+    if as_json:
+        print(json.dumps([facts.data() for facts in found], indent=1))
+    else:
+        print("\n".join([f"{store.url}: {counted(len(found), 'run')}", *lines_of(found)]))
+    return OK
+
+
+def found_in(store: Store, s3: S3Options | None) -> list[FoundRun]:
+    """The runs below a folder; UserError if nothing at all is there."""
+    runs = runs_below(store, s3=s3)
+    if not runs:
+        level = level_of(store)
+        if not level.folders and not level.files:
+            raise UserError(f"nothing is at {store.url}")
+    return runs
+
+
+def lines_of(found: Sequence[RunFacts]) -> list[str]:
+    """A line for each run."""
+    rows = [[facts.name, facts.state, _date(facts), *_sums(facts)] for facts in found]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _date(facts: RunFacts) -> str:
+    if facts.date is None:
+        return "-"
+    return facts.date.removesuffix("T00:00:00Z").replace("T", " ").replace("Z", " UTC")
+
+
+def _sums(facts: RunFacts) -> tuple[str, str]:
+    """The samples, and what else there is to say."""
+    if facts.state == "damaged":
+        return "", f"`draftmill status {facts.run}` says what is damaged"
+    if facts.samples is None:
+        return "", "being planned" + (f", driver {facts.driver}" if facts.driver else "")
+    samples = counted(facts.samples, "sample")
+    if facts.failed is not None:
+        return samples, f"{facts.failed:,} failed" + ("; results were pruned" if facts.is_pruned else "")
+    units = f"{facts.units_done:,} of {facts.units:,} units done"
+    return samples, units + (f", driver {facts.driver}" if facts.driver else "")

@@ -1,0 +1,156 @@
+"""Deletes the results of old runs of a recurring job, and keeps what proves that their inputs are done.
+
+Of a finished run stay `_plan.json` and `_SUCCESS`, by which `input.since` knows its inputs, `_ids.parquet`, by which
+`input.dedupe` knows its ids, `_manifest.json` with the hashes of what was there, and the sums of its sessions. An unfinished run
+proves nothing: it goes whole. `_pruned.json` is written before anything is deleted, so that no run without results is taken for a
+damaged one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from actors.plan_table import PLAN
+from jobs.finished.passes import PRUNED, left_failed, passes_of
+from jobs.recurring.known_ids import IDS, ok_ids
+from jobs.recurring.name_lease import run_lease
+from jobs.recurring.run_facts import RunFacts, facts_of
+from jobs.recurring.runs_below import FoundRun, runs_below
+from jobs.spec.dated_path import read_date, written
+from storage.errors import UserError
+from storage.failpoints import failpoint
+from storage.parquet import write_parquet
+from storage.runs.commit import SUCCESS
+from storage.runs.lease import LEASE
+from storage.stores.store import remove_empty_folders
+from storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
+
+FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "logs/")
+"""What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
+
+SESSIONS = "-session.jsonl"
+"""The sums of a driver's session, a few hundred bytes each: they say what a run cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which runs stay: the `newest` ones, and those whose date is less than `age` ago. A run stays if either says so."""
+
+    newest: int | None = None
+    age: timedelta | None = None
+
+    @property
+    def text(self) -> str:
+        """The rule in words."""
+        parts = [] if self.newest is None else [f"the {self.newest:,} newest"]
+        return " and ".join(parts + ([] if self.age is None else [f"those of the last {self.age.days:,} days"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A run, and why it stays; it goes if `stays` is None."""
+
+    run: FoundRun
+    facts: RunFacts
+    stays: str | None
+    objects: list[Stat] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that would be deleted."""
+        return sum(stat.size for stat in self.objects)
+
+
+def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool, s3: S3Options | None) -> list[Candidate]:
+    """Every run below the base path, oldest first, and whether it goes."""
+    found = [(run, facts_of(run, s3=s3)) for run in runs_below(base, s3=s3) if run.name]
+    found.sort(key=lambda pair: (pair[1].date or "", pair[0].name))
+    free = [facts for _, facts in found if not facts.is_pruned and _may_go(facts, unfinished=unfinished) is None]
+    newest = _newest(free, keep.newest)
+
+    def judged(run: FoundRun, facts: RunFacts) -> Candidate:
+        stays = _may_go(facts, unfinished=unfinished) or _kept(facts, keep, newest, now)
+        objects = [] if stays else list(_objects(run, facts))
+        if facts.is_pruned and not objects:
+            stays = "its results were pruned before"
+        return Candidate(run, facts, stays, objects)
+
+    return [judged(run, facts) for run, facts in found]
+
+
+def _newest(facts: Sequence[RunFacts], count: int | None) -> set[str]:
+    return set() if not count else {one.name for one in facts[-count:]}
+
+
+def _may_go(facts: RunFacts, *, unfinished: bool) -> str | None:
+    """Why a run must stay whatever its date is; None if it may go."""
+    if facts.driver is not None:
+        return f"driver {facts.driver} works on it"
+    if facts.state == "damaged":
+        return "it is damaged"
+    if facts.logical_date is None and facts.samples is not None:
+        return "it is not a run of a recurring job: it has no logical date"
+    if not facts.is_success and not unfinished:
+        return "it is not finished; --unfinished deletes such runs, too"
+    return None
+
+
+def _kept(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str | None:
+    if facts.is_pruned:  # what a prune that was killed has left
+        return None
+    if facts.name in newest:
+        return "one of the newest"
+    if keep.age is not None and facts.date is not None and now - read_date(facts.date) < keep.age:
+        return f"not older than {keep.age.days:,} days"
+    return None
+
+
+def _objects(run: FoundRun, facts: RunFacts) -> Iterator[Stat]:
+    for folder in FOLDERS:
+        for stat in run.store.list(folder):
+            if not (facts.is_success and stat.name.startswith("attempts/") and stat.name.endswith(SESSIONS)):
+                yield stat
+    if not facts.is_success:
+        own = {name: stat for name, stat in run.level.files.items() if name[0] == "_" and name not in {PLAN, LEASE}}
+        yield from (replace(stat, name=name) for name, stat in own.items())
+
+
+def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
+    """Delete what goes of a run, under its lease; may be called again after it was killed. Held if a driver has started."""
+    store = one.run.store
+    with run_lease(store, on_lost) as lease:
+        if one.facts.is_success:
+            _prove(one, s3=s3)
+        elif store.exists(SUCCESS):
+            raise UserError(f"{store.url} has finished in the meantime; run the command again")
+        for stat in one.objects:
+            failpoint("prune.before_delete")
+            store.delete(stat.name)
+        if not one.facts.is_success:
+            lease.check()
+            store.delete(PLAN)
+            store.delete(LEASE)
+    remove_empty_folders(store)
+
+
+def _prove(one: Candidate, *, s3: S3Options | None) -> None:
+    """Keep the ids that are ok, then say that the results are gone."""
+    store = one.run.store
+    if store.exists(PRUNED):
+        return
+    with suppress(AlreadyExists):
+        store.create(IDS, write_parquet(ok_ids(store, s3=s3), {}))
+    failpoint("prune.before_mark")
+    said = {
+        "pruned_at": written(datetime.now(UTC)),
+        "objects": len(one.objects),
+        "bytes": one.num_bytes,
+        "samples": one.facts.samples,
+        "failed": left_failed(passes_of(store, s3=s3)),
+    }
+    with suppress(AlreadyExists):
+        store.create(PRUNED, (json.dumps(said) + "\n").encode())
