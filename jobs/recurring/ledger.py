@@ -25,6 +25,7 @@ FORMAT = "1"
 LEDGER = pa.schema(
     [
         ("uri", pa.string()),
+        ("name", pa.string()),
         ("size", pa.int64()),
         ("etag", pa.string()),
         ("mtime_s", pa.float64()),

@@ -1,18 +1,20 @@
 """`input.since: last_success`: the inputs that no finished run of a recurring job has had.
 
-A set difference between today's listing and the inputs of all finished runs; no clock decides anything. A file is new if its uri
-is unknown, and changed if its etag (on S3), or its size and date (on disk), are those of no finished run. A local file whose
-date alone has changed is hashed: with the same content it counts as the same, as in the fingerprint.
+A set difference between today's listing and the inputs of all finished runs; no clock decides anything. A file is new if its
+place and its name are unknown, and changed if its etag (on S3), or its size and date (on disk), are those of no finished run. A
+local file whose date or place alone has changed is hashed: with the same name and content it counts as the same, as in the
+fingerprint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from actors.plan_table import PLAN
 from jobs.notes import counted
@@ -97,42 +99,59 @@ def finished_runs(path: str, spec: JobSpec) -> list[DatedRun]:
 def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> NewInputs:
     """The listed files without those that are in `done` (a table of LEDGER) in the same version."""
     table = table_of(listed)
-    is_known = pc.is_in(table["uri"], value_set=_one(done["uri"])).to_numpy()
-    is_same = pc.is_in(versions(table), value_set=_one(versions(done))).to_numpy()
-    touched = np.flatnonzero(is_known & ~is_same)
-    is_same[_same_content([(index, listed[index]) for index in touched.tolist()], done)] = True
-    vanished = pc.sum(pc.invert(pc.is_in(pc.unique(done["uri"]), value_set=_one(table["uri"])))).as_py() or 0
+    is_known = _among(table["uri"], done["uri"]) | _among(table["name"], done["name"])
+    is_same = _among(versions(table, "uri"), versions(done, "uri"))
+    is_same |= _among(versions(table, "name"), versions(done, "name"))
+    unsure = np.flatnonzero(is_known & ~is_same)
+    is_same[_same_content([(index, listed[index]) for index in unsure.tolist()], done)] = True
+    is_gone = ~(_among(done["uri"], table["uri"]) | _among(done["name"], table["name"]))
     return NewInputs(
         files=[file for file, same in zip(listed, is_same.tolist(), strict=True) if not same],
         new=int((~is_known).sum()),
         changed=int((is_known & ~is_same).sum()),
         same=int(is_same.sum()),
-        vanished=vanished,
+        vanished=pc.count_distinct(done["uri"].filter(pa.array(is_gone))).as_py(),
         runs=runs,
     )
 
 
-def versions(table: pa.Table) -> pa.ChunkedArray:
-    """Of each row of a table of LEDGER, a text that names the file and its version."""
-    dated = pc.binary_join_element_wise(_text(table["size"]), _text(table["mtime_s"]), " ")
-    return pc.binary_join_element_wise(table["uri"], pc.coalesce(table["etag"], dated), "\n")
+def versions(table: pa.Table, key: str) -> pa.ChunkedArray:
+    """Of each row of a table of LEDGER a text that names the file, by its uri or name, and its version; null if it has none.
+
+    A date tells versions apart in one place only, so a name needs an etag.
+    """
+    tagged = pc.binary_join_element_wise(_text(table["size"]), table["etag"], " ")
+    dated = pc.binary_join_element_wise(_text(table["size"]), _text(table["mtime_s"]), "\t")
+    version = pc.coalesce(tagged, dated) if key == "uri" else tagged
+    return pc.binary_join_element_wise(table[key], version, "\n")
 
 
 def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.fill_null(pc.cast(column, pa.string()), "")
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+def _among(column: pa.ChunkedArray, values: pa.ChunkedArray) -> NDArray[np.bool_]:
+    """Of each entry whether it is among the values; not if it is null."""
+    found = pc.is_in(column, value_set=pc.drop_null(values).combine_chunks(), skip_nulls=True)
+    return np.array(found.to_numpy())
 
 
-def _same_content(files: Iterable[tuple[int, InputFile]], done: pa.Table) -> list[int]:
+def _same_content(files: Sequence[tuple[int, InputFile]], done: pa.Table) -> list[int]:
     """The numbers of the local files whose content a finished run has had; only those of a known size are read."""
-    numbered = list(files)
-    wanted = pa.array([file.uri for _, file in numbered], pa.string())
-    known = done.filter(pc.and_(pc.is_in(done["uri"], value_set=wanted), pc.is_valid(done["sha256"])))
-    contents = set(zip(known["uri"].to_pylist(), known["sha256"].to_pylist(), strict=True))
-    sizes = set(zip(known["uri"].to_pylist(), known["size"].to_pylist(), strict=True))
-    candidates = [(number, file) for number, file in numbered if file.etag is None and (file.uri, file.size) in sizes]
+    known = done.filter(pc.is_valid(done["sha256"]))
+    here = [(number, file) for number, file in files if file.etag is None]
+    contents: dict[tuple[str, str, int], set[str]] = {}
+    for key in ("uri", "name"):
+        wanted = pa.array([getattr(file, key) for _, file in here], pa.string())
+        part = known.filter(pc.is_in(known[key], value_set=wanted))
+        columns = (part[column].to_pylist() for column in (key, "size", "sha256"))
+        for value, size, sha256 in zip(*columns, strict=True):
+            contents.setdefault((key, value, size), set()).add(sha256)
+
+    def hashes(file: InputFile) -> set[str]:
+        size = file.size or 0
+        return contents.get(("uri", file.uri, size), set()) | contents.get(("name", file.name, size), set())
+
+    candidates = [(number, file) for number, file in here if hashes(file)]
     found = hashed([file for _, file in candidates])
-    return [number for (number, _), file in zip(candidates, found, strict=True) if (file.uri, file.sha256) in contents]
+    return [number for (number, _), file in zip(candidates, found, strict=True) if file.sha256 in hashes(file)]

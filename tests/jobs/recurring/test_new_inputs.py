@@ -94,6 +94,19 @@ def test_a_file_that_was_only_touched_is_done_and_one_of_the_same_size_and_other
     assert "0 new, 0 changed, 2 done before" in on(spec, 3, capsys), "the first version again"
 
 
+def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec, landing = incremental(tmp_path), tmp_path / "landing"
+    land(landing, "a.jsonl")
+    land(landing, "b.jsonl", seed=1)
+    on(spec, 1, capsys)
+    shutil.copytree(landing, tmp_path / "elsewhere")
+    shutil.rmtree(landing)
+    land(tmp_path / "elsewhere", "b.jsonl", rows=5, seed=2)
+    moved = ("--set", f"input.path={tmp_path}/elsewhere/*.jsonl")
+    assert "0 new, 1 changed, 1 done before, 0 vanished" in on(spec, 2, capsys, *moved)
+    assert inputs_of(tmp_path, 2) == ["b.jsonl"]
+
+
 def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_own_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +250,6 @@ def test_the_difference_is_that_of_plain_sets() -> None:
     assert found.new == sum(one.uri not in known for one in fresh)
     assert found.changed == len(fresh) - found.new > 0
     assert found.same == len(listed) - len(fresh) > 0
-    assert found.vanished == len(known - {one.uri for one in listed}) > 0
+    assert found.vanished == len(known - {one.uri for one in listed}) == 13
     assert difference([], LEDGER.empty_table(), runs=0).files == []
     assert json.dumps(found.text)
