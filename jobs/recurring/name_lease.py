@@ -16,9 +16,9 @@ from typing import Literal
 
 from actors.plan_table import PLAN
 from jobs.codes import INTERRUPTED, OK
-from jobs.driving.lease_keeper import kept_lease
+from jobs.driving.lease_keeper import TTL_S, kept_lease
 from storage.errors import UserError
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder
+from storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder, pid_here
 from storage.stores.verbs import Store
 
 IfRunning = Literal["skip", "wait", "fail"]
@@ -66,7 +66,8 @@ def _entered(stack: ExitStack, store: Store, on_lost: Callable[[str], None], *, 
 def when_free(work: Callable[[], int], if_running: IfRunning, *, sleep: Callable[[float], None] = time.sleep) -> int:
     """Do the work, and return its exit code; if another driver holds a lease that it needs, do what `if_running` says.
 
-    `skip` says so in one line and returns 0. `wait` starts the work again once the lease is free. `fail` returns 4.
+    `skip` says so in one line and returns 0, if the other driver works (see `works`). `wait` starts the work again once the lease
+    is free. `fail` returns 4.
     """
     said = None
     while True:
@@ -76,9 +77,11 @@ def when_free(work: Callable[[], int], if_running: IfRunning, *, sleep: Callable
             print(f"draftmill: {error}", file=sys.stderr)
             return INTERRUPTED
         except Held as error:
-            if if_running == "skip":
+            if if_running == "skip" and works(error, sleep):
                 print(f"draftmill: skipped: {error}")
                 return OK
+            if if_running == "skip":
+                continue
             if if_running == "fail":
                 print(f"draftmill: {error}", file=sys.stderr)
                 return INTERRUPTED
@@ -87,3 +90,21 @@ def when_free(work: Callable[[], int], if_running: IfRunning, *, sleep: Callable
                 print(f"draftmill: waiting: {error}", file=sys.stderr)
             while holder(error.store) is not None:
                 sleep(POLL_S)
+
+
+def works(error: Held, sleep: Callable[[float], None]) -> bool:
+    """Whether the holder of a lease works; False once the lease is free.
+
+    A scheduler starts a driver again when its machine was lost, sooner than the lease of the lost one runs out. To leave then
+    would end the job with exit code 0 and its work undone. So the holder has to be a living process of this machine, or to renew
+    its lease before it runs out, which a driver that works does within a quarter of that time.
+    """
+    held = error.held
+    if pid_here(held.owner) is not None or held.expires_at_s - time.time() > TTL_S:
+        return True
+    print(f"draftmill: {error}; waiting for a sign of life", file=sys.stderr)
+    while (now := holder(error.store)) is not None:
+        if (now.owner, now.expires_at_s) != (held.owner, held.expires_at_s):
+            return True
+        sleep(POLL_S)
+    return False

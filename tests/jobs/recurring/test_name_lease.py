@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.codes import INTERRUPTED, OK
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from jobs.driving.driver import StopFlag
 from jobs.recurring import name_lease as module
 from jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
@@ -45,7 +45,7 @@ def test_a_broken_spec_leaves_no_base_path_behind(tmp_path: Path, capsys: pytest
 
 
 def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    other = acquire(store, "elsewhere:boot-1:77", 60.0)
+    other = acquire(store, "elsewhere:boot-1:77", 3600.0)
     calls, sleeps = [], []
 
     def work() -> int:
@@ -68,12 +68,42 @@ def test_waiting_starts_the_work_again_when_the_lease_is_free(store: Store, caps
     assert capsys.readouterr().err.count("draftmill: waiting") == 1
 
 
+def test_a_driver_that_may_be_lost_is_skipped_only_if_it_renews_its_lease(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = acquire(store, "elsewhere:boot-1:77", 60.0)
+    calls, sleeps = [], []
+
+    def work() -> int:
+        calls.append(1)
+        with name_lease(store, StopFlag().set):
+            return TOO_MANY_FAILED
+
+    def alive(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 2:
+            other.renew()
+
+    def lost(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 5:
+            other.release()  # as when it has run out
+
+    assert when_free(work, "skip", sleep=alive) == OK
+    said = capsys.readouterr()
+    assert "draftmill: skipped: another driver holds the job" in said.out and "waiting for a sign of life" in said.err
+    assert (len(calls), len(sleeps)) == (1, 2)
+    assert when_free(work, "skip", sleep=lost) == TOO_MANY_FAILED, "the work is done after all"
+    assert (len(calls), len(sleeps)) == (3, 5)
+    assert "skipped" not in capsys.readouterr().out
+
+
 def test_what_a_run_does_where_another_machine_holds_the_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.05)
     spec = nightly(tmp_path)
-    held_elsewhere(tmp_path / "nightly", 60)
+    held_elsewhere(tmp_path / "nightly", 3600)
     assert run(spec) == INTERRUPTED, "a run typed by hand"
     assert "elsewhere:boot-1:77" in capsys.readouterr().err
     assert run(spec, "--if-running", "skip") == OK
@@ -90,7 +120,7 @@ def test_without_a_date_the_option_means_the_lease_of_the_run_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = nightly(tmp_path, output={"path": str(tmp_path / "one"), "unit_rows": 4})
-    held_elsewhere(tmp_path / "one", 60)
+    held_elsewhere(tmp_path / "one", 3600)
     assert run(spec) == INTERRUPTED
     assert "another driver holds this run directory: elsewhere:boot-1:77" in capsys.readouterr().err
     assert run(spec, "--if-running", "skip") == OK
