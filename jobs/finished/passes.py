@@ -71,7 +71,9 @@ def require_plan(store: Store) -> Plan:
     if plan is None and store.exists(RECORD):
         raise UserError(f"{store.url} is a sweep; its run directories are {store.url.rstrip('/')}/{CASES}/NAME")
     if plan is None:
-        raise UserError(f"{store.url} is not a run directory: there is no _plan.json")
+        raise UserError(
+            f"{store.url} is not a run directory: there is no _plan.json; `draftmill list` shows the runs below a folder"
+        )
     return plan
 
 

@@ -11,8 +11,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from jobs.cli import main
-from storage.failpoints import VARIABLE
+from storage.failpoints import VARIABLE, FailpointError, reset_failpoints
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec
 
 KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")
@@ -31,6 +33,16 @@ def nightly(folder: Path, *, rows: Path | None = None, name: str = "nightly", **
 def run(spec: Path, *options: str) -> int:
     """The exit code of `draftmill run --local`."""
     return main(["run", str(spec), "--local", "--quiet", *options])
+
+
+def interrupted(spec: Path, date: str) -> None:
+    """A run of this date that decodes everything and does not end."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, "commit.before_manifest=raise")
+        reset_failpoints()
+        with pytest.raises(FailpointError):
+            run(spec, "--logical-date", date, "--debug")
+    reset_failpoints()
 
 
 def drive(failpoints: str, log: str, *arguments: str) -> None:

@@ -16,12 +16,11 @@ from jobs.cli import main
 from jobs.plan.plan import load_plan
 from jobs.recurring.ledger import LEDGER, table_of
 from jobs.recurring.new_inputs import difference
-from storage.failpoints import VARIABLE, FailpointError
 from storage.inputs.reader import InputFile
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
-from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
+from tests.jobs.recurring.recurring_jobs import DATED, driver, interrupted, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of, write_rows
 
 SINCE = {"columns": {"id": "id", "tokens": "tokens"}, "since": "last_success"}
@@ -108,14 +107,11 @@ def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pyte
 
 
 def test_a_run_that_did_not_finish_does_not_count_and_a_resumed_one_keeps_its_own_inputs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "b.jsonl")
-    monkeypatch.setenv(VARIABLE, "commit.before_manifest=raise")
-    with pytest.raises(FailpointError):
-        run(spec, "--logical-date", "2026-11-01", "--debug")
-    monkeypatch.delenv(VARIABLE)
+    interrupted(spec, "2026-11-01")
     assert capsys.readouterr()
     land(landing, "a.jsonl", seed=1)
     assert "2 new, 0 changed, 0 done before" in on(spec, 2, capsys), "the inputs of the unfinished run come again"

@@ -15,12 +15,11 @@ from jobs.recurring.catching_up import dates_of
 from jobs.recurring.runs_below import runs_below
 from jobs.spec.job_spec import load_spec
 from storage.errors import UserError
-from storage.failpoints import VARIABLE, FailpointError, reset_failpoints
 from storage.runs.lease import acquire
 from storage.stores.s3 import S3Store
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
-from tests.jobs.recurring.recurring_jobs import DATED, KILLS, driver, nightly, run
+from tests.jobs.recurring.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
 from tests.runs.jobs_of_tests import write_rows
 
 INPUT = {"columns": {"id": "id", "tokens": "tokens"}, "since": "last_success", "dedupe": "ids"}
@@ -43,15 +42,6 @@ def land(folder: Path, day: int) -> Path:
 
 def on(spec: Path, day: int, *options: str) -> int:
     return run(spec, "--logical-date", f"2026-11-{day:02d}", *options)
-
-
-def interrupted(spec: Path, day: int) -> None:
-    """A run of this day that does not end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, "commit.before_manifest=raise")
-        reset_failpoints()
-        with pytest.raises(FailpointError):
-            on(spec, day, "--debug")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +87,7 @@ def test_a_list_has_a_line_for_each_run_with_its_state(tmp_path: Path, capsys: p
     bad.write_text(bad.read_text() + "no json\n")
     assert on(spec, 2) == 3
     land(tmp_path, 3)
-    interrupted(spec, 3)
+    interrupted(spec, "2026-11-03")
     assert run(nightly(tmp_path, name="other", output={"path": str(tmp_path / "other" / "plain")})) == 0
     found = listed(tmp_path, capsys)
     assert {name: one["state"] for name, one in found.items()} == {
@@ -280,7 +270,7 @@ def test_runs_in_a_bucket_are_listed_and_pruned(
 def test_catchup_lists_missed_dates_and_runs_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = nightly(tmp_path)
     assert on(spec, 2) == 0
-    interrupted(spec, 4)
+    interrupted(spec, "2026-11-04")
     capsys.readouterr()
     span = ["--from", "2026-11-01", "--to", "2026-11-04"]
     assert main(["catchup", str(spec), *span]) == 0
@@ -309,7 +299,7 @@ def test_with_since_no_date_is_missed_and_what_a_later_run_has_done_is_supersede
 ) -> None:
     spec = spec_of(tmp_path)
     land(tmp_path, 1)
-    interrupted(spec, 1)
+    interrupted(spec, "2026-11-01")
     now = datetime(2026, 11, 9, 12, tzinfo=UTC)
     assert [(due.date.day, due.state) for due in dates_of(load_spec(spec), now)] == [(1, "interrupted")]
     land(tmp_path, 3)
