@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 from actors.plan_table import ROW_SCHEMA, PlanTable
 from jobs.plan.packing import UNITS_PER_WINDOW
 from jobs.plan.plan_writer import PlanWriter
-from jobs.schedule.waiting import UnitSize, Waiting
+from jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from jobs.schedule.waiting import Waiting
 from storage.inputs.input_file import InputFile
 from storage.inputs.reader import iterate, list_inputs, read_rows
 from storage.stores.store import open_store
@@ -120,7 +121,7 @@ def main() -> None:
             os.link(path, again)
             (file,), (other,) = list_inputs(str(path)), list_inputs(str(again))
             pass_s, plan, units = planned(file)
-            waiting = Waiting(units, set(), workers=1)
+            waiting = Waiting(UnitSizes(units), set(), workers=1)
             all_s = read_s(file, plan, [unit for _ in units if (unit := waiting.take()) is not None])
             longest = [size.unit for size in sorted(units, key=lambda size: -size.tokens)]
             some = list(islice(longest, MOST_UNITS // 16))

@@ -24,7 +24,7 @@ from jobs.driving.driver import StopFlag
 from jobs.driving.lease_keeper import kept_lease
 from jobs.finished.passes import Pass, finished, latest_rows, passes_of
 from jobs.notes import counted
-from jobs.plan.fingerprint import code_version, digest
+from jobs.plan.fingerprint import code_version
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_groups, parquet_writer
 from storage.runs.lease import Lease, LeaseHeld, LeaseLost
@@ -106,8 +106,14 @@ def _is_sound(store: Store, file: CompactFile) -> bool:
 
 def source_of(passes: Sequence[Pass], file_bytes: int) -> str:
     """A hash over the unit files of the finished passes and the chosen file size."""
-    hashes = [[unit.sha256 for unit in one.manifest.units] for one in passes if one.manifest is not None]
-    return digest([hashes, file_bytes])
+    made = hashlib.sha256(b"[[")  # the SHA-256 of JSON, which is not built as a whole: there may be millions of units
+    for number, manifest in enumerate(one.manifest for one in passes if one.manifest is not None):
+        made.update(b",[" if number else b"[")
+        for place, unit in enumerate(manifest.units):
+            made.update(f"{',' if place else ''}{json.dumps(unit.sha256)}".encode())
+        made.update(b"]")
+    made.update(f"],{file_bytes}]".encode())
+    return made.hexdigest()
 
 
 def write_compact(

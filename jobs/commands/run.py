@@ -40,7 +40,7 @@ from jobs.recurring.new_inputs import base_path, finished_runs, new_files
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSizes
 from jobs.spec.dated_path import base_of, has_date
 from jobs.spec.job_spec import JobSpec, at_date
 from jobs.spec.places import check_places
@@ -58,6 +58,7 @@ from storage.runs.commit import (
     write_manifest,
 )
 from storage.runs.lease import Lease
+from storage.runs.unit_facts import CommittedUnits
 from storage.stores.promises import promised
 from storage.stores.store import open_store, probe, sweep
 from storage.stores.verbs import Store
@@ -227,21 +228,21 @@ def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
     done = done_units(run.store, conditional=run.conditional)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
-    left = [size for size in run.plan.sizes() if size.unit not in done]
-    totals.rows_before = run.plan.rows - sum(size.rows for size in left)
+    left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
+    totals.rows_before = run.plan.rows - left.rows
     if done:
         run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
-    committed: dict[int, CommittedUnit] = {}
+    committed = CommittedUnits()
     finish = Finish("done")
     if left:
         with run.site.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals)
     if finish.how == "done":
-        _write_manifest(run, committed, [name for unit, name in done.items() if unit not in committed])
+        _write_manifest(run, committed, (name for unit, name in done.items() if unit not in committed))
     return finish
 
 
-def _drive(run: Run, left: list[UnitSize], totals: Totals) -> tuple[Finish, dict[int, CommittedUnit]]:
+def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, CommittedUnits]:
     count, seat = run.site.seats(run.spec, units=len(left))
     seat = fitting_threads(seat, run.prepared.info.num_parameters)
     log = AttemptsLog(run.store, run.lease.epoch)
@@ -323,11 +324,11 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
     return unit
 
 
-def _write_manifest(run: Run, committed: dict[int, CommittedUnit], earlier: Iterable[str]) -> None:
+def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
     """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
-    units = list(committed.values())
+    units = committed.facts
     for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name)):
-        units.append(facts.result())
+        units.add(facts.result())
     if not run.conditional:
         _sweep(run, units)
     write_manifest(
@@ -392,7 +393,7 @@ def print_table(spec: JobSpec, store: Store) -> None:
     manifest = read_manifest(store)
     if manifest is None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
-    results = read_summary(store, [unit.object for unit in manifest.units])
+    results = read_summary(store, (unit.object for unit in manifest.units))
     sessions = read_sessions(store)
     print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
 

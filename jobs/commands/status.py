@@ -51,8 +51,7 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
         yield f"  samples  {plan.rows:,} of {plan.rows:,} done (100.0%), {failed_so_far(store)} failed"
         return
     done = done_units(store, conditional=False) or done_units(store)
-    sizes = {size.unit: size.rows for size in plan.sizes()}
-    rows = sum(sizes[unit] for unit in done if unit in sizes)
+    rows = sum(size.rows for size in plan.sizes() if size.unit in done)
     driver = driver_of(store)
     sessions = read_sessions(store)
     running = 0 if driver is None else min(plan.units - len(done), sessions.units_held)

@@ -64,7 +64,7 @@ def _row(case: SweepCase) -> list[str]:
     manifest = read_manifest(case.store)
     if manifest is None:
         return [case.name, _progress(case)]
-    tally: Any = read_summary(case.store, [unit.object for unit in manifest.units]).tally
+    tally: Any = read_summary(case.store, (unit.object for unit in manifest.units)).tally
     sessions = read_sessions(case.store)
     rate = ratio(sessions.committed.new_tokens, sessions.wall_s)
     return [

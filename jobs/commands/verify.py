@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from jobs.codes import OK, UNEXPECTED
 from jobs.commands.compact_check import check_compact
@@ -25,9 +27,11 @@ from jobs.commands.metrics_check import check_metrics
 from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
 from jobs.notes import counted
 from jobs.plan.plan import Plan, SampleName, names_of
+from jobs.schedule.unit_sizes import UnitSet
 from storage.errors import DamagedRun, StoreError
 from storage.parquet import parquet_metadata, read_parquet
-from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, Manifest
+from storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
+from storage.runs.done import DoneUnits
 from storage.stores.promises import promised
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Store
@@ -123,21 +127,36 @@ def _row_differences(before: Pass, after: Pass) -> Iterator[str]:
 def check_run(store: Store, plan: Plan, manifest: Manifest) -> Findings:
     """Check every unit of the plan against its file and the manifest, and the run as a whole."""
     findings = Findings()
-    listed = {unit.unit: unit for unit in manifest.units}
-    if len(listed) != len(manifest.units):
+    numbers = unit_numbers(manifest)
+    if len(np.unique(numbers)) != len(numbers):
         findings.problems.append("the manifest lists a unit twice")
     if manifest.fingerprint != plan.fingerprint:
         findings.problems.append("the manifest belongs to another job: its fingerprint differs from the plan's")
-    missing = [unit for unit in range(plan.units) if unit not in listed]
+    places = np.full(plan.units, -1, dtype=np.int64)
+    inside = (numbers >= 0) & (numbers < plan.units)
+    places[numbers[inside]] = np.flatnonzero(inside)
+    missing = np.flatnonzero(places < 0).tolist()
     findings.problems += [f"unit {unit} is planned, but the manifest does not list it" for unit in missing]
-    planned = ((listed.pop(unit), names) for unit, names in plan.unit_samples() if unit in listed)
-    for (committed, names), file in promised(store, planned, lambda one: _read(store, one[0].object)):
+    left = UnitSet(map(int, numbers))
+    for (committed, names), file in promised(
+        store, _planned(plan, manifest, places, left), lambda one: _read(store, one[0].object)
+    ):
         findings.problems += check_unit(plan, committed, names, file, findings)
-    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in listed]
+    findings.problems += [f"unit {unit} is in the manifest, but not in the plan" for unit in left]
     if not findings.is_copy:
         findings.problems += findings.moved
     findings.problems += check_whole(store, plan, manifest)
     return findings
+
+
+def _planned(
+    plan: Plan, manifest: Manifest, places: NDArray[np.int64], left: UnitSet
+) -> Iterator[tuple[CommittedUnit, list[SampleName]]]:
+    """The planned units that the manifest has, with the names of their samples; takes them out of `left`."""
+    for unit, names in plan.unit_samples():
+        if unit in left:
+            left.discard(unit)
+            yield manifest.units[int(places[unit])], names
 
 
 def _read(store: Store, name: str) -> tuple[bytes, str | None]:
@@ -222,15 +241,17 @@ def check_whole(store: Store, plan: Plan, manifest: Manifest) -> list[str]:
     if held != (plan.units, plan.rows):
         problems.append(f"the manifest holds {held[0]} units and {held[1]} rows, the plan {plan.units} and {plan.rows}")
     summed = {"units": held[0]} | {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
-    if _said_in(store, MANIFEST).get("totals") != summed:
+    if manifest.said != summed:
         problems.append("the manifest's totals differ from the sums over its units")
     if not store.exists(SUCCESS):
         problems.append("there is no _SUCCESS")
     elif _said_in(store, SUCCESS) != {"fingerprint": plan.fingerprint, "units": plan.units, "rows": plan.rows}:
         problems.append("_SUCCESS is damaged or belongs to another job")
-    objects = {unit.object for unit in manifest.units}
-    files = [stat.name for stat in store.list("data/") if stat.name.endswith(".parquet")]
-    strangers = sorted(name for name in files if name not in objects)
+    objects = DoneUnits(unit_name)
+    for unit in manifest.units:
+        objects.add(unit.unit, unit.object)
+    names = (stat.name for stat in store.list("data/") if stat.name.endswith(".parquet"))
+    strangers = sorted(name for name in names if objects.get(unit_number(name) or 0) != name)
     if strangers:
         problems.append(f"{len(strangers)} data files are not in the manifest, first {strangers[0]}")
     return problems

@@ -43,6 +43,7 @@ from jobs.schedule.events import (
 from jobs.schedule.scheduler import Scheduler
 from storage.failpoints import failpoint
 from storage.runs.commit import CommittedUnit
+from storage.runs.unit_facts import CommittedUnits
 
 POLL_S = 0.2
 
@@ -139,7 +140,7 @@ class Driver:
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
     watchers: Watchers = field(default_factory=Watchers)
-    committed: dict[int, CommittedUnit] = field(default_factory=dict)
+    committed: CommittedUnits = field(default_factory=CommittedUnits)
     _looked_s: float | None = None
     _watched_s: float = 0.0
     _deadline_s: float | None = None
@@ -249,7 +250,7 @@ class Driver:
 
     def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
         if receipt.unit not in self.committed:
-            self.committed[receipt.unit] = self.record(committed)
+            self.committed.add(self.record(committed))
             self.totals.received(receipt)
             self.totals.devices.counted(receipt.spent_s)
             self.watchers.committed(receipt)

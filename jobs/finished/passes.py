@@ -113,7 +113,7 @@ def left_failed(passes: Sequence[Pass]) -> int:
 def failed_rows(one: Pass) -> Iterator[pa.Table]:
     """The plan's entries (ROW_SCHEMA) of a finished pass's failed rows, in the order of the pass."""
     assert one.manifest is not None
-    wanted = [unit.object for unit in one.manifest.units if unit.failed]
+    wanted = (unit.object for unit in one.manifest.units if unit.failed)
     tables = read_results(one.store, objects=wanted, columns=["id", "sample", "status"])
     for unit, planned in zip(one.manifest.units, one.plan.tables(), strict=True):
         if unit.failed:
@@ -135,7 +135,7 @@ def latest_rows(passes: Sequence[Pass], *, columns: Sequence[str] | None = None)
 
 def _rows_of(one: Pass, columns: Sequence[str] | None) -> Iterator[pa.Table]:
     assert one.manifest is not None
-    for table in read_results(one.store, objects=[unit.object for unit in one.manifest.units], columns=columns):
+    for table in read_results(one.store, objects=(unit.object for unit in one.manifest.units), columns=columns):
         yield table.replace_schema_metadata(None)
 
 

@@ -95,13 +95,13 @@ class PlanWriter:
         discard_parts(self._store, self._epoch)
 
     def unit_table(self) -> list[dict[str, Any]]:
-        """The parts, the sizes of their units and the first units of windows, as `_plan.json` lists them."""
+        """The parts, the sizes of their units and the first units of windows, as `_plan.json` lists them; lists are arrays."""
         listed = []
         for part in self.parts:
             end = part.first + part.units
             units, windows = slice(part.first, end), self.sums.windows
-            sizes = {"unit_rows": self.sums.rows[units].tolist(), "unit_tokens": self.sums.tokens[units].tolist()}
-            sizes["windows"] = windows[bisect_left(windows, part.first) : bisect_left(windows, end)].tolist()
+            sizes = {"unit_rows": self.sums.rows[units], "unit_tokens": self.sums.tokens[units]}
+            sizes["windows"] = windows[bisect_left(windows, part.first) : bisect_left(windows, end)]
             listed.append(asdict(part) | sizes)
         return listed
 

@@ -49,7 +49,7 @@ from jobs.schedule.events import (
 )
 from jobs.schedule.staffing import Staffing
 from jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
 DEFAULT = Limits()
 
@@ -57,7 +57,9 @@ DEFAULT = Limits()
 class Scheduler:
     """Leases units, in the order of waiting.py, to `workers` workers, or more if there is room, until all are done."""
 
-    def __init__(self, units: Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1) -> None:
+    def __init__(
+        self, units: UnitSizes | Iterable[UnitSize], *, workers: int, limits: Limits = DEFAULT, pass_: int = 1
+    ) -> None:
         assert workers > 0
         self.limits = limits
         self.staffing = Staffing(limits, workers)

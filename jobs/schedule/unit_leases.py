@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from actors.messages import MOST_UNITS, Verdict, WorkUnit
 from jobs.schedule.bisection import Inquest, Range
-from jobs.schedule.waiting import UnitSize, Waiting
+from jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
+from jobs.schedule.waiting import Waiting
 
 AHEAD = 1
 """Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""
@@ -110,15 +111,15 @@ class UnitLedger:
     was leased and is not done.
     """
 
-    def __init__(self, units: Iterable[UnitSize], pass_: int, workers: int) -> None:
+    def __init__(self, units: UnitSizes | Iterable[UnitSize], pass_: int, workers: int) -> None:
         self.pass_ = pass_
-        self.sizes = {size.unit: size for size in units}
+        self.sizes = units if isinstance(units, UnitSizes) else UnitSizes(units)
         self.touched: dict[int, Unit] = {}
-        self.done: set[int] = set()
+        self.done = UnitSet()
         self.delicate: set[int] = set()
         self.leases: dict[int, UnitLease] = {}
         self.workers: dict[str, Worker] = {}
-        self.waiting = Waiting(self.sizes.values(), self.done, workers)
+        self.waiting = Waiting(self.sizes, self.done, workers)
         self._num_leases = 0
         self._num_workers = 0
 

@@ -11,16 +11,16 @@ nothing of how rows were made. Names in a run directory:
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from storage.errors import DamagedRun, StoreError
@@ -29,63 +29,38 @@ from storage.inputs.kept import KEEP
 from storage.parquet import parquet_metadata, read_parquet, write_parquet
 from storage.runs.done import DoneUnits
 from storage.runs.lease import Lease, LeaseLost
+from storage.runs.manifest import MANIFEST, SUCCESS, Manifest, all_exact, manifest_body, read_manifest, unit_numbers
 from storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
-from storage.stores.verbs import AlreadyExists, Conflict, Stat, Store
+from storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
+from storage.stores.verbs import AlreadyExists, Body, Conflict, Stat, Store
 
-MANIFEST = "_manifest.json"
-SUCCESS = "_SUCCESS"
+__all__ = [
+    "MANIFEST",
+    "SUCCESS",
+    "CommittedUnit",
+    "ForeignUnit",
+    "Manifest",
+    "UnitFacts",
+    "all_exact",
+    "commit_unit",
+    "done_units",
+    "is_closed",
+    "read_manifest",
+    "read_record",
+    "read_unit",
+    "record_commit",
+    "trace_name",
+    "unit_name",
+    "unit_number",
+    "unit_numbers",
+    "write_manifest",
+]
 
 _UNIT_FILE = re.compile(r"(?:data|commits|traces)/unit-(\d{8,})(?:\.[0-9a-f]+)?\.(?:parquet|json)")
 
 
 class ForeignUnit(StoreError):
     """A unit's name is taken by the file of another job (another fingerprint, unit or pass): nothing was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedUnit:
-    """The facts of one committed unit, as a receipt carries them and the manifest lists them; `bytes` of the file."""
-
-    unit: int
-    object: str
-    etag: str
-    rows: int
-    ok: int
-    failed: int
-    skipped: int
-    bytes: int
-    sha256: str
-    exact: bool | None = None
-    """Whether its worker's results have the same bits in any batch; None if unknown (files of earlier versions)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a finished job holds: every unit once, in order."""
-
-    fingerprint: str
-    schema_version: int
-    units: tuple[CommittedUnit, ...]
-
-    def total(self, fact: str) -> int:
-        """Sum of rows, ok, failed, skipped or bytes over all units."""
-        return sum(getattr(unit, fact) for unit in self.units)
-
-    @property
-    def exact(self) -> bool | None:
-        """Whether every unit's results have the same bits in any batch; None if that is unknown for a unit."""
-        return all_exact(unit.exact for unit in self.units)
-
-
-def all_exact(parts: Iterable[bool | None]) -> bool | None:
-    """True if all are, False if one is not, else None (unknown)."""
-    found = set(parts)
-    return False if False in found else None if None in found or not found else True
-
-
-def unit_name(unit: int) -> str:
-    """The name of a unit's results in its run directory."""
-    return f"data/unit-{unit:08d}.parquet"
 
 
 def trace_name(unit: int) -> str:
@@ -177,6 +152,12 @@ def record_commit(store: Store, committed: CommittedUnit, *, epoch: int = 0) -> 
     return read_record(store, found[-1])
 
 
+def unit_number(name: str) -> int | None:
+    """The unit in the name of a unit's file; None for other names."""
+    match = _UNIT_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def read_record(store: Store, name: str) -> CommittedUnit:
     """The facts of a unit that `record_commit` wrote; DamagedRun if they are damaged."""
     try:
@@ -199,11 +180,12 @@ def write_manifest(
     `units` and `rows` are the plan's. With `lease`, a driver that has lost it raises LeaseLost and writes nothing, even if
     it lost the lease during the call, since what it read before may have changed. Idempotent.
     """
-    listed = tuple(sorted(committed, key=lambda item: item.unit))
-    manifest = Manifest(fingerprint, SCHEMA_VERSION, listed)
+    facts = committed if isinstance(committed, UnitFacts) else UnitFacts(committed)
+    manifest = Manifest(fingerprint, SCHEMA_VERSION, facts.ordered())
     _check_totals(manifest, units=units, rows=rows)
     failpoint("commit.before_manifest")
-    _write_latest(store, MANIFEST, _manifest_json(manifest), lease)
+    with manifest_body(manifest) as body:
+        _write_latest(store, MANIFEST, body, lease)
     failpoint("commit.before_success")
     _write_latest(store, SUCCESS, _json({"fingerprint": fingerprint, "units": units, "rows": rows}), lease)
     return manifest
@@ -212,19 +194,6 @@ def write_manifest(
 def is_closed(store: Store) -> bool:
     """Whether the manifest and `_SUCCESS` both exist; one of them alone does not count, and is written again."""
     return store.exists(MANIFEST) and store.exists(SUCCESS)
-
-
-def read_manifest(store: Store) -> Manifest | None:
-    """Return the manifest, None if the job has not finished; DamagedRun if it is damaged."""
-    if not store.exists(MANIFEST):
-        return None
-    try:
-        found = json.loads(store.get(MANIFEST))
-        listed = tuple(CommittedUnit(**unit) for unit in found["units"])
-        return Manifest(found["fingerprint"], found["schema_version"], listed)
-    except (ValueError, KeyError, TypeError) as error:
-        remedy = f"delete it and {SUCCESS}, and `draftmill run` writes them again"
-        raise DamagedRun(f"{store.url}/{MANIFEST}", error, remedy) from None
 
 
 def _counts(table: pa.Table) -> dict[str, str]:
@@ -270,21 +239,22 @@ def _facts(unit: int, stat: Stat, counts: Mapping[str, str], sha256: str) -> Com
 
 
 def _check_totals(manifest: Manifest, *, units: int, rows: int) -> None:
-    assert len({item.unit for item in manifest.units}) == len(manifest.units), "a unit is listed twice"
+    numbers = unit_numbers(manifest)
+    assert len(np.unique(numbers)) == len(numbers), "a unit is listed twice"
     held, rows_held = len(manifest.units), manifest.total("rows")
     if (held, rows_held) != (units, rows):
         raise StoreError(f"not complete: {held} of {units} units and {rows_held} of {rows} rows are committed")
     assert manifest.total("ok") + manifest.total("failed") + manifest.total("skipped") == rows
 
 
-def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None) -> None:
+def _write_latest(store: Store, name: str, data: Body, lease: Lease | None) -> None:
     """Create, or replace what an earlier driver left; of two drivers at once, one raises LeaseLost.
 
     It reads the object, checks the lease, then writes if the object is unchanged: however long a driver pauses in between,
     it never replaces what a later one has written.
     """
     found = store.stat(name)
-    if found is not None and store.get(name) == data:
+    if found is not None and found.size == len(data) and _is_same(store, name, data):
         return
     if lease is not None:
         lease.check()
@@ -297,19 +267,15 @@ def _write_latest(store: Store, name: str, data: bytes, lease: Lease | None) -> 
         raise LeaseLost(f"another driver has written {store.url}/{name} in the meantime") from None
 
 
-def _manifest_json(manifest: Manifest) -> bytes:
-    """Write one unit per line, so that a large manifest can be searched and compared with plain tools."""
-    sums = {fact: manifest.total(fact) for fact in ("rows", "ok", "failed", "skipped", "bytes")}
-    totals = {"units": len(manifest.units)} | sums
-    head = {"schema_version": manifest.schema_version, "fingerprint": manifest.fingerprint, "exact": manifest.exact}
-    head |= {"totals": totals}
-    out = io.BytesIO()
-    out.write(f'{json.dumps(head)[:-1]}, "units": ['.encode())
-    for number, unit in enumerate(manifest.units):
-        facts = {name: getattr(unit, name) for name in CommittedUnit.__slots__}  # asdict takes three times as long
-        out.write(f"{',' if number else ''}\n{json.dumps(facts)}".encode())
-    out.write(b"\n]}\n")
-    return out.getvalue()
+def _is_same(store: Store, name: str, data: Body) -> bool:
+    if isinstance(data, bytes):
+        return store.get(name) == data
+    at = 0
+    for part in data.chunks():
+        if store.get_range(name, at, len(part)) != part:
+            return False
+        at += len(part)
+    return True
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
 from storage.stores.levels import Level
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, checked_name
+from storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
 
 try:
     import fcntl
@@ -43,7 +43,7 @@ class LocalStore:
             file.seek(start)
             return file.read(length)
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """See Store. `metadata` is not kept."""
         path = self._path(name)
         with self._temporary(path, data) as temporary:
@@ -54,7 +54,7 @@ class LocalStore:
         _sync_folder(path.parent)
         return self._stat(name, path)
 
-    def put(self, name: str, data: bytes) -> Stat:
+    def put(self, name: str, data: Body) -> Stat:
         """See Store."""
         path = self._path(name)
         with self._temporary(path, data) as temporary:
@@ -63,7 +63,7 @@ class LocalStore:
         _sync_folder(path.parent)
         return self._stat(name, path)
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """See Store. A lock, which the system releases when its holder dies, serialises replacements."""
         path = self._path(name)
         try:
@@ -159,7 +159,7 @@ class LocalStore:
         return Stat(name, found.st_size, etag, {}, found.st_mtime)
 
     @contextmanager
-    def _temporary(self, path: Path, data: bytes) -> Iterator[Path]:
+    def _temporary(self, path: Path, data: Body) -> Iterator[Path]:
         """A synced temporary file with the data, in the folder of `path`; deleted afterwards unless renamed."""
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
@@ -199,9 +199,10 @@ def _linked(temporary: Path, path: Path) -> bool:
     return True
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: Body) -> None:
     with path.open("xb") as file:
-        file.write(data)
+        for part in (data,) if isinstance(data, bytes) else data.chunks():
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from threading import Lock
 from typing import ClassVar
 
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, checked_name
+from storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
 
 
 class MemoryStore:
@@ -32,7 +32,7 @@ class MemoryStore:
         """See Store."""
         return self.get(name)[start : start + length]
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """See Store."""
         with self._lock:
             if name in self._objects:
@@ -44,7 +44,7 @@ class MemoryStore:
         with self._lock:
             return self._set(name, data, None)
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """See Store."""
         with self._lock:
             if name not in self._objects or self._objects[name][1].etag != etag:
@@ -71,7 +71,8 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(name, None)
 
-    def _set(self, name: str, data: bytes, metadata: dict[str, str] | None) -> Stat:
+    def _set(self, name: str, body: Body, metadata: dict[str, str] | None) -> Stat:
+        data = body if isinstance(body, bytes) else b"".join(body.chunks())
         # A random part distinguishes two writes of equal bytes, like a version.
         etag = f"{hashlib.sha256(data).hexdigest()[:16]}-{secrets.token_hex(4)}"
         stat = Stat(checked_name(name), len(data), etag, dict(metadata or {}))

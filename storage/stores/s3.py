@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import boto3
 import tenacity
@@ -34,7 +34,7 @@ from storage.errors import StoreError, UserError
 from storage.failpoints import failpoint
 from storage.secrets import presentable
 from storage.stores.levels import Level
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options, Stat
+from storage.stores.verbs import AlreadyExists, Body, Conflict, FileBody, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
 ATTEMPTS = 8
@@ -75,7 +75,7 @@ class S3Store:
         except _BeyondEnd:
             return b""
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """See Store. One PutObject with If-None-Match and a SHA-256 checksum."""
         failpoint("s3.before_create")
         token = secrets.token_hex(16)
@@ -102,7 +102,7 @@ class S3Store:
             raise self.failed(name, error) from None
         return Stat(name, len(data), _etag(answer))
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """See Store. One PutObject with If-Match."""
         failpoint("s3.before_replace")
         token = secrets.token_hex(16)
@@ -205,11 +205,12 @@ class S3Store:
 
         return self._call(name, read, Bucket=self._bucket, Key=self.key(name), **arguments)
 
-    def _write(self, name: str, data: bytes, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
+    def _write(self, name: str, data: Body, metadata: dict[str, str], **condition: str) -> dict[str, Any]:
         """PutObject with retries; persistent ClientErrors are raised unchanged for the verb to handle."""
         assert len(data) <= MAX_PUT_BYTES, f"{name} is beyond what one PutObject takes"
         checksum = {"ChecksumSHA256": sha256(data)} if self.with_checksums else {}
-        return self.ask("put_object", name, Key=self.key(name), Body=data, Metadata=metadata, **checksum, **condition)
+        call = {"Bucket": self._bucket, "Key": self.key(name), "Metadata": metadata, **checksum, **condition}
+        return self._retried(name, lambda: self._client.put_object(Body=_from_start(data), **call))
 
     def _call(self, name: str, function: Callable[..., T], **arguments: Any) -> T:
         try:
@@ -285,6 +286,17 @@ def _etag(answer: Any) -> str:
     return str(answer["ETag"]).strip('"')  # one server accepts If-Match only without the quotes
 
 
-def sha256(data: bytes | bytearray) -> str:
+def sha256(data: Body | bytearray) -> str:
     """The digest as S3 wants it, in base64."""
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+    digest = hashlib.sha256()
+    for part in data.chunks() if isinstance(data, FileBody) else (data,):
+        digest.update(part)
+    return base64.b64encode(digest.digest()).decode()
+
+
+def _from_start(data: Body) -> bytes | IO[bytes]:
+    """The body of a request; each attempt reads a file from its start."""
+    if isinstance(data, FileBody):
+        data.file.seek(0)
+        return data.file
+    return data

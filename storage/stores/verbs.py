@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import IO, Protocol
 
 from storage.errors import StoreError
 
@@ -40,6 +40,29 @@ class S3Options:
     region: str | None = None
     addressing: str = "auto"
     checksums: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class FileBody:
+    """Data that is too large to be held in memory: an open temporary file of `size` bytes, read from its start."""
+
+    file: IO[bytes]
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def chunks(self) -> Iterator[bytes]:
+        """The data from the start, in chunks."""
+        self.file.seek(0)
+        while data := self.file.read(CHUNK_BYTES):
+            yield data
+
+
+CHUNK_BYTES = 2**20
+
+Body = bytes | FileBody
+"""What `create` and `replace` write."""
 
 
 class AlreadyExists(StoreError):
@@ -79,7 +102,7 @@ class Store(Protocol):
         """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none."""
         ...
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """The first writer wins: exactly one create of a name returns, all others raise AlreadyExists.
 
         When it returns, the object is whole, durable and visible. An answer lost on the way does not turn a success
@@ -91,7 +114,7 @@ class Store(Protocol):
         """The last writer wins, and readers see one whole version or the other."""
         ...
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """Write only if the object is still the version `etag`; otherwise Conflict, and nothing has changed."""
         ...
 

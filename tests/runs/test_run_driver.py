@@ -18,12 +18,12 @@ from jobs.driving.totals import Totals
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSize
 from storage.runs.commit import commit_unit, done_units, record_commit
 from storage.runs.records import read_results, table_from_rows
 from storage.stores.memory import MemoryStore
 from storage.stores.store import open_store, probe
-from storage.stores.verbs import Stat, Store
+from storage.stores.verbs import Body, Stat, Store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 
 ROWS = 4
@@ -243,7 +243,8 @@ def test_a_job_of_which_too_much_has_failed_is_drained_and_says_so(store: Store)
 class CarelessStore(MemoryStore):
     """Ignores the condition of a conditional write, as some S3 look-alikes do."""
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+        assert isinstance(data, bytes)
         return self.put(name, data)
 
 

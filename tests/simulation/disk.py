@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSize
 from storage.errors import StoreError
 from storage.runs.commit import MANIFEST, SUCCESS
 from storage.runs.lease import LEASE
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat
+from storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -148,13 +148,15 @@ class Handle:
     def get_range(self, name: str, start: int, length: int) -> bytes:
         return self.get(name)[start : start + length]
 
-    def create(self, name: str, data: bytes, *, metadata: dict[str, str] | None = None) -> Stat:
+    def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
+        assert isinstance(data, bytes), "manifests are small here"
         return self._access("create", name, lambda: self._create(name, data, metadata))
 
     def put(self, name: str, data: bytes) -> Stat:
         return self._access("put", name, lambda: self._write(name, data, None))
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
+        assert isinstance(data, bytes), "manifests are small here"
         return self._access("replace", name, lambda: self._replace(name, data, etag))
 
     def list(self, prefix: str = "") -> Iterator[Stat]:

@@ -10,7 +10,7 @@ from jobs.driving.lease_keeper import give_back, keep_once, kept_lease
 from storage.errors import StoreError, UserError
 from storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from storage.stores.memory import MemoryStore
-from storage.stores.verbs import Stat
+from storage.stores.verbs import Body, Stat
 
 
 class Unreachable(MemoryStore):
@@ -18,7 +18,7 @@ class Unreachable(MemoryStore):
 
     down = False
 
-    def replace(self, name: str, data: bytes, *, etag: str) -> Stat:
+    def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         if self.down:
             raise StoreError("no answer")
         return super().replace(name, data, etag=etag)

@@ -405,7 +405,7 @@ def test_windows_and_parts_hold_every_unit(monkeypatch: pytest.MonkeyPatch) -> N
         assert [row.length for row in rows] == sorted((row.length for row in rows), reverse=True)
     with pytest.raises(StoreError, match="no unit 13"):
         table.unit_rows(13)
-    assert [part["windows"] for part in writer.unit_table()] == [[0], [3], [6], [9], [12]]
+    assert [list(part["windows"]) for part in writer.unit_table()] == [[0], [3], [6], [9], [12]]
 
 
 def test_a_plan_knows_the_windows_of_its_units(rows: Path) -> None:

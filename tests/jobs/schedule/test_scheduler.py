@@ -31,7 +31,7 @@ from jobs.schedule.events import (
 )
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSize
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:

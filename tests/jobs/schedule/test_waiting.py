@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.makespans import makespan_bound, refill_makespan
-from jobs.schedule.waiting import LAST_UNITS, UnitSize, Waiting, first_of_last
+from jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from jobs.schedule.waiting import LAST_UNITS, Waiting, first_of_last
 
 
 def windows(*tokens: list[int]) -> list[UnitSize]:
@@ -20,7 +21,7 @@ def windows(*tokens: list[int]) -> list[UnitSize]:
 
 
 def dealt(units: list[UnitSize], workers: int) -> list[int]:
-    waiting = Waiting(units, set(), workers)
+    waiting = Waiting(UnitSizes(units), set(), workers)
     return [unit for _ in units if (unit := waiting.take()) is not None]
 
 
@@ -45,7 +46,7 @@ def test_nowhere_but_at_the_end_does_a_long_unit_follow_a_short_one() -> None:
 def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their_turn() -> None:
     done: set[int] = set()
     units = windows(*([5, 4, 3] for _ in range(9)))
-    waiting = Waiting(units, done, workers=1)
+    waiting = Waiting(UnitSizes(units), done, workers=1)
     assert [waiting.take() for _ in range(4)] == [0, 1, 2, 5]
     done |= {4}
     waiting.put(units[1])
@@ -56,7 +57,7 @@ def test_units_that_are_done_are_passed_over_and_those_that_come_back_have_their
 
 @pytest.mark.parametrize(("wanted", "first"), [(1, 2), (2, 1), (3, 1), (4, 0), (99, 0)])
 def test_the_last_windows_are_as_many_as_it_takes(wanted: int, first: int) -> None:
-    assert first_of_last(windows([1, 1], [1, 1], [1]), wanted) == first
+    assert first_of_last([0, 0, 1, 1, 2], wanted) == first
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16, 64])

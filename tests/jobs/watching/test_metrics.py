@@ -14,7 +14,7 @@ from jobs.driving.totals import Totals
 from jobs.driving.watchers import Watchers
 from jobs.schedule.events import Assign, Tick, WorkerUp
 from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.waiting import UnitSize
+from jobs.schedule.unit_sizes import UnitSize
 from jobs.watching.metrics import METRICS, Metric, MetricsWatcher
 from tests.jobs.driving.test_device_time import Hand
 

@@ -1,0 +1,183 @@
+"""The facts of committed units, in about a hundred bytes per unit: a run may have millions.
+
+The facts lie in columns; a CommittedUnit is made of them when it is asked for. Order and content are those of the units added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK: Final = 2**14
+"""Units of a block of columns."""
+
+_COUNTS: Final = ("rows", "ok", "failed", "skipped", "bytes")
+_ETAG_BYTES: Final = 40
+_COLUMNS: Final = np.dtype(
+    [
+        ("unit", "<i8"),
+        *((name, "<i4") for name in _COUNTS[:-1]),
+        ("bytes", "<i8"),
+        ("exact", "i1"),
+        ("etag", f"S{_ETAG_BYTES}"),
+        ("sha256", "u1", 32),
+    ]
+)
+_EXACT: Final[Mapping[bool | None, int]] = {None: -1, False: 0, True: 1}
+_IS_EXACT: Final = {number: exact for exact, number in _EXACT.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedUnit:
+    """The facts of one committed unit, as a receipt carries them and the manifest lists them; `bytes` of the file."""
+
+    unit: int
+    object: str
+    etag: str
+    rows: int
+    ok: int
+    failed: int
+    skipped: int
+    bytes: int
+    sha256: str
+    exact: bool | None = None
+    """Whether its worker's results have the same bits in any batch; None if unknown (files of earlier versions)."""
+
+
+def unit_name(unit: int) -> str:
+    """The name of a unit's results in its run directory."""
+    return f"data/unit-{unit:08d}.parquet"
+
+
+class UnitFacts(Sequence[CommittedUnit]):
+    """Committed units in the order in which they were added. Texts of an unusual form are kept as they are."""
+
+    def __init__(self, units: Iterable[CommittedUnit] = ()) -> None:
+        self._blocks: list[NDArray[np.void]] = []
+        self._count = 0
+        self._odd: dict[int, tuple[str, str, str]] = {}  # object, etag and SHA-256 by place
+        for unit in units:
+            self.add(unit)
+
+    def add(self, unit: CommittedUnit) -> None:
+        """Add a unit."""
+        if self._count % BLOCK == 0:
+            self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
+        etag, sha256 = unit.etag.encode(), _digest(unit.sha256)
+        if unit.object != unit_name(unit.unit) or sha256 is None or not _fits(etag):
+            self._odd[self._count] = (unit.object, unit.etag, unit.sha256)
+        counts = (unit.rows, unit.ok, unit.failed, unit.skipped, unit.bytes)
+        exact = _EXACT[unit.exact]
+        row = (unit.unit, *counts, exact, etag[:_ETAG_BYTES], np.frombuffer(sha256 or bytes(32), dtype=np.uint8))
+        self._blocks[-1][self._count % BLOCK] = row
+        self._count += 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> CommittedUnit: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[CommittedUnit]: ...
+
+    def __getitem__(self, index: int | slice) -> CommittedUnit | list[CommittedUnit]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._count))]
+        place = index + self._count if index < 0 else index
+        if not 0 <= place < self._count:
+            raise IndexError(index)
+        return self._made(place)
+
+    def __iter__(self) -> Iterator[CommittedUnit]:
+        return (self._made(place) for place in range(self._count))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def total(self, fact: str) -> int:
+        """Sum of rows, ok, failed, skipped or bytes."""
+        return sum(int(column.sum(dtype=np.int64)) for column in self._columns(fact))
+
+    def exacts(self) -> set[bool | None]:
+        """The different values of `exact`."""
+        return {_IS_EXACT[int(value)] for column in self._columns("exact") for value in np.unique(column)}
+
+    def numbers(self) -> NDArray[np.int64]:
+        """The units' numbers; int64 [units]."""
+        return np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
+
+    def ordered(self) -> UnitFacts:
+        """The same units, sorted by number."""
+        numbers = self.numbers()
+        if bool(np.all(numbers[1:] >= numbers[:-1])):
+            return self
+        return UnitFacts(self[int(place)] for place in np.argsort(numbers, kind="stable"))
+
+    def _columns(self, name: str) -> Iterator[NDArray[Any]]:
+        for first in range(0, self._count, BLOCK):
+            yield self._blocks[first // BLOCK][name][: self._count - first]
+
+    def _made(self, place: int) -> CommittedUnit:
+        row = self._blocks[place // BLOCK][place % BLOCK]
+        unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
+        if place in self._odd:
+            name, etag, sha256 = self._odd[place]
+        else:
+            name, etag, sha256 = unit_name(unit), row["etag"].decode(), row["sha256"].tobytes().hex()
+        return CommittedUnit(unit, name, etag, rows, ok, failed, skipped, size, sha256, _IS_EXACT[exact])
+
+
+class CommittedUnits(Mapping[int, CommittedUnit]):
+    """Committed units by number, each once, in the order in which they were added."""
+
+    def __init__(self) -> None:
+        self.facts = UnitFacts()
+        self._places: dict[int, NDArray[np.int32]] = {}  # 1 + place in `facts`, by block of numbers
+
+    def add(self, unit: CommittedUnit) -> None:
+        """Add a unit that is not there yet."""
+        assert unit.unit not in self
+        self.facts.add(unit)
+        block = self._places.setdefault(unit.unit // BLOCK, np.zeros(BLOCK, dtype=np.int32))
+        block[unit.unit % BLOCK] = len(self.facts)
+
+    def _place(self, unit: object) -> int:
+        if not isinstance(unit, int) or unit // BLOCK not in self._places:
+            return 0
+        return int(self._places[unit // BLOCK][unit % BLOCK])
+
+    def __contains__(self, unit: object) -> bool:
+        return self._place(unit) > 0
+
+    def __getitem__(self, unit: int) -> CommittedUnit:
+        if unit not in self:
+            raise KeyError(unit)
+        return self.facts[self._place(unit) - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(unit) for unit in self.facts.numbers())
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
+def _digest(text: str) -> bytes | None:
+    """The bytes of 64 lower-case hexadecimal digits; None for any other text."""
+    try:
+        found = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return found if len(found) == 32 and found.hex() == text else None
+
+
+def _fits(etag: bytes) -> bool:
+    return len(etag) <= _ETAG_BYTES and not etag.endswith(b"\0") and etag.isascii()

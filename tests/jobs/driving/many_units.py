@@ -1,0 +1,210 @@
+"""A process that plans, resumes, decodes and closes a job of many units with the real driver, and says what memory it took.
+
+Workers answer at once, half of the units are there before, and of the run directory only plan and manifest are real files.
+
+    python -m tests.jobs.driving.many_units UNITS
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pytest import MonkeyPatch
+
+from actors.job import Seat
+from actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
+from actors.plan_table import FOLDER, PLAN, ROW_SCHEMA
+from jobs.commands import run as jobs_run
+from jobs.driving.driver import StopFlag
+from jobs.driving.progress import Silence
+from jobs.plan import plan as plans
+from jobs.plan import plan_writer
+from jobs.plan.plan import load_plan, store_plan
+from jobs.plan.plan_writer import PlanWriter
+from jobs.spec.job_spec import check_spec
+from jobs.spec.worker_shape import WorkerShape
+from storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
+from storage.stores.local import LocalStore
+from storage.stores.verbs import Body, Stat
+
+WINDOW, WORKERS = 50_000, 8
+
+
+def facts_of(unit: int) -> CommittedUnit:
+    """What the file of a unit would say of itself."""
+    return CommittedUnit(unit, unit_name(unit), f"{unit:032x}", 1, 1, 0, 0, 20_000 + unit, f"{unit:064x}", True)
+
+
+class Folder(LocalStore):
+    """A run directory whose unit files are only listed: every second unit is there."""
+
+    units = 0
+
+    @property
+    def is_fake(self) -> bool:
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[Stat]:
+        if prefix != "data/":
+            return super().list(prefix)
+        return (Stat(unit_name(unit), 20_000, f"{unit:032x}", {}, 1.0) for unit in range(0, self.units, 2))
+
+    def stat(self, name: str) -> Stat | None:
+        if not name.startswith("data/"):
+            return super().stat(name)
+        one = facts_of(int(name[10:-8]))
+        said = {key: str(getattr(one, key)) for key in ("unit", "rows", "ok", "failed", "skipped", "sha256")}
+        said |= {"exact": "true", "fingerprint": "f"}
+        return Stat(name, one.bytes, one.etag, said, 1.0)
+
+    def exists(self, name: str) -> bool:
+        return name.startswith("data/") or super().exists(name)
+
+    def put(self, name: str, data: Body) -> Stat:
+        return Stat(name, len(data), "0") if name.startswith(FOLDER) else super().put(name, data)
+
+
+class Pool:
+    """Workers that commit a unit as soon as they get it."""
+
+    def __init__(self) -> None:
+        self.news: list[PoolNews] = []
+
+    def start(self, name: str) -> None:
+        self.news.append(Up(name, "node", 1))
+
+    def assign(self, name: str, unit: WorkUnit) -> None:
+        item = Receipt(unit.lease, unit.unit, name, "node", facts_of(unit.unit), Tally(rows=1, ok=1))
+        self.news.append(Reported(name, TurnReport((item,), Effort(), Tally(rows=1))))
+
+    def revoke(self, name: str, lease: int) -> None:
+        """Everything is done already."""
+
+    def kill(self, name: str) -> None:
+        """There is no process."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def poll(self, timeout_s: float) -> list[PoolNews]:
+        news, self.news = self.news, []
+        return news
+
+
+class Site:
+    """A place for WORKERS workers."""
+
+    def opened(self, display: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def seats(self, spec: Any, *, units: int) -> tuple[int, Seat]:
+        return WORKERS, Seat(1.0, 0.0, 1)
+
+    def pool(self, job: Any, seat: Seat) -> Pool:
+        return Pool()
+
+    def retire(self, pool: Pool) -> None:
+        """There is nothing to end."""
+
+
+def rows(first: int, count: int) -> pa.Table:
+    """Rows of the unit table, one a unit."""
+    numbers = np.arange(first, first + count)
+    length = pa.array((1 + numbers * 7919 % 500).astype(np.int32))
+    nothing = pa.nulls(count, pa.string())
+    columns = {
+        "file": pa.array(np.zeros(count, np.int32)),
+        "row": pa.array(numbers),
+        "offset": nothing.cast(pa.int64()),
+        "id": pa.array(numbers.astype(str)),
+        "length": length,
+        "holes": length,
+        "error_kind": nothing,
+        "sample": pa.array(np.zeros(count, np.int32)),
+    }
+    return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
+
+
+def job(folder: Path, units: int) -> dict[str, float]:
+    """Plan, resume, decode and close; returns the peak memory after each step, in MB."""
+    store = Folder(folder)
+    store.units = units
+    spec = check_spec(
+        {
+            "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},
+            "input": {"path": "in.jsonl"},
+            "model": {"path": "m"},
+            "decoder": {"kind": "assd"},
+            "output": {"path": str(folder)},
+        }
+    )
+    peaks = {"begin": peak_mb()}
+    writer = PlanWriter(store, window=WINDOW, unit_rows=1)
+    for first in range(0, units, WINDOW):
+        writer.add(rows(first, min(WINDOW, units - first)))
+    writer.finish()
+    totals = {"units": units, "rows": units, "tokens": 0, "holes": 0, "errors": {}}
+    made = store_plan(store, spec, {"schema_version": 5}, [], totals=totals, parts=writer.unit_table())
+    peaks["planned"] = peak_mb()
+    del writer, made
+    plan = load_plan(store)
+    assert plan is not None and (folder / PLAN).stat().st_size > 5 * units
+    peaks["loaded"] = peak_mb()
+    run: Any = SimpleNamespace(
+        spec=spec.model_copy(update={"workers": WorkerShape(count=WORKERS)}),
+        options=SimpleNamespace(grace_s=5.0, ray_address=None, local=True),
+        prepared=SimpleNamespace(folder=folder, info=SimpleNamespace(num_parameters=1), inputs=[]),
+        store=store,
+        plan=plan,
+        conditional=True,
+        lease=SimpleNamespace(epoch=1, check=lambda: None),
+        stop=StopFlag(),
+        display=Silence(),
+        site=Site(),
+        loads=False,
+    )
+    assert jobs_run.decode(run).how == "done"
+    peaks["closed"] = peak_mb()
+    manifest = read_manifest(store)
+    assert manifest is not None and len(manifest.units) == manifest.total("ok") == units
+    assert manifest.units[units - 1] == facts_of(units - 1) and isinstance(manifest.units, UnitFacts)
+    assert [int(number) for number in manifest.units.numbers()[:3]] == [0, 1, 2]
+    with (folder / MANIFEST).open("rb") as lines:
+        assert sum(1 for _ in lines) == units + 2
+    return peaks | {"read": peak_mb()}
+
+
+def peak_mb() -> float:
+    """Peak resident memory of this process so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+
+
+def main(units: int) -> None:
+    """Print what a job of `units` units took more than one of 2,000."""
+    with MonkeyPatch.context() as patch:
+        patch.setattr(plan_writer, "part_bytes", lambda tables: bytes(100))  # a million row groups take a minute
+        patch.setattr(plans, "fingerprint", lambda results: "f")
+        patch.setattr(jobs_run, "make_job", lambda *_, **__: None)
+        measure(units)
+
+
+def measure(units: int) -> None:
+    """The work of `main`, with the fakes in place."""
+    with tempfile.TemporaryDirectory() as small, tempfile.TemporaryDirectory() as large:
+        job(Path(small, "run"), 2000)
+        peaks = job(Path(large, "run"), units)
+    print(json.dumps({step: round(peak - peaks["begin"], 1) for step, peak in peaks.items()}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,39 @@
+"""Sizes of units in columns, and sets of units: they behave like a dict and a set."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jobs.schedule.unit_sizes import BLOCK, UnitSet, UnitSize, UnitSizes
+
+
+def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:
+    rng = random.Random(0)
+    sizes = [UnitSize(unit, rng.randint(1, 9), rng.getrandbits(40), rng.randint(0, 5)) for unit in range(0, 999, 3)]
+    plain = {size.unit: size for size in sizes}
+    for order in (sizes, rng.sample(sizes, len(sizes))):
+        found = UnitSizes(order)
+        assert dict(found) == plain and list(found) == sorted(plain) and len(found) == len(plain)
+        assert found.rows == sum(size.rows for size in sizes)
+        assert 1 not in found and -3 not in found and found.get(10**6) is None
+    with pytest.raises(KeyError):
+        UnitSizes(sizes)[1]
+    with pytest.raises(AssertionError):
+        UnitSizes([sizes[0], sizes[0]])
+
+
+def test_a_set_of_units_is_a_set() -> None:
+    rng = random.Random(0)
+    found, plain = UnitSet(), set[int]()
+    for _ in range(2000):
+        unit = rng.choice([rng.randrange(100), rng.randrange(5 * BLOCK)])
+        if rng.random() < 0.6:
+            found.add(unit)
+            plain.add(unit)
+        else:
+            found.discard(unit)
+            plain.discard(unit)
+    assert set(found) == plain and len(found) == len(plain) and list(found) == sorted(plain)
+    assert all((unit in found) == (unit in plain) for unit in range(300))

@@ -1,0 +1,84 @@
+"""Slices of a file: their rows, one slice after another, are the rows of the file, wherever it is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from storage.inputs.input_file import InputFile
+from storage.inputs.reader import Row, iterate, list_inputs
+from storage.inputs.slices import Slice, count_lines, group_slices, has_lines
+
+
+def seen(rows: Iterator[Row]) -> list[tuple[int, int | None, object, str | None]]:
+    return [(row.row, row.offset, row.values, row.error.message if row.error else None) for row in rows]
+
+
+def text_of(rng: random.Random) -> bytes:
+    """Lines of any kind: empty, blank, with both line ends, of several bytes a character, broken; with or without a last end."""
+    kinds = [b"", b" ", b'{"a": 1}', b'{"a": "\xc3\xa4\xe2\x82\xac"}', b'{"a": ', b"\xff\xfe", b"x" * 40, b"\r"]
+    lines = [rng.choice(kinds) + rng.choice([b"\n", b"\n", b"\r\n"]) for _ in range(rng.randint(1, 30))]
+    return rng.choice([b"", b"\xef\xbb\xbf"]) + b"".join(lines) + rng.choice([b"", b'{"a": 2}'])
+
+
+def cut(file: InputFile, step: int) -> Iterator[Slice]:
+    """The slices of a file of lines by ranges of `step` bytes."""
+    assert file.size is not None
+    row = 0
+    for start in range(0, file.size, step):
+        stop = min(start + step, file.size)
+        first, count = count_lines(file, start, stop, None)
+        if count:
+            yield Slice(row, first, stop)
+        row += count
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_lines_are_cut_at_any_byte(tmp_path: Path, name: str) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        (tmp_path / name).write_bytes(text_of(rng))
+        (file,) = list_inputs(str(tmp_path / name))
+        assert has_lines(file, None)
+        for step in (1, 3, rng.randint(4, 200), 10_000):
+            found = [row for part in cut(file, step) for row in seen(iterate(file, part=part))]
+            assert found == seen(iterate(file)), (seed, step)
+
+
+def test_the_lines_of_a_range_are_counted_as_a_loop_counts_them(tmp_path: Path) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        data = text_of(rng)
+        (tmp_path / "a.jsonl").write_bytes(data)
+        (file,) = list_inputs(str(tmp_path / "a.jsonl"))
+        begins = [place for place in range(len(data)) if place == 0 or data[place - 1 : place] == b"\n"]
+        for _ in range(10):
+            start = rng.randrange(len(data))
+            stop = rng.randint(start + 1, len(data))
+            inside = [place for place in begins if start <= place < stop]
+            assert count_lines(file, start, stop, None) == (inside[0] if inside else stop, len(inside))
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 2000, 10**9])
+def test_parquet_is_cut_at_row_groups(tmp_path: Path, slice_bytes: int) -> None:
+    pq.write_table(pa.table({"a": [f"text {n}" for n in range(500)]}), tmp_path / "a.parquet", row_group_size=37)
+    pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "b.parquet")
+    for file in list_inputs(str(tmp_path)):
+        slices = list(group_slices(file, slice_bytes, None))
+        assert [row for part in slices for row in seen(iterate(file, part=part))] == seen(iterate(file))
+        assert len(slices) == 1 if slice_bytes == 10**9 or "b." in file.name else len(slices) > 3
+
+
+def test_files_whose_rows_are_not_lines_are_not_cut_by_lines(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.jsonl.gz", "a.py", "a.parquet"):
+        (tmp_path / name).write_bytes(b"x")
+        (file,) = list_inputs(str(tmp_path / name))
+        assert not has_lines(file, None)
+    (tmp_path / "a.txt").write_bytes(b"x")
+    (file,) = list_inputs(str(tmp_path / "a.txt"))
+    assert not has_lines(file, 100) and has_lines(file, None)

@@ -1,0 +1,103 @@
+"""The manifest in a stream: the same bytes and facts as from one piece, in every store, and damage is found in any line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from storage.errors import DamagedRun
+from storage.runs import manifest as manifests
+from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, UnitFacts, read_manifest, unit_name, write_manifest
+from storage.runs.unit_facts import BLOCK, CommittedUnits
+from storage.stores.verbs import Store
+
+
+def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:
+    """Units in any order, some with texts of unusual form."""
+    rng = random.Random(seed)
+    units = []
+    for unit in rng.sample(range(count), count):
+        name, etag = unit_name(unit), f"{rng.getrandbits(128):032x}"
+        if rng.random() < 0.2:
+            name = name.replace(".parquet", f".{rng.getrandbits(64):016x}.parquet")
+        if rng.random() < 0.2:
+            etag = rng.choice(["", "a" * 40, "é" * 3, "b" * 41, "no-hex-77", "nul\0"])
+        sha256 = rng.choice([f"{rng.getrandbits(256):064x}"] * 5 + ["", "F" * 64, "zz", "00"])
+        counts = (5, rng.randint(0, 5), 0, 0, rng.getrandbits(40))
+        ok = dataclasses.replace(
+            CommittedUnit(unit, name, etag, *counts, sha256, rng.choice([True, False, None])), failed=5 - counts[1]
+        )
+        units.append(ok)
+    return units
+
+
+def test_facts_come_back_as_they_were_added() -> None:
+    units = drawn(BLOCK + 300)
+    facts = UnitFacts(units)
+    assert len(facts) == len(units) and list(facts) == units and facts[-1] == units[-1] and facts[3:9] == units[3:9]
+    assert facts == units and facts != units[:-1] and facts != [*units[:-1], units[0]]
+    assert list(facts.ordered()) == sorted(units, key=lambda unit: unit.unit)
+    assert facts.numbers().tolist() == [unit.unit for unit in units]
+    for fact in ("rows", "ok", "failed", "skipped", "bytes"):
+        assert facts.total(fact) == sum(getattr(unit, fact) for unit in units)
+    assert facts.exacts() == {True, False, None} and UnitFacts([units[0]]).exacts() == {units[0].exact}
+    with pytest.raises(IndexError):
+        facts[len(units)]
+
+
+def test_committed_units_are_a_mapping() -> None:
+    units = [dataclasses.replace(unit, unit=unit.unit * 1000) for unit in drawn(200)]
+    found, plain = CommittedUnits(), {unit.unit: unit for unit in units}
+    for unit in units:
+        found.add(unit)
+    assert dict(found) == plain and list(found) == list(plain) and len(found) == 200
+    assert 999 not in found and -1 not in found and found.get(999) is None
+    with pytest.raises(KeyError):
+        found[1]
+
+
+def test_a_manifest_written_by_way_of_a_file_has_the_same_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    units = drawn(300)
+    facts = {"fingerprint": "f00", "units": 300, "rows": 1500}
+    made = write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    whole = store.get(MANIFEST)
+    lines = ",\n".join(json.dumps(dataclasses.asdict(unit)) for unit in sorted(units, key=lambda unit: unit.unit))
+    assert whole.decode().partition("[\n")[2] == f"{lines}\n]}}\n"
+    monkeypatch.setattr(manifests, "MOST_BYTES_HELD", 100)
+    monkeypatch.setattr(manifests, "READ_BYTES", 1000)
+    assert write_manifest(store, units, **facts) == made, "it is there already"  # type: ignore[arg-type]
+    store.put(MANIFEST, whole.replace(b"f00", b"f01"))
+    write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    assert store.get(MANIFEST) == whole, "replaced"
+    store.delete(MANIFEST)
+    store.delete(SUCCESS)
+    write_manifest(store, units, **facts)  # type: ignore[arg-type]
+    assert store.get(MANIFEST) == whole, "created"
+    assert read_manifest(store) == made
+
+
+def test_a_manifest_with_other_line_ends_is_read(store: Store) -> None:
+    units = drawn(20)
+    made = write_manifest(store, units, fingerprint="f00", units=20, rows=100)
+    for text in (json.dumps(json.loads(store.get(MANIFEST))), json.dumps(json.loads(store.get(MANIFEST)), indent=2)):
+        store.put(MANIFEST, text.encode())
+        found = read_manifest(store)
+        assert found is not None and found == made and found.said == json.loads(text)["totals"]
+
+
+def test_damage_in_any_line_is_named(store: Store) -> None:
+    write_manifest(store, drawn(9), fingerprint="f00", units=9, rows=45)
+    lines = store.get(MANIFEST).split(b"\n")
+    rng = random.Random(1)
+    damaged = [b"\n".join(lines[:end]) for end in range(len(lines) - 2)] + [b"\n".join([*lines, b"{}"])]
+    for place in range(len(lines) - 1):
+        middle = rng.randrange(1, max(2, len(lines[place]) - 1))
+        damaged.append(b"\n".join([*lines[:place], lines[place][:middle], *lines[place + 1 :]]))
+    damaged.append(b"\n".join(lines).replace(b'"rows"', b'"rowz"', 2))
+    for data in damaged:
+        store.put(MANIFEST, data)
+        with pytest.raises(DamagedRun, match=r"_manifest\.json"):
+            read_manifest(store)
