@@ -169,7 +169,7 @@ class World:
         plan = SimpleNamespace(
             units=len(self.job.rows), rows=sum(self.job.rows), fingerprint=FINGERPRINT, sizes=self.job.sizes, pass_=1
         )
-        options = SimpleNamespace(ray_address=None, grace_s=5.0)
+        options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(
             spec=spec,
             options=options,
