@@ -36,7 +36,8 @@ from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
 from jobs.plan.worker_job import make_job
 from jobs.recurring.known_ids import sifting
 from jobs.recurring.name_lease import IfRunning, name_lease, run_lease, when_free
-from jobs.recurring.new_inputs import base_path, finished_runs, new_files
+from jobs.recurring.new_inputs import base_path, new_files
+from jobs.recurring.runs_below import finished_below
 from jobs.schedule.events import Finish
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.unit_leases import Limits
@@ -168,8 +169,8 @@ def planned(site: Site, prepared: Prepared, store: Store, display: Display, *, e
     spec, s3 = prepared.spec, prepared.spec.s3.options()
     if spec.input.dedupe is None:
         return make_plan(prepared, store, display, epoch=epoch, survey=site.survey(prepared, display))
-    runs = [one.run for one in finished_runs(base_path(spec, path), spec)]
-    with sifting(open_store(base_of(base_path(spec, path)), s3=s3), runs, display, s3=s3) as sift:
+    path = base_path(spec, path)
+    with sifting(open_store(base_of(path), s3=s3), finished_below(path, s3=s3), display, s3=s3) as sift:
         return make_plan(prepared, store, display, epoch=epoch, sift=sift)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -11,7 +11,7 @@ from jobs.plan.plan import load_plan
 from jobs.recurring.ledger import done_inputs
 from jobs.recurring.new_inputs import difference
 from jobs.recurring.run_facts import State, facts_of
-from jobs.recurring.runs_below import DatedRun, runs_of
+from jobs.recurring.runs_below import DatedRun, finished_below, runs_of
 from jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
@@ -82,19 +82,13 @@ def _state(spec: JobSpec, date: datetime, runs: dict[datetime, DatedRun]) -> Dat
     if date not in runs:
         return "missed"
     found = facts_of(runs[date].run, s3=spec.s3.options()).state
-    if (
-        found == "interrupted"
-        and spec.input.since is not None
-        and _is_superseded(spec, runs[date], list(runs.values()))
-    ):
-        return "superseded"
-    return found
+    may_be_done = found == "interrupted" and spec.input.since is not None
+    return "superseded" if may_be_done and _is_superseded(spec, runs[date]) else found
 
 
-def _is_superseded(spec: JobSpec, run: DatedRun, runs: Sequence[DatedRun]) -> bool:
-    plan = load_plan(run.run.store)
+def _is_superseded(spec: JobSpec, run: DatedRun) -> bool:
+    plan, s3 = load_plan(run.run.store), spec.s3.options()
     if plan is None:
         return False
-    base = open_store(base_of(spec.output.path), s3=spec.s3.options())
-    finished = [one.run for one in runs if one.run.success is not None]
+    base, finished = open_store(base_of(spec.output.path), s3=s3), finished_below(spec.output.path, s3=s3)
     return not difference(plan.files, done_inputs(base, finished, keep=False), runs=len(finished)).files

@@ -20,7 +20,7 @@ from actors.plan_table import PLAN
 from jobs.notes import counted
 from jobs.plan.prepare import Loaders
 from jobs.recurring.ledger import done_inputs, table_of
-from jobs.recurring.runs_below import DatedRun, runs_of
+from jobs.recurring.runs_below import finished_below
 from jobs.spec.dated_path import base_of
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
@@ -79,21 +79,15 @@ def new_inputs(spec: JobSpec, path: str, *, keep: bool) -> NewInputs:
     or if there are none and no run has finished yet.
     """
     s3 = spec.s3.options()
-    runs = finished_runs(path, spec)
+    runs = finished_below(path, s3=s3)
     try:
         listed = list_inputs(spec.input.path, s3=s3, delimiter=spec.input.delimiter)
     except NothingThere:  # files may be moved away when they are done
         if not runs:
             raise
         listed = []
-    return difference(
-        listed, done_inputs(open_store(base_of(path), s3=s3), [one.run for one in runs], keep=keep), runs=len(runs)
-    )
-
-
-def finished_runs(path: str, spec: JobSpec) -> list[DatedRun]:
-    """The runs of a recurring job that have `_SUCCESS`."""
-    return [one for one in runs_of(path, s3=spec.s3.options()) if one.run.success is not None]
+    done = done_inputs(open_store(base_of(path), s3=s3), runs, keep=keep)
+    return difference(listed, done, runs=len(runs))
 
 
 def difference(listed: Sequence[InputFile], done: pa.Table, *, runs: int) -> NewInputs:

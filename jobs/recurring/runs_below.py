@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 
 from actors.plan_table import PLAN
-from jobs.spec.dated_path import base_of, date_in, depth_of
+from jobs.spec.dated_path import base_of, below_base, date_in, depth_of
 from storage.runs.commit import MANIFEST, SUCCESS
 from storage.runs.lease import LEASE
 from storage.stores.levels import Level, level_of
@@ -81,12 +80,11 @@ class DatedRun:
 
 def runs_of(path: str, *, s3: S3Options | None = None) -> list[DatedRun]:
     """The runs of a recurring job, by date; `path` is its output path with the date. Other folders below the base are ignored."""
-    return sorted(_dated(path, s3), key=lambda run: run.date)
+    runs = runs_below(open_store(base_of(path), s3=s3), s3=s3, levels=depth_of(path))
+    dated = ((date_in(below_base(path), run.name), run) for run in runs)
+    return sorted((DatedRun(date, run) for date, run in dated if date is not None), key=lambda one: one.date)
 
 
-def _dated(path: str, s3: S3Options | None) -> Iterator[DatedRun]:
-    base = base_of(path)
-    for run in runs_below(open_store(base, s3=s3), s3=s3, levels=depth_of(path)):
-        date = date_in(path, f"{base.rstrip('/')}/{run.name}")
-        if date is not None:
-            yield DatedRun(date, run)
+def finished_below(path: str, *, s3: S3Options | None = None) -> list[FoundRun]:
+    """Every finished run below the base path, whatever its name: the base belongs to this job alone."""
+    return [run for run in runs_below(open_store(base_of(path), s3=s3), s3=s3) if run.success is not None]

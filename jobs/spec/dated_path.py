@@ -88,6 +88,11 @@ def base_of(path: str) -> str:
     return path if form is None else path[: form.start()].rpartition("/")[0]
 
 
+def below_base(path: str) -> str:
+    """What of the path is below its base, without empty parts: the name of a run there, with the date still to be filled in."""
+    return "/".join(filter(None, path.removeprefix(base_of(path)).split("/")))
+
+
 def with_date(path: str, date: datetime) -> str:
     """The path with a date (UTC) filled in."""
     return _FORM.sub(lambda form: _rendered(form[1][1:], date), path)
@@ -115,7 +120,7 @@ def date_in(path: str, place: str) -> datetime | None:
 
 def depth_of(path: str) -> int:
     """How many folders a run directory is below the base path."""
-    return with_date(path, EXAMPLE).removeprefix(base_of(path)).strip("/").count("/") + 1
+    return with_date(below_base(path), EXAMPLE).count("/") + 1
 
 
 def following(date: datetime, period: str) -> datetime:

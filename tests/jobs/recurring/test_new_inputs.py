@@ -93,6 +93,25 @@ def test_a_file_that_was_only_touched_is_done_and_one_of_the_same_size_and_other
     assert "0 new, 0 changed, 2 done before" in on(spec, 3, capsys), "the first version again"
 
 
+def test_every_finished_run_below_the_base_counts_whatever_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec, base = incremental(tmp_path), tmp_path / "nightly"
+    land(tmp_path / "landing", "a.jsonl")
+    on(spec, 1, capsys, "--set", f"output.path={base}/{DATED}/")
+    land(tmp_path / "landing", "b.jsonl", seed=1)
+    on(spec, 2, capsys, "--set", f"output.path={base}/{{date:%Y/%m/%d}}")
+    land(tmp_path / "landing", "c.jsonl", seed=2)
+    typed = ("--set", f"output.path={base}/typed", "--set", "input.since=null")
+    assert run(spec, *typed) == 0
+    capsys.readouterr()
+    land(tmp_path / "landing", "d.jsonl", seed=3)
+    assert "1 new, 0 changed, 3 done before, 0 vanished (3 finished runs)" in on(spec, 3, capsys)
+    assert {path.name for path in (base / "_ledger").iterdir()} == {
+        f"{name}.inputs.parquet" for name in ("2026-11-01", "2026~11~02", "typed")
+    }
+
+
 def test_files_that_moved_with_their_names_are_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec, landing = incremental(tmp_path), tmp_path / "landing"
     land(landing, "a.jsonl")

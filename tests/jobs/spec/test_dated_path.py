@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from jobs.harness.spec import read_eval_spec
 from jobs.spec.dated_path import (
     base_of,
+    below_base,
     date_in,
     date_problem,
     depth_of,
@@ -21,6 +25,7 @@ from jobs.spec.dated_path import (
     written,
 )
 from jobs.spec.job_spec import at_date, check_spec, with_logical_date
+from jobs.spec.sweep_spec import load_sweep
 from storage.errors import UserError
 
 NOW = datetime(2026, 11, 22, 3, 4, 5, tzinfo=UTC)
@@ -58,6 +63,10 @@ def test_a_date_is_filled_in_and_read_back(path: str, base: str, place: str, per
     assert found is not None and with_date(path, found) == place and found <= NOW
     assert with_date(path, following(found, period)) != place
     assert date_in(path, f"{place}x") is None
+    folder = place.removeprefix(f"{base}/")
+    assert date_in(below_base(f"{path}//"), folder) == found and depth_of(f"{path}/") == depth, (
+        "slashes at the end do not count"
+    )
 
 
 def test_every_day_of_years_has_a_folder_of_its_own_that_gives_the_day_back() -> None:
@@ -123,6 +132,21 @@ def test_a_spec_is_dated_once_by_its_logical_date_or_the_clock() -> None:
         check_spec(spec_of("runs/{date:%F}", output={"path": "runs/{date:%F}", "logical_date": "soon"}))
     again = at_date(spec, NOW).model_dump(mode="json")
     assert check_spec(again).output == at_date(spec, NOW).output, "a plan's spec is read back"
+
+
+def test_sweeps_and_evaluations_take_no_dates(tmp_path: Path) -> None:
+    base = spec_of("runs/{date:%F}", input={"path": "in.jsonl", "since": "last_success"})
+    sweep = {"base": base, "grid": {"seed": [1, 2]}, "output": {"path": "sweeps/one"}}
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(sweep))
+    assert {type(case.error) for case in load_sweep(file).cases} == {UserError}
+    assert "input.since: 'last_success' needs a run directory for each date" in str(load_sweep(file).cases[0].error)
+    file.write_text(yaml.safe_dump(sweep | {"output": {"path": "sweeps/{date:%F}"}}))
+    with pytest.raises(UserError, match=r"^output.path: .* only `draftmill run` fills in"):
+        load_sweep(file)
+    file.write_text(yaml.safe_dump({key: base[key] for key in ("model", "decoder", "output")}))
+    with pytest.raises(UserError, match=r"^output.path: .* only `draftmill run` fills in"):
+        read_eval_spec(file)
 
 
 @pytest.mark.parametrize(
