@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_arguments, s3_options, seconds, set_argument
+from jobs.arguments.shared import Commands, date_argument, s3_arguments, s3_options, seconds, set_argument
 from jobs.arguments.submit import address_argument
 
 
@@ -15,6 +15,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     command.add_argument("target", metavar="TARGET", help="the name of a submitted job, RUN_DIR or SPEC.yaml")
     set_argument(command)
+    date_argument(command)
     address_argument(command, default="none: a driver of this machine")
     command.add_argument(
         "--wait-seconds",
@@ -34,6 +35,7 @@ def _stop(arguments: argparse.Namespace) -> int:
         arguments.target,
         arguments.address,
         overrides=arguments.set,
+        logical_date=arguments.logical_date,
         wait_s=arguments.wait_seconds,
         s3=s3_options(arguments),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from jobs.arguments.shared import GRACE_VARIABLE, Commands, seconds, spec_arguments
+from jobs.arguments.shared import GRACE_VARIABLE, Commands, date_argument, seconds, spec_arguments
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
@@ -17,6 +17,13 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
     )
     spec_arguments(command)
     address_argument(command)
+    date_argument(command)
+    command.add_argument(
+        "--if-running",
+        default="fail",
+        choices=["skip", "wait", "fail"],
+        help="as for `run`: another driver has the run",
+    )
     command.add_argument("--no-wait", action="store_true", help="print the job's name and return")
     command.add_argument(
         "--code", choices=["ship", "installed"], help="ship draftmill's code, or use the cluster's (ship)"
@@ -67,5 +74,13 @@ def _submit(arguments: argparse.Namespace) -> int:
         env=tuple(arguments.env),
         grace_s=arguments.grace_seconds,
         driver_cpus=arguments.driver_cpus,
+        run=("--if-running", arguments.if_running),
     )
-    return submit(arguments.spec, arguments.set, address, wishes, wait=not arguments.no_wait)
+    return submit(
+        arguments.spec,
+        arguments.set,
+        address,
+        wishes,
+        logical_date=arguments.logical_date,
+        wait=not arguments.no_wait,
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from jobs.codes import OK, UNEXPECTED
 from jobs.plan.worker_job import absolute
-from jobs.spec.job_spec import load_spec
+from jobs.spec.dated_path import has_date
+from jobs.spec.job_spec import at_date, load_spec, with_logical_date
 from jobs.submitting.address import reached
 from jobs.submitting.client import RayJobs
 from jobs.submitting.names import run_of
@@ -24,6 +26,7 @@ def stop(
     address: str | None,
     *,
     overrides: Sequence[str] = (),
+    logical_date: str | None = None,
     wait_s: float = 60.0,
     s3: S3Options | None = None,
 ) -> int:
@@ -31,7 +34,7 @@ def stop(
 
     With `wait_s` 0 it returns as soon as the request is made.
     """
-    run, options = _run_of(target, overrides, s3)
+    run, options = _run_of(target, overrides, logical_date, s3)
     if address is None:
         if target.startswith("draftmill-") and not Path(target).exists():
             raise UserError("missing; a submitted job is stopped by its cluster", field="--address")
@@ -43,10 +46,16 @@ def stop(
     return OK if is_over else UNEXPECTED
 
 
-def _run_of(target: str, overrides: Sequence[str], s3: S3Options | None) -> tuple[str, S3Options | None]:
+def _run_of(
+    target: str, overrides: Sequence[str], logical_date: str | None, s3: S3Options | None
+) -> tuple[str, S3Options | None]:
     """The run directory that a target means, and how its store is reached."""
     if target.endswith((".yaml", ".yml")) and "://" not in target:
         spec = load_spec(target, overrides)
+        if logical_date is not None:
+            spec = with_logical_date(spec, logical_date)
+        if has_date(spec.output.path):
+            spec = at_date(spec, datetime.now(UTC))
         return run_of(spec), spec.s3.options()
     return absolute(target.rstrip("/")), s3
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from jobs.codes import INTERRUPTED, OK
 from jobs.driving.driver import interruptible
 from jobs.notes import counted, size_text
 from jobs.plan.fingerprint import code_version
-from jobs.spec.job_spec import JobSpec, check_overridden
+from jobs.spec.dated_path import has_date
+from jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
 from jobs.spec.spec_file import read_mapping
 from jobs.submitting.address import FIELD, Cluster, reached
 from jobs.submitting.client import Exists, JobClient, NotReady, RayJobs, Unreachable
@@ -30,13 +32,26 @@ READY_S = 60.0
 """How long a cluster that has just started may take until it accepts jobs."""
 
 
-def submit(path: str, overrides: Sequence[str], address: str, wishes: Wishes, *, wait: bool = True) -> int:
+def submit(
+    path: str,
+    overrides: Sequence[str],
+    address: str,
+    wishes: Wishes,
+    *,
+    logical_date: str | None = None,
+    wait: bool = True,
+) -> int:
     """Submit a spec and follow it, or follow the job that runs for the same run directory; returns the exit code.
 
     Without `wait`, prints the job's name and returns 0 once the cluster has it. UserError if the spec can't run there.
     """
     data = {"name": Path(path).stem} | read_mapping(Path(path))
     spec = check_overridden(data, overrides)
+    if logical_date is not None:
+        spec = with_logical_date(spec, logical_date)
+    if has_date(spec.output.path):  # the one reading of the clock: the driver gets the date with the spec
+        spec = at_date(spec, datetime.now(UTC))
+        data["output"]["logical_date"] = spec.output.logical_date
     request = request_of(data, wishes)
     headers = token_headers()
     cluster = reached(address, headers)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
+from jobs.cli import main
+from jobs.commands import submit as submit_module
 from jobs.commands.submit import followed, started
 from jobs.spec.job_spec import JobSpec, check_spec
 from jobs.submitting import following
@@ -76,6 +80,27 @@ def test_of_two_submissions_at_the_same_moment_one_starts_the_job_and_both_follo
     cluster.late = [FakeJob(name, metadata={RUN: "s3://bucket/run"})]
     assert started(cluster, PLACE, spec(), REQUEST) == name
     assert cluster.known[name].entrypoint == "", "it is the other one's job"
+
+
+def test_a_dated_run_gets_its_date_when_it_is_submitted_and_a_job_for_each_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    cluster = FakeCluster()
+    monkeypatch.setattr(submit_module, "RayJobs", lambda *_: cluster)
+    monkeypatch.setattr(submit_module, "reached", lambda *_: PLACE)
+    data = spec("s3://bucket/daily/{date:%Y-%m-%d}").model_dump(mode="json") | {"input": {"path": "s3://bucket/rows"}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(data))
+    for date in ("2026-11-21", "2026-11-22", "2026-11-22"):
+        options = ["--code", "installed", "--no-wait", "--logical-date", date, "--if-running", "skip"]
+        assert main(["submit", str(tmp_path / "job.yaml"), "--address", "head", *options]) == 0
+    first, second = cluster.jobs()
+    assert [first.metadata[RUN], second.metadata[RUN]] == [
+        "s3://bucket/daily/2026-11-21",
+        "s3://bucket/daily/2026-11-22",
+    ]
+    assert "logical_date: '2026-11-21T00:00:00Z'" in first.entrypoint
+    assert "--if-running skip" in first.entrypoint
+    capsys.readouterr()
 
 
 def test_a_cluster_that_has_just_started_is_asked_again():
