@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from actors.task import Columns, Side, Task
 from decoders.common_settings import Sampling
@@ -59,8 +60,47 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The resources of each worker: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads."""
+    """What each worker of a kind gets: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads.
+
+    `labels` selects nodes, as pairs of Ray's label selectors. `max_rows` and `max_tokens` replace the job's, unless None.
+    """
 
     cpus: float
     gpus: float
     threads: int
+    labels: tuple[tuple[str, str], ...] = ()
+    max_rows: int | None = None
+    max_tokens: int | None = None
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What Ray is asked for: a worker can take over another one's place if it is the same."""
+        return self.cpus, self.gpus, self.labels
+
+    def job(self, job: Job) -> Job:
+        """The job with this kind's own limits of a batch."""
+        if self.max_rows is None and self.max_tokens is None:
+            return job
+        return replace(job, max_rows=self.max_rows or job.max_rows, max_tokens=self.max_tokens or job.max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """How many workers (`counts`) have each kind of seat, in the order of the spec's `workers`."""
+
+    seats: tuple[Seat, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """All workers."""
+        return sum(self.counts)
+
+    @property
+    def largest(self) -> tuple[int, Seat]:
+        """The kind with the most workers, and how many."""
+        return max(zip(self.counts, self.seats, strict=True), key=lambda pair: pair[0])
+
+    def at_least(self, other: Crew) -> Crew:
+        """The larger of both counts for each kind."""
+        return replace(self, counts=tuple(map(max, self.counts, other.counts)))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from actors.faults import DeviceLostError
-from actors.job import Job, Seat
+from actors.job import Crew, Job, Seat
 from actors.messages import Died, PoolNews, Reported, Up, WorkUnit
 from actors.models import FIELD, user_error
 from actors.runner import UnitRunner
@@ -42,12 +42,19 @@ class LocalPool:
     """
 
     def __init__(self, job: Job, seat: Seat, *, build: Build = build_runner, shelf: Shelf | None = None) -> None:
-        self._job, self._threads = job, seat.threads
+        self._job, self._threads = seat.job(job), seat.threads
         self._build = build if shelf is None else partial(build, shelf=shelf)
         self._shelf = shelf
         self._node = socket.gethostname()
         self._workers: dict[str, Here] = {}
         self._news: list[PoolNews] = []
+
+    def kind_of(self, name: str) -> int:
+        """There is one kind of worker."""
+        return 0
+
+    def resize(self, crew: Crew) -> None:
+        """Workers of this process take no room of others."""
 
     def start(self, name: str) -> None:
         """Load a worker immediately; `Up` or `Died` follows. Raises UserError if the model is unusable."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,12 +19,15 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from actors.faults import DeviceLostError
-from actors.job import Job, Seat
+from actors.job import Crew, Job, Seat
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
 from actors.worker import DecodeWorker, EarlyWorker
 
-__all__ = ["RayPool", "Seat", "early_workers", "end_workers"]
+__all__ = ["RayPool", "Seat", "Spare", "early_workers", "end_workers"]
+
+Spare = tuple[tuple[Any, ...], Any]
+"""A worker without a job: its seat's place, and its actor."""
 
 IN_FLIGHT = 2
 """Turns queued at a busy worker: one that runs and one that follows it at once."""
@@ -51,31 +54,53 @@ class Member:
     forget: list[int] = field(default_factory=list)
     place: tuple[str, int] | None = None
     """Its node and process, once it is up."""
+    kind: int = 0
 
 
 class RayPool:
     """Workers by name. Call all methods from the driver's thread; only `poll` waits."""
 
-    def __init__(self, job: Job, seat: Seat, *, worker_class: type = DecodeWorker, early: Sequence[Any] = ()) -> None:
-        """`early` are workers with the same seat that have no job, from `early_workers` or from another pool's `release`;
-        `start` uses them before it starts others.
+    def __init__(self, job: Job, crew: Crew, *, worker_class: type = DecodeWorker, early: Sequence[Spare] = ()) -> None:
+        """`early` are workers that have no job, from `early_workers` or from another pool's `release`; `start` uses those of the
+        same place before it starts others.
         """
         self._members: dict[str, Member] = {}
-        self._job = ray.put(job)
-        self._threads = seat.threads
-        self._share = {"gpus": seat.gpus} if 0 < seat.gpus < 1 else {}
+        self._crew = crew
+        self._jobs = [ray.put(seat.job(job)) for seat in crew.seats]
         self._notices = Notices()
         self._early = list(early)
-        self._actor = actor_class(worker_class, seat)
+        self._actors = [actor_class(worker_class, seat) for seat in crew.seats]
+        self._kinds: dict[str, int] = {}
 
     def start(self, name: str) -> None:
-        """Ask Ray for a worker; `Up` or `Died` follows."""
-        if self._early:
-            actor = self._early.pop(0)
-            self._members[name] = Member(actor, actor.begin.remote(name, self._job, self._threads, **self._share))
-            return
-        actor = self._actor.remote(name, self._job, self._threads, **self._share)
-        self._members[name] = Member(actor, actor.where.remote())
+        """Ask Ray for a worker, of the kind that lacks most; `Up` or `Died` follows."""
+        kind = self._lacking()
+        seat = self._crew.seats[kind]
+        share = {"gpus": seat.gpus} if 0 < seat.gpus < 1 else {}
+        self._kinds[name] = kind
+        fitting = next((spare for spare in self._early if spare[0] == seat.place), None)
+        if fitting is not None:
+            self._early.remove(fitting)
+            actor = fitting[1]
+            ready = actor.begin.remote(name, self._jobs[kind], seat.threads, **share)
+        else:
+            actor = self._actors[kind].remote(name, self._jobs[kind], seat.threads, **share)
+            ready = actor.where.remote()
+        self._members[name] = Member(actor, ready, kind=kind)
+
+    def _lacking(self) -> int:
+        """The kind of worker that lacks most of its number, the first of several."""
+        present = Counter(member.kind for member in self._members.values())
+        missing = [count - present[kind] for kind, count in enumerate(self._crew.counts)]
+        return missing.index(max(missing))
+
+    def resize(self, crew: Crew) -> None:
+        """There is room for so many workers now; kinds that have lost room keep their number: it may come back."""
+        self._crew = self._crew.at_least(crew)
+
+    def kind_of(self, name: str) -> int:
+        """The kind of a worker that was started, as an index into the spec's `workers`."""
+        return self._kinds[name]
 
     def assign(self, name: str, unit: WorkUnit) -> None:
         """Send a unit to a worker that is up; ignores unknown workers, whose death is reported separately.
@@ -115,13 +140,13 @@ class RayPool:
         places = [member.place for member in self._members.values()]
         for name in list(self._members):
             self.kill(name)
-        end_workers(self._early)
+        end_workers(actor for _, actor in self._early)
         deadline_s = time.monotonic() + EXIT_S
         for place in places:
             while place is not None and is_running(*place) and time.monotonic() < deadline_s:
                 time.sleep(0.01)
 
-    def release(self) -> list[Any]:
+    def release(self) -> list[Spare]:
         """Hand the workers over for another pool, with the networks that they have in memory; this pool then has none.
 
         When it returns, no worker that was up writes anything more for this job: those that take longer than REST_S are
@@ -139,7 +164,7 @@ class RayPool:
             except RayError:  # it has died
                 del resting[ref]
         early, self._early = self._early, []
-        return [member.actor for member in resting.values()] + early
+        return [(self._crew.seats[member.kind].place, member.actor) for member in resting.values()] + early
 
     def poll(self, timeout_s: float) -> list[PoolNews]:
         """Wait for news, at most `timeout_s`; returns the news, in order per worker."""
@@ -186,13 +211,19 @@ class RayPool:
 
 def actor_class(worker_class: type, seat: Seat) -> Any:
     """A worker class as a Ray actor class with the seat's resources, without restarts and retries."""
-    return ray.remote(worker_class).options(num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0)
+    options = {"label_selector": dict(seat.labels)} if seat.labels else {}
+    return ray.remote(worker_class).options(
+        num_cpus=seat.cpus, num_gpus=seat.gpus, max_restarts=0, max_task_retries=0, **options
+    )
 
 
-def early_workers(count: int, seat: Seat, family: str, decoder: str) -> list[Any]:
+def early_workers(crew: Crew, family: str, decoder: str) -> list[Spare]:
     """Start workers that import what a model family and a decoder (`module:class`) need, before they receive a job."""
-    worker = actor_class(EarlyWorker, seat)
-    return [worker.remote(family, decoder) for _ in range(count)]
+    found: list[Spare] = []
+    for seat, count in zip(crew.seats, crew.counts, strict=True):
+        worker = actor_class(EarlyWorker, seat)
+        found += [(seat.place, worker.remote(family, decoder)) for _ in range(count)]
+    return found
 
 
 def end_workers(workers: Iterable[Any]) -> None:

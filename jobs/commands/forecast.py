@@ -184,7 +184,8 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
     cut = "" if trial.longest is None else f"; longer samples cut to {trial.longest:,} tokens, so the job takes longer"
     yield f"rate      {rate:,.{0 if rate >= 10 else 1}f} tokens/s on one worker, measured over {trial.took_s:.1f} s{cut}"
     if rate:
-        count = prepared.spec.workers.count
-        shared = "; divide by the number of workers" if count == "auto" else f" on {count} workers"
-        workers = 1 if count == "auto" else count
+        counts = [shape.count for shape in prepared.spec.shapes]
+        known = [count for count in counts if count != "auto"]
+        workers = sum(known) if len(known) == len(counts) else 1
+        shared = f" on {workers} workers" if len(known) == len(counts) else "; divide by the number of workers"
         yield f"time      ~{duration(todo / rate / workers)}{shared}"

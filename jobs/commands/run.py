@@ -11,9 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from actors.job import Crew
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
 from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.crew import fitting_threads
@@ -21,7 +22,7 @@ from jobs.driving.device_time import DeviceTime
 from jobs.driving.driver import Driver, StopFlag
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart, is_connected
-from jobs.driving.site import Site, site_of
+from jobs.driving.site import Site, WorkerPool, site_of
 from jobs.driving.totals import Totals
 from jobs.driving.watchers import Watcher, Watchers
 from jobs.finished.measure import measure_units
@@ -244,17 +245,18 @@ def decode(run: Run) -> Finish:
 
 
 def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, CommittedUnits]:
-    count, seat = run.site.seats(run.spec, units=len(left))
-    seat = fitting_threads(seat, run.prepared.info.num_parameters)
+    crew = crew_of(run, len(left))
+    for note in run.site.lacking(run.spec, crew):
+        run.display.note(note)
     log = AttemptsLog(run.store, run.lease.epoch)
     if run.loads:
         size = size_text(weight_bytes(run.prepared.folder))
-        run.display.note(f"loading the model on {counted(count, 'worker')}: {size}")
+        run.display.note(f"loading the model on {counted(crew.count, 'worker')}: {size}")
     job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
-    pool = run.site.pool(job, seat)
-    totals.devices = DeviceTime(price_of=lambda worker: run.spec.workers.price_per_hour)
+    pool = run.site.pool(job, crew)
+    totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
-        scheduler=Scheduler(left, workers=count, limits=limits_of(run.spec), pass_=run.plan.pass_),
+        scheduler=Scheduler(left, workers=crew.count, limits=limits_of(run.spec), pass_=run.plan.pass_),
         pool=pool,
         display=run.display,
         totals=totals,
@@ -263,7 +265,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         grace_s=run.options.grace_s,
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
-        room=lambda: room_for(run, len(left)),
+        room=lambda: room_for(run, pool, len(left)),
         watchers=Watchers(watchers_of(run), note=run.display.note),
     )
     is_over = False
@@ -290,12 +292,21 @@ def watchers_of(run: Run) -> list[Watcher]:
     return [MetricsWatcher(run.spec.name, run.spec.decoder.kind)]
 
 
-def room_for(run: Run, units: int) -> int:
-    """How many workers fit now; 0 if the cluster has lost too many resources for even one."""
+def crew_of(run: Run, units: int) -> Crew:
+    """The workers that fit now, with no more threads than the model can use."""
+    found = run.site.crew(run.spec, units=units)
+    size = run.prepared.info.num_parameters
+    return replace(found, seats=tuple(fitting_threads(seat, size) for seat in found.seats))
+
+
+def room_for(run: Run, pool: WorkerPool, units: int) -> int:
+    """How many workers fit now, which the pool is told, too; 0 if the cluster has lost too many resources for even one."""
     try:
-        return run.site.seats(run.spec, units=units)[0]
+        found = crew_of(run, units)
     except UserError:
         return 0
+    pool.resize(found)
+    return found.count
 
 
 def hopelessness(run: Run) -> Callable[[int], bool]:
@@ -310,8 +321,8 @@ def hopelessness(run: Run) -> Callable[[int], bool]:
 
 def limits_of(spec: JobSpec) -> Limits:
     """The scheduler's limits, with the spec's settings."""
-    workers = spec.workers
-    return Limits(attempts=spec.errors.attempts, lease_s=workers.stall_s, start_s=workers.start_s)
+    stall_s, start_s = (max(getattr(shape, key) for shape in spec.shapes) for key in ("stall_s", "start_s"))
+    return Limits(attempts=spec.errors.attempts, lease_s=stall_s, start_s=start_s)
 
 
 def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:

@@ -117,8 +117,12 @@ def in_order(cases: Sequence[SweepCase]) -> list[SweepCase]:
 
 
 def _order_key(case: SweepCase) -> tuple[Hashable, ...]:
-    networks, workers = case.network_keys(), case.spec.workers
-    return ((workers.cpus, workers.gpus), *(networks.get(name) for name in ("model", "drafter", "heads")))
+    networks = case.network_keys()
+    return (_resources(case), *(networks.get(name) for name in ("model", "drafter", "heads")))
+
+
+def _resources(case: SweepCase) -> Hashable:
+    return tuple(shape.resources for shape in case.spec.shapes)
 
 
 def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
@@ -127,7 +131,7 @@ def loads_of(cases: Sequence[SweepCase]) -> list[list[str]]:
     before: dict[str, Hashable] = {}
     resources: Hashable = None
     for case in cases:
-        seat, keys = (case.spec.workers.cpus, case.spec.workers.gpus), case.network_keys()
+        seat, keys = _resources(case), case.network_keys()
         found.append([name for name in keys if seat != resources or before.get(name) != keys[name]])
         before, resources = keys, seat
     return found

@@ -1,30 +1,135 @@
-"""How many workers to run, and the resources of each, from the spec's `workers` section and Ray's resources. Pure."""
+"""How many workers to run, and the resources of each, from the spec's `workers` section and the cluster's nodes. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from actors.job import Seat
+from actors.job import Crew, Seat
+from jobs.driving.nodes import NodeRoom, shown
 from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
 
 PARAMETERS_PER_THREAD = 25_000_000
 """Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""
 
+_EPSILON = 1e-6
 
-def crew(workers: WorkerShape, *, num_cpus: int, num_gpus: int, units: int, device: str = "auto") -> tuple[int, Seat]:
-    """Number of workers, at most one per unit, and the seat of each.
 
-    `gpus: auto` is one GPU each if the cluster has any. `count: auto` fills the GPUs, or else the CPUs: a small model
-    decodes best with one thread per worker. The CPUs are divided among the workers as torch threads. Raises UserError if
-    not even one worker fits, or if `device` is a GPU and workers have none.
+def crew(
+    shapes: Sequence[WorkerShape], nodes: Sequence[NodeRoom], *, units: int, device: str = "auto", listed: bool = False
+) -> Crew:
+    """How many workers of each kind run on these nodes, at most one per unit, and the seat of each kind.
+
+    A worker fits on a node if the node alone has its CPUs and GPUs; a fraction of a GPU never spans two of them. Kinds with a
+    `count` are served first, then the others fill what is left, in their order. `gpus: auto` is one GPU each if a node that
+    the labels select has any. The CPUs of a node are divided among its workers as torch threads. Raises UserError if no worker
+    of any kind fits, with the reason and the nodes, or if `device` is a GPU and workers have none. `listed` says that the spec
+    has a list, so that errors name the kind.
     """
-    gpus = (1.0 if num_gpus else 0.0) if workers.gpus == "auto" else workers.gpus
-    if gpus > num_gpus:
-        raise UserError(f"a worker needs {gpus:g} GPUs, Ray has {num_gpus}", field="workers.gpus")
-    if workers.cpus > num_cpus:
-        raise UserError(f"a worker needs {workers.cpus:g} CPUs, Ray has {num_cpus}", field="workers.cpus")
+    free = [_Free(node) for node in nodes]
+    seats = [_seat(shape, nodes) for shape in shapes]
+    for index, seat in enumerate(seats):
+        _check_device(seat, device, nodes)
+        _check_alone(seat, nodes, _field(index, listed=listed), raises=not listed)
+    counts = [0] * len(shapes)
+    used: list[list[_Free]] = [[] for _ in shapes]
+    for index in sorted(range(len(shapes)), key=lambda i: shapes[i].count == "auto"):
+        count = shapes[index].count
+        most = min(units if count == "auto" else count, units - sum(counts))
+        used[index] = _placed(seats[index], free, max(most, 0 if sum(counts) else 1))
+        counts[index] = len(used[index])
+    if not sum(counts):
+        reasons = [f"{_field(i, listed=True)}: {reason(seat, nodes)}" for i, seat in enumerate(seats)]
+        raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
+    threads = [min((node.threads for node in part), default=1) for part in used]
+    return Crew(tuple(replace(seat, threads=many) for seat, many in zip(seats, threads, strict=True)), tuple(counts))
+
+
+def lacking(shapes: Sequence[WorkerShape], found: Crew, nodes: Sequence[NodeRoom]) -> list[str]:
+    """For each kind of which no worker fits on any node now: a note that says why."""
+    return [
+        f"{_field(index, listed=True)}: {reason(seat, nodes)}; such workers start once a node joins that has room"
+        for index, (seat, count) in enumerate(zip(found.seats, found.counts, strict=True))
+        if not count and len(shapes) > 1 and not any(_Free(node).fits(seat) for node in nodes)
+    ]
+
+
+def reason(seat: Seat, nodes: Sequence[NodeRoom]) -> str:
+    """Why no worker of this kind fits, with the nodes' resources."""
+    labels = "".join(f", {key}: {value}" for key, value in seat.labels)
+    gpus = f"{seat.gpus:g} GPU{'s' * (seat.gpus > 1)} and " if seat.gpus else ""
+    return f"a worker needs {gpus}{seat.cpus:g} CPU{'s' * (seat.cpus > 1)} on one node{labels}; the nodes have {shown(nodes)}"
+
+
+@dataclass(slots=True)
+class _Free:
+    """What is left of a node."""
+
+    node: NodeRoom
+    cpus: float
+    gpus: list[float]
+    workers: int = 0
+
+    def __init__(self, node: NodeRoom) -> None:
+        self.node, self.cpus, self.gpus, self.workers = node, node.cpus, [1.0] * node.gpus, 0
+
+    def fits(self, seat: Seat) -> bool:
+        return self.cpus >= seat.cpus - _EPSILON and len(self._devices(seat)) >= max(1, seat.gpus) * bool(seat.gpus)
+
+    def take(self, seat: Seat) -> None:
+        self.cpus -= seat.cpus
+        self.workers += 1
+        share = min(1.0, seat.gpus)
+        for device in self._devices(seat)[: max(1, int(seat.gpus)) if seat.gpus else 0]:
+            self.gpus[device] -= share
+
+    def _devices(self, seat: Seat) -> list[int]:
+        """Devices with enough left, those in use first."""
+        share = min(1.0, seat.gpus)
+        return sorted((i for i, left in enumerate(self.gpus) if left >= share - _EPSILON), key=lambda i: self.gpus[i])
+
+    @property
+    def threads(self) -> int:
+        """Torch threads of each worker, for equal shares."""
+        return max(1, int(self.node.cpus) // max(1, self.workers))
+
+
+def _placed(seat: Seat, free: Sequence[_Free], most: int) -> list[_Free]:
+    """Take room for at most so many workers, node by node; returns the node of each."""
+    nodes: list[_Free] = []
+    for node in free:
+        if node.node.has(seat.labels):
+            while len(nodes) < most and node.fits(seat):
+                node.take(seat)
+                nodes.append(node)
+    return nodes
+
+
+def _seat(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> Seat:
+    labels = tuple(sorted(shape.labels.items()))
+    has_gpus = any(node.gpus for node in nodes if node.has(labels))
+    gpus = float(has_gpus) if shape.gpus == "auto" else shape.gpus
+    return Seat(shape.cpus, gpus, 1, labels, shape.max_rows, shape.max_tokens)
+
+
+def _field(index: int, *, listed: bool) -> str:
+    return f"workers.{index}" if listed else "workers"
+
+
+def _check_alone(seat: Seat, nodes: Sequence[NodeRoom], field: str, *, raises: bool) -> None:
+    """Raise UserError, by the key to change, if no node could run even one worker of this kind, empty as it may be."""
+    if not raises or any(_Free(node).fits(seat) for node in nodes if node.has(seat.labels)):
+        return
+    chosen = [node for node in nodes if node.has(seat.labels)]
+    key = "gpus" if chosen and max(node.gpus for node in chosen) < seat.gpus else "cpus"
+    raise UserError(reason(seat, nodes), field=f"{field}.{key if chosen else 'labels' if seat.labels else 'cpus'}")
+
+
+def _check_device(seat: Seat, device: str, nodes: Sequence[NodeRoom]) -> None:
+    gpus = seat.gpus
     if device.startswith("cuda") and not gpus:
+        num_gpus = sum(node.gpus for node in nodes)
         raise UserError(f"{device!r}, but workers get no GPU (Ray has {num_gpus})", field="model.device")
     number = int(device.partition(":")[2] or 0)
     if number >= max(1, int(gpus)):
@@ -34,11 +139,6 @@ def crew(workers: WorkerShape, *, num_cpus: int, num_gpus: int, units: int, devi
             f"(to choose the GPU yourself, start with CUDA_VISIBLE_DEVICES={number})",
             field="model.device",
         )
-    fits = int(num_cpus // workers.cpus)
-    if gpus:
-        fits = min(fits, int(num_gpus // gpus))
-    count = max(1, min(fits if workers.count == "auto" else workers.count, fits, units))
-    return count, Seat(cpus=workers.cpus, gpus=gpus, threads=max(1, num_cpus // count))
 
 
 def fitting_threads(seat: Seat, num_parameters: int) -> Seat:

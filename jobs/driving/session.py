@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from jobs.driving.nodes import NodeRoom
 from storage.errors import StoreError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,17 +231,18 @@ def _init(**options: Any) -> None:
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
-def local_size() -> tuple[int, int]:
-    """Whole CPUs and GPUs that a Ray of our own would have on this machine."""
+def local_nodes() -> list[NodeRoom]:
+    """The one node that a Ray of our own would have on this machine."""
     from ray._private.accelerators import get_accelerator_manager_for_resource
     from ray._private.utils import get_num_cpus
 
+    cpus = int(get_num_cpus())
     manager = get_accelerator_manager_for_resource("GPU")
     if manager is None:
-        return int(get_num_cpus()), 0
+        return [NodeRoom(cpus, 0)]
     num_gpus = manager.get_current_node_num_accelerators()
     visible = manager.get_current_process_visible_accelerator_ids()
-    return int(get_num_cpus()), num_gpus if visible is None else min(num_gpus, len(visible))
+    return [NodeRoom(cpus, num_gpus if visible is None else min(num_gpus, len(visible)))]
 
 
 def is_connected() -> bool:
@@ -249,9 +251,15 @@ def is_connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def cluster_size() -> tuple[int, int]:
-    """Whole CPUs and GPUs of the Ray we are connected to."""
+def cluster_nodes() -> list[NodeRoom]:
+    """The nodes of the Ray we are connected to, without those that will be removed."""
     import ray
 
-    resources = ray.cluster_resources()
-    return int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
+    from actors.notices import draining
+
+    leaving = draining()
+    return [
+        NodeRoom(node["Resources"].get("CPU", 0.0), int(node["Resources"].get("GPU", 0)), node.get("Labels") or {})
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving
+    ]

@@ -12,18 +12,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.job import Job, Seat
+from actors.job import Crew, Job, Seat
 from jobs.driving.cluster_survey import cluster_survey, pays
-from jobs.driving.crew import crew
+from jobs.driving.crew import crew, lacking
 from jobs.driving.driver import Workers
+from jobs.driving.nodes import NodeRoom, num_cpus
 from jobs.driving.progress import Display
-from jobs.driving.session import check_reachable, cluster_size, local_size, ray_is_ours_to_start, ray_session
+from jobs.driving.session import check_reachable, cluster_nodes, local_nodes, ray_is_ours_to_start, ray_session
 from jobs.plan.prepare import Prepared
 from jobs.plan.survey import Survey, survey
 from jobs.spec.job_spec import JobSpec
 from storage.errors import UserError
 
 if TYPE_CHECKING:
+    from actors.pool import Spare
     from actors.shelf import Shelf
 
 BYTES_PER_EARLY_WORKER = 2**20
@@ -35,6 +37,14 @@ class WorkerPool(Workers, Protocol):
 
     def close(self) -> None:
         """End all workers."""
+        ...
+
+    def kind_of(self, name: str) -> int:
+        """The kind of a worker that was started, as an index into the spec's `workers`."""
+        ...
+
+    def resize(self, crew: Crew) -> None:
+        """There is room for so many workers now."""
         ...
 
     def release(self) -> list[Any]:
@@ -65,11 +75,15 @@ class Site(Protocol):
         """How to read the rows for a plan: in this process, or by tasks of the cluster, while the site is opening."""
         ...
 
-    def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
-        """How many workers fit, and the resources of each; UserError if none fits."""
+    def crew(self, spec: JobSpec, *, units: int) -> Crew:
+        """How many workers of each kind fit, and the resources of each; UserError if none fits."""
         ...
 
-    def pool(self, job: Job, seat: Seat) -> WorkerPool:
+    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
+        """Notes about kinds of workers that fit nowhere now."""
+        ...
+
+    def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """A pool that has no workers yet; the site must be open."""
         ...
 
@@ -91,7 +105,9 @@ class LocalSite:
 
     def check(self, spec: JobSpec) -> None:
         """See Site."""
-        workers = spec.workers
+        if len(spec.shapes) > 1:
+            raise UserError(f"{len(spec.shapes)} kinds of workers, but --local has one worker", field="workers")
+        (workers,) = spec.shapes
         if workers.count not in {"auto", 1}:
             raise UserError(f"{workers.count} workers, but --local has one; allowed: auto, 1", field="workers.count")
         if workers.gpus != "auto" and workers.gpus > 1:
@@ -115,18 +131,24 @@ class LocalSite:
         """See Site; always in this process."""
         return survey
 
-    def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
+    def crew(self, spec: JobSpec, *, units: int) -> Crew:
         """See Site; the worker has the whole machine."""
-        return 1, Seat(cpus=1.0, gpus=0.0, threads=len(os.sched_getaffinity(0)))
+        (workers,) = spec.shapes
+        seat = Seat(1.0, 0.0, len(os.sched_getaffinity(0)), (), workers.max_rows, workers.max_tokens)
+        return Crew((seat,), (1,))
 
-    def pool(self, job: Job, seat: Seat) -> WorkerPool:
+    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
+        """See Site."""
+        return []
+
+    def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
         from actors.local_pool import LocalPool
         from actors.shelf import Shelf
 
         if self._keep and self._shelf is None:
             self._shelf = Shelf()
-        return LocalPool(job, seat, shelf=self._shelf)
+        return LocalPool(job, crew.seats[0], shelf=self._shelf)
 
     def retire(self, pool: WorkerPool) -> None:
         """See Site."""
@@ -146,8 +168,7 @@ class RaySite:
         self._keep = keep
         self._start: _Start | None = None
         self._is_open = False
-        self._spare: list[Any] = []
-        self._spare_seat: tuple[float, float] | None = None
+        self._spare: list[Spare] = []
 
     def check(self, spec: JobSpec) -> None:
         """See Site."""
@@ -169,12 +190,12 @@ class RaySite:
         spec = prepared.spec
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
-                self.seats(spec, units=1)  # fail on missing resources before writing anything
+                self.crew(spec, units=1)  # fail on missing resources before writing anything
                 yield
             return
         units = 1 + sum(file.size or 0 for file in prepared.inputs) // BYTES_PER_EARLY_WORKER
-        count, seat = self._seats(spec, local_size(), units=units)
-        self._start = _Start(display, prepared.info.family, spec.decoder.runs, count, seat)
+        found = self._crew(spec, local_nodes(), units=units)
+        self._start = _Start(display, prepared.info.family, spec.decoder.runs, found)
         self._is_open = True
         self._start.start()
         try:
@@ -189,11 +210,11 @@ class RaySite:
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
                 try:
-                    yield self._refusals(jobs, cluster_size())
+                    yield self._refusals(jobs, cluster_nodes())
                 finally:
                     self.end_spare()
             return
-        found = self._refusals(jobs, local_size())
+        found = self._refusals(jobs, local_nodes())
         first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
             yield found
@@ -201,26 +222,30 @@ class RaySite:
     def survey(self, prepared: Prepared, display: Display) -> Survey:
         """See Site."""
         is_ours = self._start is not None
-        if not pays(prepared, local_size()[0] if is_ours else cluster_size()[0], is_ours=is_ours):
+        if not pays(prepared, num_cpus(local_nodes() if is_ours else cluster_nodes()), is_ours=is_ours):
             return survey
         self._wait()
-        return cluster_survey(prepared, cluster_size()[0], is_ours=is_ours, note=display.note)
+        return cluster_survey(prepared, num_cpus(cluster_nodes()), is_ours=is_ours, note=display.note)
 
-    def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
+    def crew(self, spec: JobSpec, *, units: int) -> Crew:
         """See Site."""
         self._wait()
-        return self._seats(spec, cluster_size(), units=units)
+        return self._crew(spec, cluster_nodes(), units=units)
 
-    def pool(self, job: Job, seat: Seat) -> WorkerPool:
+    def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
+        """See Site."""
+        return lacking(spec.shapes, found, cluster_nodes())
+
+    def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
-        from actors.pool import RayPool
+        from actors.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
-            self._spare, self._spare_seat = early, self._start.resources
-        if self._spare_seat != (seat.cpus, seat.gpus):
-            self.end_spare()
-        spare, self._spare, self._spare_seat = self._spare, [], (seat.cpus, seat.gpus)
-        return RayPool(job, seat, early=spare)
+            self._spare = early
+        places = {seat.place for seat in crew.seats}
+        end_workers(actor for place, actor in self._spare if place not in places)
+        spare, self._spare = [one for one in self._spare if one[0] in places], []
+        return RayPool(job, crew, early=spare)
 
     def retire(self, pool: WorkerPool) -> None:
         """See Site."""
@@ -234,21 +259,22 @@ class RaySite:
         if self._spare:
             from actors.pool import end_workers
 
-            end_workers(self._spare)
+            end_workers(actor for _, actor in self._spare)
         self._spare = []
 
-    def _refusals(self, jobs: Sequence[Prepared], size: tuple[int, int]) -> list[UserError | None]:
-        return [self._refusal(job.spec, size) for job in jobs]
+    def _refusals(self, jobs: Sequence[Prepared], nodes: Sequence[NodeRoom]) -> list[UserError | None]:
+        return [self._refusal(job.spec, nodes) for job in jobs]
 
-    def _refusal(self, spec: JobSpec, size: tuple[int, int]) -> UserError | None:
+    def _refusal(self, spec: JobSpec, nodes: Sequence[NodeRoom]) -> UserError | None:
         try:
-            self._seats(spec, size, units=1)
+            self._crew(spec, nodes, units=1)
         except UserError as error:
             return error
         return None
 
-    def _seats(self, spec: JobSpec, size: tuple[int, int], *, units: int) -> tuple[int, Seat]:
-        return crew(spec.workers, num_cpus=size[0], num_gpus=size[1], units=units, device=spec.model.device)
+    def _crew(self, spec: JobSpec, nodes: Sequence[NodeRoom], *, units: int) -> Crew:
+        is_list = isinstance(spec.workers, tuple)
+        return crew(spec.shapes, nodes, units=units, device=spec.model.device, listed=is_list)
 
     def _wait(self) -> None:
         if self._start is not None:
@@ -261,10 +287,10 @@ class _Start:
     The thread lives as long as Ray does: Ray's processes are killed when the thread that started them ends.
     """
 
-    def __init__(self, display: Display, family: str, decoder: str, count: int, seat: Seat) -> None:
+    def __init__(self, display: Display, family: str, decoder: str, found: Crew) -> None:
         self._session = ray_session(None, note=display.note)
-        self._needs, self._count, self._seat = (family, decoder), count, seat
-        self._workers: list[Any] = []
+        self._needs, self._crew = (family, decoder), found
+        self._workers: list[Spare] = []
         self._error: BaseException | None = None
         self._is_up = False
         self._tried, self._over = threading.Event(), threading.Event()
@@ -277,7 +303,7 @@ class _Start:
             self._is_up = True
             from actors.pool import early_workers
 
-            self._workers = early_workers(self._count, self._seat, *self._needs)
+            self._workers = early_workers(self._crew, *self._needs)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it again
             self._error = error
         self._tried.set()
@@ -289,12 +315,7 @@ class _Start:
         if self._error is not None:
             raise self._error
 
-    @property
-    def resources(self) -> tuple[float, float]:
-        """CPUs and GPUs of each early worker."""
-        return self._seat.cpus, self._seat.gpus
-
-    def take_workers(self) -> list[Any]:
+    def take_workers(self) -> list[Spare]:
         """Hand the early workers over to the caller."""
         workers, self._workers = self._workers, []
         return workers

@@ -190,12 +190,12 @@ def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -
 
 
 def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Seat]:
-    """As many workers as the run's own `workers` allow; they get GPUs only if there is a judge."""
+    """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
     if any(metric.place is not None for metric in ready.metrics):
-        return site.seats(spec, units=units)
-    workers = spec.workers.model_copy(update={"gpus": 0})
+        return site.crew(spec, units=units).largest
+    workers = spec.shapes[0].model_copy(update={"gpus": 0, "labels": {}})
     bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
-    return site.seats(bare, units=units)
+    return site.crew(bare, units=units).largest
 
 
 Moved = Callable[[Sequence[UnitMeasured]], None]

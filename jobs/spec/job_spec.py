@@ -24,7 +24,7 @@ from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_change, apply_override, read_mapping
 from jobs.spec.task_rules import task_problem, truncate_problem
-from jobs.spec.worker_shape import WorkerShape
+from jobs.spec.worker_shape import Shapes, WorkerShape
 from storage.errors import UserError
 from storage.stores.verbs import S3Options
 
@@ -167,7 +167,7 @@ class JobSpec(Settings):
     decoder: DecoderSettings
     sampling: Sampling = Sampling(temperature=1.0, top_k=None, top_p=None)
     batching: BatchingSettings = BatchingSettings()
-    workers: WorkerShape = WorkerShape()
+    workers: Shapes = WorkerShape()
     errors: ErrorSettings = ErrorSettings()
     output: OutputSettings
     s3: S3Settings = S3Settings()
@@ -176,7 +176,7 @@ class JobSpec(Settings):
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:
         """The kinds of workers that the job uses."""
-        return (self.workers,)
+        return self.workers if isinstance(self.workers, tuple) else (self.workers,)
 
     @property
     def kept(self) -> tuple[str, ...]:

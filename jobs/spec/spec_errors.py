@@ -215,7 +215,7 @@ def _models_at(model: type[BaseModel], location: Sequence[Any]) -> list[type[Bas
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in _models_in(part)]
+    return list(dict.fromkeys(found for part in get_args(annotation) for found in _models_in(part)))
 
 
 def _kind_of(model: type[BaseModel]) -> tuple[str, ...]:

@@ -1,25 +1,69 @@
-"""The section `workers` of a spec: how many workers, the resources of each, and when one that makes no progress is ended."""
+"""The section `workers` of a spec: how many workers of which kind, their resources, and when one without progress is ended."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
 
+from actors.task import as_tuple
 from decoders.common_settings import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+
+_NAME = r"[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_KEY = re.compile(rf"(?:{_NAME}(?:\.{_NAME})*/)?{_NAME}")
+_VALUE = re.compile(rf"!?{_NAME}|!?in\({_NAME}(?:, ?{_NAME})*\)")
+"""Ray's label selectors."""
+
+
+def _labels(labels: dict[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is not a label of a node; allowed: letters, digits, - _ . and one prefix with /")
+        if not _VALUE.fullmatch(value):
+            raise ValueError(f"{key}: {value!r} is not allowed; allowed: VALUE, !VALUE, in(A, B), !in(A, B)")
+    return labels
 
 
 class WorkerShape(Settings):
     """Workers of one kind: how many, and the resources of each; a fraction of a GPU is allowed.
 
+    `labels` selects nodes as Ray's label selectors do. `max_rows` and `max_tokens` replace those of `batching`.
     A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
     is not up after `start_s` seconds, which include waiting for resources and loading the model. `price_per_hour` is what an
     hour of one such worker costs, in any currency.
     """
 
-    count: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    count: Literal["auto"] | Positive = "auto"
     gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
+    labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(default_factory=dict)
+    max_rows: Positive | None = None
+    max_tokens: Positive | None = None
     stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 600.0
     start_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
     price_per_hour: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+
+    @field_validator("gpus")
+    @classmethod
+    def _whole_or_a_fraction(cls, gpus: float | str) -> float | str:
+        if isinstance(gpus, float) and gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"{gpus:g} is not allowed; allowed: auto, 0, a fraction below 1, or a whole number")
+        return gpus
+
+    @property
+    def resources(self) -> tuple[Any, ...]:
+        """What Ray is asked for: a worker of one kind can take over another one's place if this is the same."""
+        return self.cpus, self.gpus, tuple(sorted(self.labels.items()))
+
+
+def _form(value: Any) -> str:
+    return "list" if isinstance(value, list | tuple) else "one"
+
+
+_Several = Annotated[tuple[WorkerShape, ...], BeforeValidator(as_tuple), Field(min_length=1, max_length=64)]
+
+Shapes = Annotated[Annotated[WorkerShape, Tag("one")] | Annotated[_Several, Tag("list")], Discriminator(_form)]
+"""`workers` is one mapping, or a list of such mappings for several kinds of workers."""

@@ -25,6 +25,7 @@ from decoders.engine.setup import Setup
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from jobs.driving.crew import crew
+from jobs.driving.nodes import NodeRoom
 from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
@@ -158,12 +159,12 @@ def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
 
 
 def test_under_ray_a_gpu_by_its_number_is_refused_before_anything_starts():
-    settings = WorkerShape()
+    nodes = [NodeRoom(8, 2)]
     with pytest.raises(UserError, match=r"model\.device: 'cuda:1' .*CUDA_VISIBLE_DEVICES=1"):
-        crew(settings, num_cpus=8, num_gpus=2, units=9, device="cuda:1")
+        crew([WorkerShape()], nodes, units=9, device="cuda:1")
     for device in ("cuda", "cuda:0"):
-        assert crew(settings, num_cpus=8, num_gpus=2, units=9, device=device)[0] == 2
-    assert crew(WorkerShape(gpus=2.0), num_cpus=8, num_gpus=2, units=9, device="cuda:1")[0] == 1
+        assert crew([WorkerShape()], nodes, units=9, device=device).count == 2
+    assert crew([WorkerShape(gpus=2.0)], nodes, units=9, device="cuda:1").count == 1
 
 
 def test_a_gpu_that_the_process_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
+from actors.job import Crew
 from actors.messages import Died, PoolNews, Receipt, Reported, Up
 from actors.pool import RayPool, Seat, is_running
 from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
 
+CREW = Crew((Seat(cpus=0, gpus=0, threads=1),), (1,))
+
 
 @pytest.fixture
 def pool(ray_session: ModuleType) -> Any:
-    pool = RayPool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker)  # type: ignore[arg-type]
+    pool = RayPool(None, CREW, worker_class=FakeWorker)  # type: ignore[arg-type]
     yield pool
     pool.close()
 
@@ -146,7 +149,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
     os.kill(ups[0].pid, signal.SIGKILL)
     actors = pool.release()
     assert pool.poll(0.0) == [] and len(actors) == 1, "a dead one is not handed over"
-    other = RayPool(None, Seat(cpus=0, gpus=0, threads=1), worker_class=FakeWorker, early=actors)  # type: ignore[arg-type]
+    other = RayPool(None, CREW, worker_class=FakeWorker, early=actors)  # type: ignore[arg-type]
     try:
         other.start("again")
         (up,) = [item for item in until(other, Up) if isinstance(item, Up)]

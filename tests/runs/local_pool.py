@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
-from actors.job import Job, Seat
+from actors.job import Crew, Job
 from actors.local_pool import LocalPool
 from actors.runner import UnitRunner
 from actors.worker import build_runner
 from jobs.commands import rerun as jobs_rerun
 from jobs.commands import run as jobs_run
 from jobs.driving.crew import crew
+from jobs.driving.nodes import NodeRoom
 from jobs.driving.progress import Display
 from jobs.driving.site import LocalSite, WorkerPool
 from jobs.plan.prepare import Prepared
@@ -33,17 +35,17 @@ class SiteHere(LocalSite):
 
     def opening(self, display: Display, prepared: Prepared) -> AbstractContextManager[None]:
         """See Site; what the cluster lacks is missed before anything is written, as with Ray."""
-        self.seats(prepared.spec, units=1)
+        self.crew(prepared.spec, units=1)
         return nullcontext()
 
-    def seats(self, spec: JobSpec, *, units: int) -> tuple[int, Seat]:
+    def crew(self, spec: JobSpec, *, units: int) -> Crew:
         """See Site."""
-        count, seat = crew(spec.workers, num_cpus=self._workers, num_gpus=0, units=units, device=spec.model.device)
-        return count, Seat(seat.cpus, seat.gpus, threads=1)
+        found = crew(spec.shapes, [NodeRoom(self._workers, 0)], units=units, device=spec.model.device)
+        return replace(found, seats=tuple(replace(seat, threads=1) for seat in found.seats))
 
-    def pool(self, job: Job, seat: Seat) -> WorkerPool:
+    def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
-        return LocalPool(job, seat, build=partial(self._build))
+        return LocalPool(job, crew.seats[0], build=partial(self._build))
 
 
 @contextmanager

@@ -86,7 +86,10 @@ def test_a_dead_worker_is_replaced_and_a_case_that_needs_more_than_the_cluster_h
     file = write_sweep(tmp_path, cases | {"large": {"workers.gpus": 8}})
     file.write_text(file.read_text() + "metrics: [entropy]\n")
     assert main(["sweep", str(file), "--quiet"]) == 2
-    assert "large: workers.gpus: a worker needs 8 GPUs, Ray has 0" in capsys.readouterr().err
+    assert (
+        "large: workers.gpus: a worker needs 8 GPUs and 1 CPU on one node; the nodes have (2 CPUs)"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out" / "cases" / "large").exists()
     assert len(killed) == 1
     for name in cases:

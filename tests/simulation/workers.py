@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from actors.job import Crew
 from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
 from jobs.driving.crew import crew
+from jobs.driving.nodes import NodeRoom
 from storage.errors import StoreError
 from storage.runs.commit import CommittedUnit, commit_unit
 from tests.simulation.disk import Crash, Handle, Job, Process
@@ -72,13 +74,17 @@ class SimSite:
         """There is nothing to start."""
         return nullcontext()
 
-    def seats(self, spec: Any, *, units: int) -> tuple[int, Any]:
+    def crew(self, spec: Any, *, units: int) -> Crew:
         """See jobs.driving.site.Site."""
-        return crew(spec.workers, num_cpus=self.world.cpus(), num_gpus=0, units=units, device="cpu")
+        return crew(spec.shapes, [NodeRoom(self.world.cpus(), 0)], units=units, device="cpu")
 
-    def pool(self, job: tuple[World, Process], seat: Any) -> SimPool:
+    def lacking(self, spec: Any, found: Crew) -> list[str]:
+        """See jobs.driving.site.Site."""
+        return []
+
+    def pool(self, job: tuple[World, Process], crew: Crew) -> SimPool:
         """See jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
-        return SimPool(job, seat)
+        return SimPool(job)
 
     def retire(self, pool: SimPool) -> None:
         """See jobs.driving.site.Site."""
@@ -88,10 +94,16 @@ class SimSite:
 class SimPool:
     """What the driver takes for its pool; `world` decides what its workers do."""
 
-    def __init__(self, hired_by: tuple[World, Process], seat: Any) -> None:
+    def __init__(self, hired_by: tuple[World, Process]) -> None:
         self.world, self.driver = hired_by
         self.workers: dict[str, Worker] = {}
         self.world.pools.append(self)
+
+    def kind_of(self, name: str) -> int:
+        return 0
+
+    def resize(self, crew: Crew) -> None:
+        pass
 
     def start(self, name: str) -> None:
         process = Process(name, is_driver=False, epoch=self.driver.epoch)

@@ -161,7 +161,7 @@ class World:
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
         """What `jobs.commands.run.decode` wants to know."""
         spec = SimpleNamespace(
-            workers=WorkerShape(count=self.job.workers, stall_s=STALL_S),
+            shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             process=(self, process),

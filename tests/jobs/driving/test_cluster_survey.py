@@ -21,6 +21,7 @@ from actors import cutting_inputs, survey_items, survey_pool
 from actors.survey_items import Item
 from jobs.driving import cluster_survey as surveys
 from jobs.driving.cluster_survey import cluster_survey
+from jobs.driving.nodes import NodeRoom
 from jobs.driving.progress import Silence
 from jobs.driving.site import LocalSite, RaySite
 from jobs.plan.prepare import make_plan, prepare
@@ -291,5 +292,5 @@ def test_small_jobs_and_local_ones_are_planned_by_the_driver(
     few = prepare(spec_for(folder, tmp_path / "run", {"limit": 10}), open_store(spec.output.path))
     assert not surveys.pays(few, 8, is_ours=False)
     assert LocalSite().survey(prepared, Silence()) is survey
-    monkeypatch.setattr("jobs.driving.site.cluster_size", lambda: (1, 0))
+    monkeypatch.setattr("jobs.driving.site.cluster_nodes", lambda: [NodeRoom(1, 0)])
     assert RaySite(None).survey(prepared, Silence()) is survey

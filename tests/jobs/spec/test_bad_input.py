@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "missing model": (setting("model.path", "builtin:none"), "model.path: 'builtin:none' does not exist"),
     "unknown decoder": (setting("decoder.kind", "fast"), "decoder.kind: 'fast' is not known; allowed: any_subset"),
     "decoder for another task": (setting("task", {"kind": "complete"}), "decoder.kind: 'assd' does not run the task 'complete'"),
-    "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers.cpus: a worker needs 1e+06 CPUs, Ray has 1"),
+    "more CPUs than there are": (setting("workers", {"cpus": 10**6}), "workers.cpus: a worker needs 1e+06 CPUs on one node"),
     "a GPU where there is none": (setting("model.device", "cuda"), "model.device: 'cuda', but workers get no GPU"),
     "model for another task": (completing, "task.kind: models of family 'xlnet' do not support 'complete'; tasks they"),
 }  # fmt: skip
