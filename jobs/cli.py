@@ -19,6 +19,7 @@ from jobs.arguments import (
     evaluate,
     export,
     list_runs,
+    manifest,
     measure,
     models,
     prune,
@@ -54,6 +55,7 @@ COMMANDS = (
     list_runs,
     catchup,
     prune,
+    manifest,
     models,
 )
 """The commands, in the order in which `draftmill --help` lists them."""

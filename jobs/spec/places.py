@@ -35,7 +35,7 @@ _WILD = re.compile(r"[*?\[]")
 
 def place_problem(data: Any) -> str | None:
     """The first problem with a path in a spec (a JobSpec), starting with its key; None if all are valid."""
-    for key, value in _places(data):
+    for key, value in places_of(data):
         problem = path_problem(value, SCHEMES[key.rstrip(".0123456789")])
         if problem:
             return f"{key}: {problem}"
@@ -89,7 +89,7 @@ def _absolute(path: str) -> str:
     return path.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
 
 
-def _places(data: Any) -> Iterator[tuple[str, str]]:
+def places_of(data: Any) -> Iterator[tuple[str, str]]:
     for key in SCHEMES:
         value = data
         for name in key.split("."):

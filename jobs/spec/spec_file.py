@@ -64,7 +64,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise UserError(f"spec {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"spec {path}: not UTF-8: {error}") from None
-    data = _parse(text, f"spec {path}")
+    data = parse(text, f"spec {path}")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         found = type(data).__name__ if not isinstance(data, dict) else "keys that are not strings"
         raise UserError(f"spec {path}: must be a mapping of keys to values, but it has {found}")
@@ -82,7 +82,7 @@ def split_override(override: str) -> tuple[str, Any]:
     dotted, equals, text = override.partition("=")
     if not equals or not all(dotted.strip().split(".")):
         raise UserError(f"--set {override!r}: write KEY=VALUE, for example decoder.k=4")
-    return dotted.strip(), _parse(text, f"--set {override!r}")
+    return dotted.strip(), parse(text, f"--set {override!r}")
 
 
 def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") -> None:
@@ -96,7 +96,8 @@ def apply_change(data: dict[str, Any], dotted: str, value: Any, what: str = "") 
     data[keys[-1]] = value
 
 
-def _parse(text: str, what: str) -> Any:
+def parse(text: str, what: str) -> Any:
+    """The data in a YAML text; UserError, whose message `what` begins, if it is not YAML."""
     try:
         return yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -1,0 +1,137 @@
+"""What every manifest is made from: the checked spec, its text, its name as other programs allow it, and its options."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jobs.manifests.options import Options, check_options
+from jobs.manifests.quoting import check_printable
+from jobs.manifests.visible import check_folder, refuse_memory
+from jobs.spec.job_spec import JobSpec, load_spec
+from jobs.spec.spec_file import apply_override, parse, read_mapping
+from storage.errors import UserError
+
+GRACE_S = 45
+"""Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. Whoever sends SIGKILL waits longer."""
+
+KILL_S = 60
+"""Seconds between SIGTERM and SIGKILL in the programs that start the driver."""
+
+LONGEST_NAMES = {"rayjob": 47, "raycronjob": 36, "raycluster": 53, "cronjob": 52}
+"""KubeRay 1.7's and Kubernetes' limits: names of pods, jobs and services are made from these names."""
+
+MAX_NAME = 47
+MAX_SPEC_BYTES = 100_000
+"""A manifest carries the spec as an annotation; `kubectl apply` keeps all of it in one more, of at most 256 KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job that is to be run by another program. `path` and `directory` are absolute, `overrides` are those of `--set`."""
+
+    spec: JobSpec
+    options: Options
+    name: str
+    path: str
+    overrides: tuple[str, ...]
+
+    @property
+    def directory(self) -> str:
+        """Where relative paths of the spec begin, on machines that share a file system with this one."""
+        return os.getcwd() if self.options.directory is None else self.options.directory
+
+    @property
+    def program(self) -> str:
+        """The absolute path of draftmill on those machines."""
+        return self.options.program or _this_program()
+
+    @property
+    def dated(self) -> bool:
+        """Whether each date has a run directory of its own."""
+        return "{date" in self.spec.output.path
+
+    def sets(self) -> list[str]:
+        """The overrides as options of `draftmill run`."""
+        return [word for override in self.overrides for word in ("--set", override)]
+
+
+def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
+    """Return a job whose spec and options are checked; UserError otherwise."""
+    check_options(options)
+    spec = load_spec(path, overrides)
+    refuse_memory(spec)
+    for field in ("program", "directory"):
+        if (value := getattr(options, field)) is not None:
+            check_folder(value, f"--{field}")
+    full = check_printable(os.path.abspath(path), "SPEC.yaml")
+    check_printable(os.getcwd(), "--directory")
+    for override in overrides:
+        check_printable(override, "--set")
+    return Job(spec, options, _name(spec, options), full, tuple(overrides))
+
+
+def _this_program() -> str:
+    beside = Path(sys.executable).parent / "draftmill"
+    return str(beside) if beside.exists() else shutil.which("draftmill") or str(beside)
+
+
+def _name(spec: JobSpec, options: Options) -> str:
+    longest = LONGEST_NAMES.get(options.kind, MAX_NAME)
+    if options.name is None:
+        return slug(spec.name, longest)
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", options.name) or len(options.name) > longest:
+        raise UserError(
+            f"{options.name[:80]!r} is not allowed; allowed for {options.kind}: lower-case letters, digits and -, starting "
+            f"with a letter and not ending with -, at most {longest} characters",
+            field="--name",
+        )
+    return options.name
+
+
+def slug(name: str, longest: int) -> str:
+    """A name that Kubernetes, Slurm, cron and systemd allow; names that had to be cut end with a hash of the whole."""
+    made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    made = made if re.match("[a-z]", made) else f"job-{made}".rstrip("-")
+    if len(made) <= longest and re.search("[a-z0-9]", name.lower()):
+        return made
+    tail = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{made[: longest - 7].rstrip('-')}-{tail}"
+
+
+def spec_text(job: Job) -> str:
+    """The spec as one text that means the same under any file name, with the overrides applied; UserError if it is too long.
+
+    The file's own text if possible, so that its comments stay.
+    """
+    data = read_mapping(Path(job.path))
+    named: dict[str, Any] = {"name": job.spec.name} | data
+    for override in job.overrides:
+        apply_override(named, override)
+    text = Path(job.path).read_text(encoding="utf-8")
+    if "name" not in data:
+        text = f"{yaml.safe_dump({'name': job.spec.name}, allow_unicode=True)}{text}"
+    if _parsed(text) != named:
+        text = yaml.safe_dump(named, sort_keys=False, allow_unicode=True)
+    if len(text.encode()) > MAX_SPEC_BYTES:
+        raise UserError(
+            f"is longer than {MAX_SPEC_BYTES:,} bytes, the most that a manifest can carry", field="SPEC.yaml"
+        )
+    return text
+
+
+def _parsed(text: str) -> Any:
+    """What the text says; None if it is not YAML, as a name before a mapping in braces is not."""
+    try:
+        return parse(text, "spec")
+    except UserError:
+        return None
