@@ -104,5 +104,6 @@ def _manifest(arguments: argparse.Namespace) -> int:
     from jobs.manifests.write import manifest
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
-    options = Options(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    options = Options(**given)
     return manifest(arguments.spec, arguments.set, options, arguments.out, overwrite=arguments.overwrite)

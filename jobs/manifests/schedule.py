@@ -97,7 +97,8 @@ def parse_schedule(text: str) -> Schedule:
     _check_days(text, fields, values, any_day=any_day, any_weekday=any_weekday)
     rewritten = [*fields[:4], "*" if any_weekday else ",".join(map(str, values[4]))]
     rewritten[3] = fields[3] if not re.search("[A-Za-z]", fields[3]) else ",".join(map(str, values[3]))
-    return Schedule(" ".join(rewritten), *values, any_day=any_day, any_weekday=any_weekday)
+    minutes, hours, days, months, weekdays = values
+    return Schedule(" ".join(rewritten), minutes, hours, days, months, weekdays, any_day, any_weekday)
 
 
 def _check_days(

@@ -80,7 +80,7 @@ def _body(job: Job) -> str:
     parts.append(f"export PATH={shell([os.path.dirname(job.program)])}:$PATH")
     if job.options.secret is not None:
         parts.append("# Credentials by reference: KEY=VALUE lines in a file of mode 600.")
-        parts.append(f"set -a; . {shell([job.options.secret])}; set +a")
+        parts.append(f"set -a\n# shellcheck source=/dev/null\n. {shell([job.options.secret])}\nset +a")
     parts.append(_auth(job))
     parts += [DATE] if job.dated else []
     parts += [RAY, _driver(job)]
