@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from jobs.manifests.commented import document
 from jobs.manifests.options import Options, check_options
 from jobs.manifests.quoting import check_printable
 from jobs.manifests.visible import check_folder, refuse_memory
@@ -119,9 +118,9 @@ def spec_text(job: Job) -> str:
         apply_override(named, override)
     text = Path(job.path).read_text(encoding="utf-8")
     if "name" not in data:
-        text = f"{yaml.safe_dump({'name': job.spec.name}, allow_unicode=True)}{text}"
+        text = document({"name": job.spec.name}, {}) + text
     if _parsed(text) != named:
-        text = yaml.safe_dump(named, sort_keys=False, allow_unicode=True)
+        text = document(named, {})
     if len(text.encode()) > MAX_SPEC_BYTES:
         raise UserError(
             f"is longer than {MAX_SPEC_BYTES:,} bytes, the most that a manifest can carry", field="SPEC.yaml"

@@ -133,7 +133,8 @@ start() {
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$1" ray start "${@:2}" --num-cpus="$SLURM_CPUS_PER_TASK" \\
     --num-gpus="${SLURM_GPUS_ON_NODE:-0}" --min-worker-port=0 --max-worker-port=0 --block &
 }
-start "${nodes[0]}" --head --node-ip-address="$ip" --port="$port" --include-dashboard=false --temp-dir="$temp"
+start "${nodes[0]}" --head --node-ip-address="$ip" --port="$port" --ray-client-server-port="$((port - 10000))" \\
+  --include-dashboard=false --temp-dir="$temp"
 for _ in $(seq 120); do
   if [ "$stop" = yes ] || (exec 3<>"/dev/tcp/$ip/$port") 2>/dev/null; then break; fi
   sleep 1

@@ -14,7 +14,8 @@ from storage.errors import UserError
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that each machine of a Slurm cluster has for itself."""
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(?<!\.gguf)|\w[\w.-]*/\w[\w.-]*/\w[\w.-]*\.gguf", re.ASCII)
+"""A model id of the hub, ORG/NAME or NAME, or a GGUF file in one."""
 NOT_PATHS = frozenset({"auto", "none"})
 
 

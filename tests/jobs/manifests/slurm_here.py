@@ -101,7 +101,8 @@ def slurm_here(folder: Path) -> Iterator[Slurm]:
     (folder / "gres.conf").write_text(
         "NodeName=n1 Name=gpu File=/dev/tty[1-2]\nNodeName=n2 Name=gpu File=/dev/tty[1-2]\n"
     )
-    slurm = Slurm(folder, os.environ | {"SLURM_CONF": str(folder / "slurm.conf")})
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    slurm = Slurm(folder, environment | {"SLURM_CONF": str(folder / "slurm.conf")})
     own_munge = _munge(folder)
     try:
         for daemon in (["slurmctld", "-c"], ["slurmd", "-N", "n1"], ["slurmd", "-N", "n2"]):
