@@ -1,17 +1,22 @@
-"""The image and the manifest name what the project has: real files, a real command, the pinned versions."""
+"""The images install and name what the project has, as non-root; the manifest is what the command writes."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
-import sys
 import tomllib
+import venv
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+
+from jobs.cli import main
+from jobs.manifests.pods import DEFAULT_IMAGE
+from tests.jobs.manifests.validators import docker_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -22,60 +27,139 @@ PINS = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def rayjob() -> dict[str, Any]:
-    manifest = yaml.safe_load((ROOT / "infra" / "kuberay-rayjob.yaml").read_text())
-    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
-    return manifest
+DOCKERFILES = [ROOT / "infra" / "Dockerfile", ROOT / "infra" / "Dockerfile.cuda"]
+BOTH = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+
+EXAMPLE = [
+    "examples/infill_stdlib.yaml", "--for", "rayjob",
+    "--set", "output.path=s3://my-bucket/stdlib-infill", "--set", "workers={count: 2, cpus: 4}",
+]  # fmt: skip
+"""The arguments of `draftmill manifest` that write infra/kuberay-rayjob.yaml."""
 
 
-def containers(rayjob: dict[str, Any]) -> list[dict[str, Any]]:
-    cluster = rayjob["spec"]["rayClusterSpec"]
+def test_the_manifest_is_what_the_command_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["manifest", *EXAMPLE]) == 0
+    assert capsys.readouterr().out == (ROOT / "infra" / "kuberay-rayjob.yaml").read_text()
+    assert shlex.join(["draftmill", "manifest", *EXAMPLE]) in (ROOT / "infra" / "README.md").read_text()
+
+
+def test_the_manifest_has_the_image_that_the_page_builds_and_the_pinned_ray() -> None:
+    cluster = yaml.safe_load((ROOT / "infra" / "kuberay-rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [container for group in groups for container in group["template"]["spec"]["containers"]]
+    images = {container["image"] for group in groups for container in group["template"]["spec"]["containers"]}
+    assert images == {DEFAULT_IMAGE} == {f"draftmill:{PYPROJECT['project']['version']}"}
+    assert cluster["rayVersion"] == PINS["ray"]
+    assert f"-t {DEFAULT_IMAGE} ." in (ROOT / "infra" / "Dockerfile").read_text()
 
 
-def dockerfile() -> str:
-    return (ROOT / "infra" / "Dockerfile").read_text()
+@BOTH
+def test_hadolint_has_nothing_to_say(dockerfile: Path) -> None:
+    assert docker_problems(dockerfile) == []
 
 
-def test_entrypoint_is_a_command_that_the_program_has(rayjob: dict[str, Any]) -> None:
-    program, command, spec, *options = shlex.split(rayjob["spec"]["entrypoint"])
-    module, function = PYPROJECT["project"]["scripts"][program].split(":")
-    workdir = re.findall(r"^WORKDIR (\S+)$", dockerfile(), re.MULTILINE)[-1]
-    assert (ROOT / Path(spec).relative_to(workdir)).is_file()
-    code = f"import sys; from {module} import {function}; sys.exit({function}())"
-    result = subprocess.run(
-        [sys.executable, "-c", code, command, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    for option in options[::2]:
-        assert option in result.stdout
+@pytest.mark.parametrize(
+    ("right", "wrong", "rule"),
+    [
+        ("USER 1000:1000", "USER root", "DL3002"),
+        ("python:3.11.14-slim-bookworm", "python:latest", "DL3007"),
+        ("WORKDIR /app", "WORKDIR app", "DL3000"),
+        ("--no-cache-dir", "", "DL3042"),
+        ("# hadolint ignore=DL3008", "", "DL3008"),
+    ],
+)
+@BOTH
+def test_hadolint_finds_a_planted_mistake(dockerfile: Path, right: str, wrong: str, rule: str, tmp_path: Path) -> None:
+    text = dockerfile.read_text()
+    assert right in text
+    (tmp_path / "Dockerfile").write_text(text.replace(right, wrong))
+    assert rule in "\n".join(docker_problems(tmp_path / "Dockerfile"))
 
 
-def test_output_is_on_a_store_that_all_pods_share(rayjob: dict[str, Any]) -> None:
-    assert "--set output.path=s3://" in rayjob["spec"]["entrypoint"]
+def test_the_two_images_differ_in_torch_alone() -> None:
+    """In comments, the index of torch, and what the container toolkit reads."""
+    kept = [
+        [line for line in path.read_text().splitlines() if not re.match(r"#|ARG TORCH_INDEX=|ENV ", line)]
+        for path in DOCKERFILES
+    ]
+    assert kept[0] == kept[1]
 
 
-def test_one_image_and_the_pinned_ray(rayjob: dict[str, Any]) -> None:
-    assert {container["image"] for container in containers(rayjob)} == {f"draftmill:{PYPROJECT['project']['version']}"}
-    assert rayjob["spec"]["rayClusterSpec"]["rayVersion"] == PINS["ray"]
-
-
-def test_dockerfile_copies_what_exists_and_is_let_through() -> None:
+@BOTH
+def test_dockerfile_copies_what_exists_and_is_let_through(dockerfile: Path) -> None:
     """Every source of a COPY exists and is named in .dockerignore, which excludes all else."""
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
-    sources = [name for line in re.findall(r"^COPY (.*)$", dockerfile(), re.MULTILINE) for name in line.split()[:-1]]
+    sources = [
+        name for line in re.findall(r"^COPY (.*)$", dockerfile.read_text(), re.MULTILINE) for name in line.split()[:-1]
+    ]
     assert set(PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) <= set(sources)
     for source in sources:
         assert (ROOT / source).exists(), source
         assert f"!{source}" in ignore
 
 
-def test_dockerfile_runs_the_program_without_root() -> None:
-    assert re.findall(r'^ENTRYPOINT \["(\S+)"\]$', dockerfile(), re.MULTILINE) == ["draftmill"]
+@BOTH
+def test_dockerfile_runs_the_program_without_root_and_checks_its_health(dockerfile: Path) -> None:
+    text = dockerfile.read_text()
+    assert re.findall(r'^ENTRYPOINT \["(\S+)"\]$', text, re.MULTILINE) == ["draftmill"]
     assert "draftmill" in PYPROJECT["project"]["scripts"]
-    assert re.findall(r"^USER (\S+)$", dockerfile(), re.MULTILINE) == ["draftmill"]
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000:1000"]
+    assert re.findall(r"^HEALTHCHECK .* CMD (.*)$", text, re.MULTILINE) == ['["python", "-m", "infra.health"]']
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_the_install_steps_of_the_image_run_in_a_clean_environment(tmp_path: Path) -> None:
+    """WORKDIR, COPY and RUN pip of the Dockerfile, in an empty folder with a new Python environment; then the program runs there.
+
+    Root's steps (apt, the user) need a container. torch comes from where pip finds it here: the build argument exists for that.
+    """
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=True)
+    app = tmp_path / "app"
+    app.mkdir()
+    variables = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+    variables |= {
+        "PATH": f"{environment}/bin:/usr/bin:/bin",
+        "TORCH_INDEX": "file:///nowhere",
+        "RAY_AUTH_MODE": "disabled",
+    }
+
+    def call(command: str) -> str:
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=app, env=variables, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        return done.stdout
+
+    for step, rest in re.findall(r"^(COPY|RUN) (.*)$", DOCKERFILES[0].read_text(), re.MULTILINE):
+        if step == "COPY":
+            copy(rest.split(), app)
+        elif rest.startswith("pip "):
+            call(rest)
+    run = f"draftmill run {app}/examples/complete.yaml --local --quiet --set input.limit=2 --set output.path={tmp_path}/run"
+    call(f"cd {tmp_path} && {run}")
+    call(f"cd {tmp_path} && draftmill verify {tmp_path}/run")
+    assert call(f"cd {tmp_path} && python -c 'import infra.health as health; print(health.__file__)'").startswith(
+        str(environment)
+    )
+    installed = dict(
+        line.lower().replace("_", "-").split("==") for line in call("pip freeze").splitlines() if "==" in line
+    )
+    pins = {name.lower().replace("_", "-"): pin for name, pin in PINS.items()}
+    assert {name: version.partition("+")[0] for name, version in installed.items()}.items() <= pins.items()
+
+
+def copy(words: list[str], app: Path) -> None:
+    """COPY into the working directory, as .dockerignore lets it through."""
+    *sources, target = words
+    for source in sources:
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, app / target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / source, app / target)
 
 
 def test_every_dependency_is_pinned() -> None:

@@ -1,0 +1,79 @@
+"""The health check of the images: on processes that run, stand still or are dead, and on answers of a Ray node's agent."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.health import problem
+
+
+def process(proc: Path, pid: int, state: str, *command: str, name: str = "python") -> None:
+    """A process as /proc shows it."""
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "cmdline").write_bytes("\0".join(command).encode() + (b"\0" if command else b""))
+    (folder / "stat").write_bytes(f"{pid} ({name}) {state} 1 1 1 0 -1 4194560".encode())
+
+
+def test_a_container_without_ray_is_healthy(tmp_path: Path) -> None:
+    assert problem(tmp_path) is None
+    process(tmp_path, 1, "S", "/usr/local/bin/python", "/usr/local/bin/draftmill", "run", "job.yaml")
+    process(tmp_path, 7, "Z", name="some child")
+    assert problem(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "command", "name"),
+    [
+        ("T", ["/usr/local/bin/python", "/usr/local/bin/draftmill", "run"], "draftmill"),
+        ("T", ["/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=10.0.0.7"], "raylet"),
+        ("Z", [], "raylet"),
+        ("Z", [], "gcs_server"),
+    ],
+)
+def test_a_process_that_stands_still_or_is_dead_is_named(
+    state: str, command: list[str], name: str, tmp_path: Path
+) -> None:
+    process(tmp_path, 42, state, *command, name=name)
+    assert "process 42" in str(problem(tmp_path))
+
+
+@pytest.fixture
+def agent() -> Iterator[tuple[str, dict[str, object]]]:
+    """An agent whose answer a test chooses."""
+    says: dict[str, object] = {"code": 200, "text": "success"}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(int(str(says["code"])))
+            self.end_headers()
+            self.wfile.write(str(says["text"]).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://{{host}}:{server.server_port}/healthz", says
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_ray_node_is_as_healthy_as_its_agent_says(tmp_path: Path, agent: tuple[str, dict[str, object]]) -> None:
+    url, says = agent
+    process(tmp_path, 9, "S", "/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=127.0.0.1", name="raylet")
+    assert problem(tmp_path, agent=url) is None
+    says["text"] = "failed"
+    assert "answers 'failed'" in str(problem(tmp_path, agent=url))
+    says["code"] = 503
+    assert "answers 503" in str(problem(tmp_path, agent=url))
+
+
+def test_a_ray_without_an_agent_is_judged_by_its_processes(tmp_path: Path) -> None:
+    process(tmp_path, 9, "S", "/x/ray/core/src/ray/raylet/raylet", "--node_ip_address=127.0.0.1", name="raylet")
+    assert problem(tmp_path, agent="http://{host}:1/healthz") is None
