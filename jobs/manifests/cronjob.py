@@ -42,9 +42,10 @@ exec COMMAND "${date[@]}"
 def cronjob(job: Job) -> str:
     """The manifest."""
     check_places(job)
+    script = {"run.sh": SCRIPT.replace("COMMAND", shell(_command(job)))} if job.dated else {}
     template = {
-        "metadata": {"annotations": pod_annotations(job, {"run.sh": _script(job)})},
-        "spec": pod(job, [_container(job)], [file_volume(("run.sh",))]) | {"restartPolicy": "Never"},
+        "metadata": {"annotations": pod_annotations(job, script)},
+        "spec": pod(job, [_container(job)], [file_volume(tuple(script))]) | {"restartPolicy": "Never"},
     }
     work: dict[str, Any] = {
         "backoffLimit": job.options.tries_again,
@@ -67,11 +68,10 @@ def cronjob(job: Job) -> str:
     return documents(_head(job), [(data, _comments(job))])
 
 
-def _script(job: Job) -> str:
+def _command(job: Job) -> list[str]:
     command = ["draftmill", "submit", SPEC, "--address", _address(job), "--code", "installed"]
     command += [word for folder in job.options.shared_path for word in ("--shared", folder)]
-    command += ["--grace-seconds", str(GRACE_S), "--if-running", "skip"]
-    return SCRIPT.replace("COMMAND", shell(command))
+    return [*command, "--grace-seconds", str(GRACE_S), "--if-running", "skip"]
 
 
 def _address(job: Job) -> str:
@@ -91,9 +91,10 @@ def _cluster(job: Job) -> str:
 
 def _container(job: Job) -> dict[str, Any]:
     made = container("submit", job, RESOURCES)
-    made["command"] = ["bash", f"{FOLDER}/run.sh"]
-    label = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/job-name']"}}
-    made["env"].append({"name": "JOB_NAME", "valueFrom": label})
+    made["command"] = ["bash", f"{FOLDER}/run.sh"] if job.dated else _command(job)
+    if job.dated:
+        label = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/job-name']"}}
+        made["env"].append({"name": "JOB_NAME", "valueFrom": label})
     if job.options.auth_mode == "token":
         token = {"secretKeyRef": {"name": _cluster(job), "key": "auth_token"}}
         made["env"].append({"name": "RAY_AUTH_TOKEN", "valueFrom": token})

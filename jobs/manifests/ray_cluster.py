@@ -70,9 +70,9 @@ def raycronjob(job: Job) -> str:
     """A schedule: each time a RayJob with a cluster of its own."""
     check_places(job)
     times = job.options.times
-    template = {"entrypoint": f"bash {FOLDER}/run.sh"} | _limits(job)
+    script = {"run.sh": LOGICAL_DATE.replace("COMMAND", shell(RUN))} if job.dated else {}
+    template = {"entrypoint": f"bash {FOLDER}/run.sh" if job.dated else shell(RUN)} | _limits(job)
     template |= {"deletionStrategy": {"deletionRules": _deletion_rules()}}
-    script = {"run.sh": LOGICAL_DATE.replace("COMMAND", shell(RUN))}
     template |= {"rayClusterSpec": cluster(job, script)}
     spec: dict[str, Any] = {"schedule": times.text, "timeZone": job.options.time_zone or "Etc/UTC"}
     data = _object("RayCronJob", job, spec | {"suspend": False, "jobTemplate": template})

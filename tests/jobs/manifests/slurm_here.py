@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,6 +110,9 @@ def slurm_here(folder: Path) -> Iterator[Slurm]:
         wait_until(lambda: slurm.call("sinfo", "-h", "-o", "%T") == "idle", 60, "the nodes did not come up")
         yield slurm
     finally:
+        subprocess.run(["scancel", "--user=root"], env=slurm.environment, check=False, capture_output=True)
+        with suppress(AssertionError):
+            wait_until(lambda: not slurm.call("squeue", "--noheader"), 90, "jobs do not end")
         for name in ("slurmd.n1", "slurmd.n2", "slurmctld"):
             _end(folder / f"{name}.pid")
         if own_munge is not None:

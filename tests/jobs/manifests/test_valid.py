@@ -14,7 +14,7 @@ import yaml
 
 from jobs.manifests.options import KINDS
 from jobs.spec.job_spec import load_spec
-from tests.jobs.manifests.made import KUBERAY, RICH, data_of, files_of, printed, templates, text_of, write_spec
+from tests.jobs.manifests.made import KUBERAY, RICH, SPEC, data_of, files_of, printed, templates, text_of, write_spec
 from tests.jobs.manifests.validators import (
     kuberay_problems,
     kubernetes_problems,
@@ -51,11 +51,14 @@ def command_of(crontab: str) -> str:
     return entry.split(" ", 5)[5]
 
 
+DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
+
+
 @pytest.mark.parametrize("rich", [False, True], ids=["defaults", "many options"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "systemd"])
 def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
     options = RICH[kind] if rich else {}
-    text = text_of(write_spec(tmp_path), kind, **options)
+    text = text_of(write_spec(tmp_path, **({"output": DATED} if rich else {})), kind, **options)
     if kind == "cron" and rich:  # the sixth field of a crontab of the system is the user
         text = text.replace(" batch cd ", " cd ")
     assert problems(kind, text) == []
@@ -78,7 +81,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "cronjob": [
         ("concurrencyPolicy", "concurencyPolicy", "concurencyPolicy"),
         ("startingDeadlineSeconds: 3600", 'startingDeadlineSeconds: "3600"', "integer"),
-        ("fieldPath: \"metadata.labels", "fieldPaths: \"metadata.labels", "fieldPath"),
+        ("key: auth_token", "keys: auth_token", "key"),
     ],
     "slurm": [
         ('cd "', "cd $", "SC"),
@@ -133,8 +136,8 @@ def test_a_spec_without_name_keeps_the_name_of_its_file_and_overrides_are_applie
 
 def test_the_entry_point_has_no_word_that_needs_quotes(tmp_path: Path) -> None:
     """KubeRay passes it through two shells, so that no quoting would survive."""
-    for kind in ("rayjob", "raycronjob"):
-        manifest = data_of(write_spec(tmp_path), kind)["spec"]
+    for kind, output in (("rayjob", SPEC["output"]), ("raycronjob", SPEC["output"]), ("raycronjob", DATED)):
+        manifest = data_of(write_spec(tmp_path, output=output), kind)["spec"]
         assert re.fullmatch(r"[A-Za-z0-9/. -]+", manifest.get("jobTemplate", manifest)["entrypoint"])
 
 
@@ -230,7 +233,8 @@ MINUTE = int(datetime(2026, 7, 9, 3, tzinfo=UTC).timestamp()) // 60
 def test_a_scheduled_run_has_the_date_of_its_schedule(
     kind: str, variable: str, value: str, date: str | None, tmp_path: Path
 ) -> None:
-    manifest = data_of(write_spec(tmp_path), kind, **RICH[kind])
+    spec = write_spec(tmp_path, output=DATED)
+    manifest = data_of(spec, kind, **RICH[kind])
     script = templates(manifest)[0]["metadata"]["annotations"]["draftmill-run.sh"]
     assert shell_problems(script) == []
     words = run_script(script, {variable: value}, tmp_path)
@@ -239,6 +243,13 @@ def test_a_scheduled_run_has_the_date_of_its_schedule(
     assert (words[words.index("--logical-date") + 1] if "--logical-date" in words else None) == date
     if kind == "cronjob":
         assert words[words.index("--shared") + 1] == "/data it's"
+
+
+@pytest.mark.parametrize("kind", ["raycronjob", "cronjob"])
+def test_a_job_without_dates_has_no_script_and_no_logical_date(kind: str, tmp_path: Path) -> None:
+    """`draftmill run` refuses --logical-date where the output path has no date."""
+    text = text_of(write_spec(tmp_path), kind)
+    assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
 
 
 def run_script(script: str, environment: dict[str, str], folder: Path) -> list[str]:
