@@ -32,6 +32,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def _job_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--name", help="name of the job there; default: from the spec's name")
+    command.add_argument("--logical-date", metavar="DATE", help="rayjob with a date in output.path; default: now (UTC)")
     command.add_argument("--schedule", metavar="CRON", help="'minute hour day month weekday'; default: '0 3 * * *'")
     command.add_argument("--time-zone", metavar="ZONE", help="raycronjob, cronjob, systemd: for example Europe/Berlin")
     command.add_argument("--time-limit", metavar="TIME", help="of one run, like 12h; default: 24h. Not for ray-up")

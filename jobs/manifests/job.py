@@ -16,7 +16,7 @@ from jobs.manifests.commented import document
 from jobs.manifests.options import Options, check_options
 from jobs.manifests.quoting import check_printable
 from jobs.manifests.visible import check_folder, refuse_memory
-from jobs.spec.job_spec import JobSpec, load_spec
+from jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
 from jobs.spec.spec_file import apply_override, parse, read_mapping
 from storage.errors import UserError
 
@@ -76,6 +76,8 @@ def read_job(path: str, overrides: Sequence[str], options: Options) -> Job:
     check_printable(os.getcwd(), "--directory")
     for override in overrides:
         check_printable(override, "--set")
+    if options.logical_date is not None:
+        with_logical_date(spec, options.logical_date)  # refused where output.path has no date
     return Job(spec, options, _name(spec, options), full, tuple(overrides))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Literal, get_args
 
 from jobs.manifests.quoting import check_printable
 from jobs.manifests.schedule import Schedule, check_time_zone, parse_schedule
+from jobs.spec.dated_path import read_date, written
 from storage.errors import UserError
 
 Kind = Literal["rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up"]
@@ -19,6 +21,7 @@ ONE_MACHINE = frozenset({"cron", "systemd"})
 EVERY = frozenset(KINDS)
 
 APPLIES = {
+    "logical_date": frozenset({"rayjob"}),
     "schedule": frozenset({"raycronjob", "cronjob", "slurm", "cron", "systemd"}),
     "time_zone": frozenset({"raycronjob", "cronjob", "systemd"}),
     "nodes": OWN_CLUSTER | {"slurm", "ray-up"},
@@ -59,6 +62,7 @@ class Options:
 
     kind: str
     name: str | None = None
+    logical_date: str | None = None
     schedule: str | None = None
     time_zone: str | None = None
     nodes: int | None = None
@@ -91,6 +95,11 @@ class Options:
     def times(self) -> Schedule:
         """The schedule; without one each day at 03:00."""
         return parse_schedule("0 3 * * *" if self.schedule is None else self.schedule)
+
+    @property
+    def date(self) -> str:
+        """The logical date of a manifest for one run; without the option now, in UTC."""
+        return written(datetime.now(UTC) if self.logical_date is None else _read_date(self.logical_date))
 
     @property
     def limit_s(self) -> int:
@@ -149,6 +158,8 @@ def check_options(options: Options) -> Options:
     _check_numbers(options)
     if options.time_limit is not None:
         duration_s(options.time_limit)
+    if options.logical_date is not None:
+        _read_date(options.logical_date)
     if options.schedule is not None:
         parse_schedule(options.schedule)
     if options.time_zone is not None:
@@ -172,6 +183,13 @@ def _check_numbers(options: Options) -> None:
         raise UserError(
             f"{options.max_nodes} is less than --nodes; allowed: {options.nodes or 1} or more", field="--max-nodes"
         )
+
+
+def _read_date(text: str) -> datetime:
+    try:
+        return read_date(text)
+    except ValueError as error:
+        raise UserError(str(error), field="--logical-date") from None
 
 
 def duration_s(text: str) -> int:

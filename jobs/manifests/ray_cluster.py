@@ -49,7 +49,8 @@ exec COMMAND "${date[@]}"
 def rayjob(job: Job) -> str:
     """One run: a cluster comes up, the job runs, the cluster goes."""
     check_places(job)
-    spec = {"entrypoint": shell(RUN)} | _limits(job)
+    date = ["--logical-date", job.options.date] if job.dated else []
+    spec = {"entrypoint": shell([*RUN, *date])} | _limits(job)
     spec |= {"shutdownAfterJobFinishes": True, "ttlSecondsAfterFinished": 300}
     spec |= {"rayClusterSpec": cluster(job)}
     data = _object("RayJob", job, spec)
@@ -57,6 +58,8 @@ def rayjob(job: Job) -> str:
     comments |= {
         ("spec", "ttlSecondsAfterFinished"): "Seconds after the end of the job at which the cluster is deleted."
     }
+    if job.dated:
+        comments["spec", "entrypoint"] += " The date is fixed, so that a try after midnight goes on with the same run."
     head = f"""\
 A RayJob: one run of a job on a Ray cluster of its own. It needs a Kubernetes cluster with the KubeRay operator, 1.5.1 or newer.
   kubectl apply -f FILE

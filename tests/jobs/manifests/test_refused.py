@@ -118,6 +118,8 @@ BAD_VALUES: list[tuple[str, str, Any]] = [
     ("rayjob", "gpus_per_node", 0),
     ("rayjob", "cpus_per_node", 1),
     ("rayjob", "max_nodes", 1),
+    ("rayjob", "logical_date", "yesterday"),
+    ("rayjob", "logical_date", "2026-11-22"),  # the output path has no date
     ("cronjob", "schedule", "every day"),
     ("cronjob", "time_zone", "Mars/Base"),
     ("cronjob", "ray_cluster", "Big"),

@@ -29,7 +29,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def batch_script(folder: Path, rows: int, **options: str) -> tuple[str, Path]:
-    """A job of one worker with two fake GPUs on each of two nodes, in a folder with an awkward name; returns the script and the run."""
+    """A job of one worker on each of two nodes, in a folder with an awkward name; returns the script and the run directory."""
     place = folder / 'a "100%" $HOME folder'
     place.mkdir()
     spec = write_spec(

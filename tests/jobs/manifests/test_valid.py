@@ -58,7 +58,7 @@ DATED = {"path": "s3://bucket/nightly/{date:%Y-%m-%d}"}
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "systemd"])
 def test_a_manifest_is_accepted_by_what_reads_it(kind: str, rich: bool, tmp_path: Path) -> None:
     options = RICH[kind] if rich else {}
-    text = text_of(write_spec(tmp_path, **({"output": DATED} if rich else {})), kind, **options)
+    text = text_of(write_spec(tmp_path, output=DATED if rich else SPEC["output"]), kind, **options)
     if kind == "cron" and rich:  # the sixth field of a crontab of the system is the user
         text = text.replace(" batch cd ", " cd ")
     assert problems(kind, text) == []
@@ -250,6 +250,15 @@ def test_a_job_without_dates_has_no_script_and_no_logical_date(kind: str, tmp_pa
     """`draftmill run` refuses --logical-date where the output path has no date."""
     text = text_of(write_spec(tmp_path), kind)
     assert "run.sh" not in text and "--logical-date" not in text and "--if-running" in text
+
+
+def test_a_single_run_keeps_its_date_in_every_try(tmp_path: Path) -> None:
+    spec = write_spec(tmp_path, output=DATED)
+    entry = data_of(spec, "rayjob", logical_date="2026-07-09")["spec"]["entrypoint"]
+    assert entry.endswith("--if-running skip --logical-date 2026-07-09T00:00:00Z")
+    today = data_of(spec, "rayjob")["spec"]["entrypoint"].rpartition(" ")[2]
+    assert abs(datetime.fromisoformat(today) - datetime.now(UTC)).total_seconds() < 100
+    assert "--logical-date" not in text_of(write_spec(tmp_path), "rayjob")
 
 
 def run_script(script: str, environment: dict[str, str], folder: Path) -> list[str]:
