@@ -191,6 +191,6 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
 
 def test_samples_that_were_cut_are_said_to_be() -> None:
     sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
-    prepared: Any = SimpleNamespace(spec=SimpleNamespace(workers=SimpleNamespace(count="auto")))
+    prepared: Any = SimpleNamespace(spec=SimpleNamespace(shapes=[SimpleNamespace(count="auto")]))
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
     assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]

@@ -12,7 +12,6 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 from pytest import MonkeyPatch
 
-from actors.job import Seat
+from actors.job import Crew, Seat
 from actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
 from actors.plan_table import FOLDER, PLAN, ROW_SCHEMA
 from jobs.commands import run as jobs_run
 from jobs.driving.driver import StopFlag
 from jobs.driving.progress import Silence
+from jobs.driving.site import LocalSite
 from jobs.plan import plan as plans
 from jobs.plan import plan_writer
 from jobs.plan.plan import load_plan, store_plan
@@ -80,6 +80,12 @@ class Pool:
     def __init__(self) -> None:
         self.news: list[PoolNews] = []
 
+    def kind_of(self, name: str) -> int:
+        return 0
+
+    def resize(self, crew: Crew) -> None:
+        """There is room for all of them."""
+
     def start(self, name: str) -> None:
         self.news.append(Up(name, "node", 1))
 
@@ -101,19 +107,16 @@ class Pool:
         return news
 
 
-class Site:
+class ManyWorkers(LocalSite):
     """A place for WORKERS workers."""
 
-    def opened(self, display: Any) -> AbstractContextManager[None]:
-        return nullcontext()
+    def crew(self, spec: Any, *, units: int) -> Crew:
+        return Crew((Seat(1.0, 0.0, 1),), (WORKERS,))
 
-    def seats(self, spec: Any, *, units: int) -> tuple[int, Seat]:
-        return WORKERS, Seat(1.0, 0.0, 1)
-
-    def pool(self, job: Any, seat: Seat) -> Pool:
+    def pool(self, job: Any, crew: Crew) -> Any:
         return Pool()
 
-    def retire(self, pool: Pool) -> None:
+    def retire(self, pool: Any) -> None:
         """There is nothing to end."""
 
 
@@ -170,7 +173,7 @@ def job(folder: Path, units: int) -> dict[str, float]:
         lease=SimpleNamespace(epoch=1, check=lambda: None),
         stop=StopFlag(),
         display=Silence(),
-        site=Site(),
+        site=ManyWorkers(),
         loads=False,
     )
     assert jobs_run.decode(run).how == "done"

@@ -79,7 +79,10 @@ def test_scores_use_the_decoder_that_scores_and_what_its_scores_depend_on(tmp_pa
         ({"decoder": {"kind": "quick"}}, "decoder.kind: "),
         ({"decoder": None}, "decoder: "),
         ({"output": None}, "output: "),
-        ({"output": {"path": "runs/{date:%Y}"}}, "output.path: 'runs/{date:%Y}' contains '{'"),
+        (
+            {"output": {"path": "runs/{date:%Y}"}},
+            "output.path: 'runs/{date:%Y}' has a date, which only `draftmill run` fills in",
+        ),
         ({"sampling": {"n": 4}}, "sampling.n: a task's own `repeats` say how many samples it takes"),
     ],
 )
