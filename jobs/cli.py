@@ -19,6 +19,7 @@ from jobs.arguments import (
     evaluate,
     export,
     list_runs,
+    logs,
     manifest,
     measure,
     models,
@@ -43,6 +44,7 @@ COMMANDS = (
     stop,
     validate,
     status,
+    logs,
     verify,
     rerun,
     compact,
@@ -68,6 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors go to stderr as one line, with a traceback only under --debug."""
     arguments = parser().parse_args(argv)
     gc.set_threshold(COLLECT_AFTER)
+    if getattr(arguments, "log", "text") == "text":
+        return _run(arguments)
+    from jobs.driving.events import json_streams
+
+    with json_streams():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.command(arguments))
     except (UserError, DamagedRun) as error:

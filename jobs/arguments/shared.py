@@ -63,6 +63,12 @@ def driver_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--local", action="store_true", help="one worker in this process, without Ray: for small jobs")
     command.add_argument("--quiet", action="store_true", help="no progress")
+    command.add_argument(
+        "--log",
+        default="text",
+        choices=["text", "json"],
+        help="json: everything that is printed is one JSON object a line, with time, level and event",
+    )
     grace_s = os.environ.get(GRACE_VARIABLE, "30")  # a string, so that argparse checks it like the option
     command.add_argument(
         "--grace-seconds",

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from actors.job import Crew
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED
 from jobs.driving.attempts import AttemptsLog, read_sessions
 from jobs.driving.crew import fitting_threads
 from jobs.driving.device_time import DeviceTime
 from jobs.driving.driver import Driver, StopFlag
+from jobs.driving.driver_log import DriverLog, LoggedDisplay
 from jobs.driving.progress import Display, make_display
 from jobs.driving.session import RayDidNotStart, is_connected
 from jobs.driving.site import Site, WorkerPool, site_of
@@ -32,11 +33,13 @@ from jobs.finished.metric_ready import Ready, kept_in, ready_metrics
 from jobs.finished.passes import PRUNED, Pass, finished, left_failed, passes_of
 from jobs.finished.summary import read_summary, table_lines
 from jobs.notes import counted, size_text
+from jobs.plan.fingerprint import code_version
 from jobs.plan.plan import NothingLeft, Plan, load_plan
 from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
 from jobs.plan.worker_job import make_job
+from jobs.recurring.earlier_cost import earlier_estimate
 from jobs.recurring.known_ids import sifting
-from jobs.recurring.name_lease import IfRunning, name_lease, run_lease, when_free
+from jobs.recurring.name_lease import Held, IfRunning, name_lease, run_lease, when_free
 from jobs.recurring.new_inputs import base_path, new_files
 from jobs.recurring.runs_below import finished_below
 from jobs.schedule.events import Finish
@@ -47,6 +50,8 @@ from jobs.spec.dated_path import base_of, has_date
 from jobs.spec.job_spec import JobSpec, at_date
 from jobs.spec.places import check_places
 from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
+from jobs.watching.ending import Ending, ended
+from jobs.watching.estimate import Estimate, EstimateWatcher
 from storage.errors import StoreError, UserError
 from storage.runs.commit import (
     SUCCESS,
@@ -59,7 +64,7 @@ from storage.runs.commit import (
     record_commit,
     write_manifest,
 )
-from storage.runs.lease import Lease
+from storage.runs.lease import Lease, LeaseLost, this_process
 from storage.runs.unit_facts import CommittedUnits
 from storage.stores.promises import promised
 from storage.stores.store import open_store, probe, sweep
@@ -82,7 +87,11 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Run:
-    """The data that the steps of one run share. `loads` says whether workers have to load the model first."""
+    """The data that the steps of one run share. `loads` says whether workers have to load the model first.
+
+    `ending` tells how the run ends; None for the parts of a sweep or an evaluation. `earlier` is the estimate of its device
+    hours from an earlier run of the same job.
+    """
 
     spec: JobSpec
     options: RunOptions
@@ -95,6 +104,8 @@ class Run:
     display: Display
     site: Site
     loads: bool = True
+    ending: Ending | None = None
+    earlier: Estimate | None = None
 
 
 def run_job(spec: JobSpec, options: RunOptions) -> int:
@@ -119,9 +130,17 @@ def _in_name(spec: JobSpec, dated: JobSpec, options: RunOptions) -> int:
 def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None = None) -> int:
     """Run or resume a job whose output path is complete; raises Held if another driver has the run directory.
 
-    `path` is the output path with the date, if it had one; then the lease of the name is held.
+    `path` is the output path with the date, if it had one; then the lease of the name is held. How the run ends is told to its
+    log and to the receivers of `notify`.
     """
     store = open_store(spec.output.path, s3=spec.s3.options())
+    code = UNEXPECTED
+    with ended(spec, store, ignored=(Held, LeaseLost)) as ending:
+        ending.code = code = _work(spec, store, options, stop, ending, path=path)
+    return code
+
+
+def _work(spec: JobSpec, store: Store, options: RunOptions, stop: StopFlag, ending: Ending, *, path: str | None) -> int:
     news = new_files(spec, store, path, keep=True)
     if news is not None:
         print(f"input.since: {news.text}")
@@ -143,7 +162,8 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
     site.check(spec)
     conditional = probe(store)
     try:
-        with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as display:
+        with run_lease(store, stop.set) as lease, make_display(quiet=options.quiet) as shown:
+            display = LoggedDisplay(shown, ending.log)
             sweep(store)
             if not conditional:
                 display.note(f"{store.url} ignores conditional writes: the driver records which file of a unit counts")
@@ -152,7 +172,9 @@ def _run(spec: JobSpec, options: RunOptions, stop: StopFlag, *, path: str | None
                 if prepared.plan is None and spec.input.dedupe is None:
                     stack.enter_context(site.opening(display, prepared))
                 plan = prepared.plan or planned(site, prepared, store, display, epoch=lease.epoch, path=path)
+                earlier = None if path is None else earlier_estimate(path, spec, plan.results, plan.tokens)
                 run = Run(spec, options, prepared, store, plan, conditional, lease, stop, display, site)
+                run.ending, run.earlier = ending, earlier
                 finish = decode(run)
                 is_measured = finish.how != "done" or ready is None or measured(run, ready)
     except NothingLeft:
@@ -228,6 +250,29 @@ def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -
 
 def decode(run: Run) -> Finish:
     """Decode the units that are not done yet, and write the manifest if that completes the plan."""
+    with logged(run):
+        return _decoded(run)
+
+
+@contextmanager
+def logged(run: Run) -> Iterator[None]:
+    """During the block, what is displayed is in the log of the run directory, too."""
+    before = run.display
+    log = DriverLog() if run.ending is None else run.ending.log
+    if run.ending is None:
+        run.display = LoggedDisplay(before, log)
+    log.attach(run.store, run.lease.epoch, run.spec.name)
+    plan, owner = run.plan, this_process()
+    numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
+    log.add("started", numbers, fingerprint=plan.fingerprint, code_version=code_version(), owner=owner)
+    try:
+        yield
+    finally:
+        run.display = before
+        log.flush()
+
+
+def _decoded(run: Run) -> Finish:
     done = done_units(run.store, conditional=run.conditional)
     totals = Totals(units=run.plan.units, rows=run.plan.rows, units_before=len(done))
     left = UnitSizes(size for size in run.plan.sizes() if size.unit not in done)
@@ -284,12 +329,16 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
 
 
 def watchers_of(run: Run) -> list[Watcher]:
-    """What looks on while this run's units are decoded: its metrics, where there is a Ray to export them."""
-    if run.options.local or not is_connected():
-        return []
-    from jobs.watching.metrics import MetricsWatcher
+    """What looks on while this run's units are decoded: estimate, notices, and metrics where there is a Ray to export them."""
+    total = sum(size.tokens for size in run.plan.sizes())
+    watchers: list[Watcher] = [EstimateWatcher(run.store, total, earlier=run.earlier)]
+    if run.ending is not None and run.spec.notify:
+        watchers.append(run.ending.stalls())
+    if not run.options.local and is_connected():
+        from jobs.watching.metrics import MetricsWatcher
 
-    return [MetricsWatcher(run.spec.name, run.spec.decoder.kind)]
+        watchers.append(MetricsWatcher(run.spec.name, run.spec.decoder.kind))
+    return watchers
 
 
 def crew_of(run: Run, units: int) -> Crew:

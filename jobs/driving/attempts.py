@@ -18,13 +18,13 @@ from typing import Any
 from actors.messages import Effort, Tally
 from decoders.base import EngineStats
 from jobs.driving.device_time import DeviceSums, to_json
+from jobs.driving.line_files import LineFiles
 from jobs.driving.totals import Totals, add_effort
 from storage.errors import StoreError
 from storage.runs.commit import all_exact
 from storage.secrets import redacted
 from storage.stores.verbs import Store
 
-LINES_PER_FILE = 2000
 FLUSH_EVERY_S = 10.0
 
 
@@ -33,18 +33,15 @@ class AttemptsLog:
 
     def __init__(self, store: Store, epoch: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
-        self._epoch = epoch
+        self._prefix = f"attempts/epoch-{epoch:04d}"
         self._clock = clock
-        self._part = 0
-        self._lines: list[str] = []
-        self._dirty = False
+        self._lines = LineFiles(store, self._prefix)
         self._flushed_s = clock()
 
     def add(self, what: str, **facts: Any) -> None:
         """Add one line with the event's name, `what`, and its facts."""
         told = {name: redacted(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._lines.append(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
-        self._dirty = True
+        self._lines.add(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
 
     def maybe_flush(self, totals: Totals) -> None:
         """Flush, if the last flush was at least FLUSH_EVERY_S seconds ago."""
@@ -55,19 +52,12 @@ class AttemptsLog:
         """Write new lines and the session's sums."""
         self._flushed_s = self._clock()
         try:
-            if self._dirty:
-                self._put(f"part-{self._part:04d}", self._lines)
+            self._lines.flush()
             if totals.started_s is not None:
-                self._put("session", [json.dumps(session_record(totals))])
+                record = json.dumps(session_record(totals)) + "\n"
+                self._store.put(f"{self._prefix}-session.jsonl", record.encode())
         except StoreError:
             return  # best effort: the results don't depend on the log
-        self._dirty = False
-        if len(self._lines) >= LINES_PER_FILE:
-            self._part, self._lines = self._part + 1, []
-
-    def _put(self, part: str, lines: list[str]) -> None:
-        text = "\n".join(lines) + "\n"
-        self._store.put(f"attempts/epoch-{self._epoch:04d}-{part}.jsonl", text.encode())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
 from jobs.driving.attempts import AttemptsLog
+from jobs.driving.events import Level
 from jobs.driving.progress import Display
 from jobs.driving.totals import Totals
 from jobs.driving.watchers import Watchers
@@ -204,13 +205,13 @@ class Driver:
                 self._loading.discard(worker)
                 self.totals.worker_up()
                 self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
-                self.log.add("worker_up", worker=worker, node=node, pid=pid, **facts)
+                self._event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))
             case Died():
                 self._worker_died(news)
             case Leaving(worker, left_s):
-                self.log.add("worker_leaving", worker=worker, left_s=left_s)
-                self.display.note(f"worker {worker} is on a node that is being drained{within(left_s)}")
+                message = f"worker {worker} is on a node that is being drained{within(left_s)}"
+                self._event("worker_leaving", message, worker=worker, left_s=left_s)
                 self._tell(WorkerLeaving(worker))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
@@ -230,16 +231,15 @@ class Driver:
         if self.scheduler.finished is None:
             self.totals.worker_died()
             self.watchers.died(died.worker)
-            self.log.add("worker_died", worker=died.worker, reason=died.reason)
-            self.display.note(f"worker {died.worker} died: {died.reason}")
+            message = f"worker {died.worker} died: {died.reason}"
+            self._event("worker_died", message, level="warning", worker=died.worker, reason=died.reason)
         self._tell(WorkerDied(died.worker, died.reason, died.idle, died.device))
 
     def _answer(self, item: Receipt | Failure) -> None:
         if isinstance(item, Failure):
             self.watchers.failed(item)
-            self.log.add(
-                "failed", unit=item.unit, worker=item.worker, kind=item.kind, stage=item.stage, error=item.error
-            )
+            facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
+            self._event("failed", level="warning", unit=item.unit, worker=item.worker, **facts)
             self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
         elif item.committed is None:
             self._tell(ProbeDone(item.lease, item.unit))
@@ -256,7 +256,13 @@ class Driver:
             self.watchers.committed(receipt)
             if self.hopeless(self.totals.committed.failed) and self.stop.reason is None:
                 self.stop.set(TOO_MANY)
-            self.log.add("done", unit=receipt.unit, worker=receipt.worker, rows=committed.rows, failed=committed.failed)
+            unit, worker, rows = receipt.unit, receipt.worker, committed.rows
+            self._event("done", unit=unit, worker=worker, rows=rows, failed=committed.failed)
+
+    def _event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """Note what has happened in the attempts log, and show it."""
+        self.log.add(event, **facts)
+        self.display.event(event, message, level=level, **facts)
 
     # ---- commands out
 
@@ -275,20 +281,21 @@ class Driver:
                 self.totals.worker_died()
                 self.watchers.died(worker)
                 self.totals.devices.gone(worker, lost=True)
-                self.log.add("worker_killed", worker=worker, reason=reason)
-                self.display.note(f"worker {worker} killed: {reason}")
+                message = f"worker {worker} killed: {reason}"
+                self._event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker):
                 self.pool.kill(worker)
                 self.totals.worker_left()
                 self.totals.devices.gone(worker)
-                self.log.add("worker_left", worker=worker)
+                self._event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)
             case Revoke(worker, lease):
                 self.pool.revoke(worker, lease)
             case Quarantine(unit, start, stop, kind, message):
-                self.log.add("quarantined", unit=unit, start=start, stop=stop, kind=kind, error=message)
-                self.display.note(f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})")
+                told = f"unit {unit}: rows {start} to {stop - 1} are quarantined ({kind})"
+                facts = {"start": start, "stop": stop, "kind": kind, "error": message}
+                self._event("quarantined", told, level="warning", unit=unit, **facts)
             case Finish():
                 pass
 

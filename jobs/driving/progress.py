@@ -1,4 +1,4 @@
-"""Progress display of a running job: a live line on a terminal, one line every 30 s in a pipe, nothing with --quiet.
+"""Progress display of a running job: a live line on a terminal, one line every 30 s in a pipe or as JSON, nothing with --quiet.
 
 Everything goes to stderr; stdout is reserved for results. Reads Totals; does not compute them.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from jobs.driving.events import JsonStream, Level
 from jobs.driving.totals import Totals, ratio
 from jobs.notes import Notes, Unnoted, counted, duration, rate_text, size_text
 from storage.secrets import presentable
@@ -32,6 +33,10 @@ class Display(Notes, Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """Tell what has happened to a unit or a worker; a display for people shows the message, if there is one."""
+        ...
+
     def show(self, totals: Totals) -> None:
         """Show the current totals; may be called often."""
         ...
@@ -46,6 +51,8 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     stream = stream or sys.stderr
     if quiet:
         return Silence()
+    if isinstance(stream, JsonStream):
+        return EventDisplay(stream)
     return LiveLine(stream) if stream.isatty() else LineDisplay(stream)
 
 
@@ -59,6 +66,11 @@ class Silence(Unnoted):
 
     def __exit__(self, *_: object) -> None:
         return None
+
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """See Display."""
+        if message is not None:
+            self.note(message)
 
     def show(self, totals: Totals) -> None:
         """See Display."""
@@ -101,6 +113,28 @@ class LineDisplay(Silence):
         if self._clock() - self._last_s >= self._every_s:
             self._last_s = self._clock()
             self.note(f"{what}: {size_text(done)} of {size_text(total)}")
+
+
+class EventDisplay(LineDisplay):
+    """Events as JSON lines (`--log json`), and one with the progress every 30 s."""
+
+    def __init__(self, stream: JsonStream, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(stream, clock=clock)  # type: ignore[arg-type]  # it has the methods that are used
+        self._events = stream
+
+    def show(self, totals: Totals) -> None:
+        """See Display."""
+        if self._clock() - self._last_s >= self._every_s:
+            self._last_s = self._clock()
+            self._events.emit("progress", self.heading + progress_line(totals), **progress_facts(totals))
+
+    def note(self, message: str) -> None:
+        """See Display."""
+        self._events.emit("note", message)
+
+    def event(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """See Display."""
+        self._events.emit(event, message, level=level, **facts)
 
 
 class LiveLine(Silence):
@@ -151,6 +185,22 @@ def progress_line(totals: Totals) -> str:
         f"ETA {duration(totals.eta_s)}" if totals.eta_s is not None else "ETA -",
     ]
     return "  ".join(parts)
+
+
+def progress_facts(totals: Totals) -> dict[str, Any]:
+    """The figures of the progress display, as data."""
+    decoded = totals.decoded
+    return {
+        "samples_done": totals.rows_done,
+        "samples": totals.rows,
+        "tokens": totals.tokens,
+        "tokens_per_s": round(totals.tokens_per_s, 3),
+        "nfe_per_token": round(ratio(decoded.nfe, decoded.new_tokens), 4) if decoded.new_tokens else None,
+        "errors": max(decoded.failed, totals.committed.failed),
+        "workers": totals.workers,
+        "loading": totals.loading,
+        "eta_s": None if totals.eta_s is None else round(totals.eta_s, 1),
+    }
 
 
 def workers_text(totals: Totals) -> str:

@@ -20,6 +20,7 @@ from decoders.common_settings import Sampling, Settings
 from decoders.settings import DecoderSettings
 from jobs.spec.dated_path import has_date, read_date, with_date, written
 from jobs.spec.metric_rules import kept_names, metric_problem, reference_of
+from jobs.spec.notify_settings import Receivers
 from jobs.spec.places import place_problem
 from jobs.spec.spec_errors import kind_changed, spec_error
 from jobs.spec.spec_file import apply_change, apply_override, read_mapping
@@ -172,6 +173,7 @@ class JobSpec(Settings):
     output: OutputSettings
     s3: S3Settings = S3Settings()
     metrics: Metrics = ()
+    notify: Receivers = ()
 
     @property
     def shapes(self) -> tuple[WorkerShape, ...]:

@@ -1,19 +1,26 @@
-"""Watching whole jobs: the metrics that Ray serves of a run on it."""
+"""Watching whole jobs: the metrics that Ray serves of a run on it, logs in every form, and notices."""
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.cli import main
+from jobs.driving.driver import Driver
+from jobs.schedule.events import Finish
 from jobs.watching.metrics import METRICS
+from storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 EXPORT_S = 60.0
@@ -77,3 +84,140 @@ def served(ray: ModuleType, run: str) -> dict[tuple[str, str], float]:
 def labels_of(families: Sequence[Metric], run: str) -> list[dict[str, str]]:
     samples = [sample for family in families for sample in family.samples]
     return [sample.labels for sample in samples if sample.labels.get("run") == run]
+
+
+# ---- logs and notices of whole jobs, without Ray
+
+
+def spec_in(folder: Path, **sections: Any) -> Path:
+    return write_spec(folder, rows=write_rows(folder / "rows.jsonl", 12), **sections)
+
+
+def keeper(folder: Path) -> tuple[list[str], Path]:
+    """A command that keeps each notice in a file, one a line."""
+    out = folder / "notices.jsonl"
+    code = f"import sys; open({str(out)!r}, 'a').write(sys.stdin.read() + '\\n')"
+    return [sys.executable, "-c", code], out
+
+
+def notices_in(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_with_log_json_every_line_of_a_run_is_an_event_and_the_last_one_sums_it_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_in(tmp_path, name="job", workers={"price_per_hour": 3.0})
+    assert main(["run", str(spec), "--local", "--log", "json"]) == 0
+    printed = capsys.readouterr()
+    events = [json.loads(line) for line in printed.err.splitlines()]
+    assert all({"time", "level", "event", "run"} <= set(event) for event in events[1:]) and len(events) > 5
+    assert sorted(event["unit"] for event in events if event["event"] == "done") == [0, 1, 2]
+    assert {event["worker"] for event in events if event["event"] in {"done", "worker_up"}} == {"w0"}
+    summary = events[-1]["summary"]
+    assert (events[-1]["event"], events[-1]["exit_code"], summary["samples"]["ok"]) == ("ended", 0, 12)
+    hours = summary["device_hours"]
+    assert sum(hours.values()) - hours["total"] == pytest.approx(hours["total"], abs=1e-5)
+    assert summary["cost"] == pytest.approx(3 * hours["total"], abs=1e-5)
+    table = [json.loads(line)["message"] for line in printed.out.splitlines()]
+    assert any(line.strip().startswith("samples") for line in table)
+    assert main(["run", str(spec), "--local", "--log", "json", "--set", "seed=3"]) == 2
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert any("seed" in event["message"] for event in events if event["event"] == "output")
+    assert [event["exit_code"] for event in events if event["event"] == "ended"] == [2]
+
+
+def test_logs_prints_what_drivers_and_workers_noted_in_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_in(tmp_path, name="job")
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    for unit in ("00000001", "00000002"):
+        (tmp_path / "run" / "data" / f"unit-{unit}.parquet").unlink()
+    for name in ("_SUCCESS", "_manifest.json"):
+        (tmp_path / "run" / name).unlink()
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0  # a second session
+    capsys.readouterr()
+    assert main(["logs", str(tmp_path / "run"), "--json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    names = [event["event"] for event in events if event["event"] not in {"note", "progress"}]
+    assert names == ["started", "worker_up", *["done"] * 3, "ended", "started", "worker_up", *["done"] * 2, "ended"]
+    assert any("resuming: 1 of 3 units are done" in event.get("message", "") for event in events)
+    assert main(["logs", str(tmp_path / "run"), "--follow"]) == 0  # no driver works on it: it ends
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) == len(events) and "unit=2 worker=w0" in text
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert main(["logs", str(tmp_path / "nothing")]) == 2
+
+
+def test_the_log_is_on_s3_too(
+    s3_url: str, s3_options: S3Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3 = {"endpoint": s3_options.endpoint, "region": s3_options.region}
+    spec = spec_in(tmp_path, output={"path": s3_url, "unit_rows": 4}, s3=s3)
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    options = ["--s3-endpoint", str(s3_options.endpoint), "--s3-region", str(s3_options.region)]
+    assert main(["logs", s3_url, "--json", *options]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [event["event"] for event in events][-1] == "ended" and sum(e["event"] == "done" for e in events) == 3
+    assert main(["verify", s3_url, *options]) == 0
+
+
+def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_none(tmp_path: Path) -> None:
+    command, out = keeper(tmp_path)
+    spec = spec_in(tmp_path, name="job", notify={"command": command})
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    (notice,) = notices_in(out)
+    assert (notice["event"], notice["run"], notice["exit_code"]) == ("finish", "job", 0)
+    assert notice["samples"] == {"planned": 12, "ok": 12, "failed": 0} and notice["units"] == {"planned": 3, "done": 3}
+    assert notice["tokens"] == sum(rows_of(tmp_path / "run")["new_tokens"].to_pylist())
+    assert notice["estimate"]["source"].startswith("this run's first")
+
+
+def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path: Path) -> None:
+    command, out = keeper(tmp_path)
+    failing = [sys.executable, "-c", "import sys; sys.exit(9)"]
+    spec = spec_in(tmp_path, notify=[{"command": command}, {"command": failing}])
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"id": "bad", "tokens": "no list"}\n')
+    assert main(["run", str(spec), "--local", "--quiet"]) == 3
+    assert main(["run", str(spec), "--local", "--quiet", "--set", "input.path=nowhere.jsonl"]) == 2
+    first, second = notices_in(out)
+    assert (first["event"], first["exit_code"], first["samples"]["failed"]) == ("failure", 3, 1)
+    assert (second["event"], second["exit_code"]) == ("failure", 2) and "nowhere.jsonl" in second["message"]
+
+
+def test_what_a_notice_needs_is_checked_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOT_SET", raising=False)
+    spec = spec_in(tmp_path, notify={"webhook": "https://host/${NOT_SET}"})
+    assert main(["run", str(spec), "--local", "--quiet"]) == 2
+    assert "notify.0.webhook: the environment variable NOT_SET is not set" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_secrets_of_a_notice_are_nowhere_in_the_run_and_no_part_of_its_fingerprint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "q7x2m9w4k1"
+    monkeypatch.setenv("HOOK_PATH", secret)
+    spec = spec_in(tmp_path, notify={"webhook": "http://127.0.0.1:9/${HOOK_PATH}", "timeout_s": 0.5})
+    assert main(["run", str(spec), "--local"]) == 0
+    printed = capsys.readouterr()
+    assert "notify: webhook http://127.0.0.1:9/${HOOK_PATH}: it can't be reached" in printed.err
+    assert secret not in printed.err + printed.out
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert len(files) > 6 and not any(secret.encode() in path.read_bytes() for path in files)
+    assert main(["run", str(spec), "--local", "--quiet", "--set", "notify=[]"]) == 0, "the same job"
+
+
+def test_an_interrupted_run_tells_those_who_ask_for_it_and_nobody_else(tmp_path: Path) -> None:
+    command, out = keeper(tmp_path)
+    spec = spec_in(tmp_path, notify=[{"command": command}, {"command": command, "on": ["interrupt"]}])
+    with patch.object(Driver, "run", lambda self: Finish("drained", "SIGTERM")):
+        assert main(["run", str(spec), "--local", "--quiet"]) == 4
+    (notice,) = notices_in(out)
+    assert (notice["event"], notice["exit_code"], notice["finished"]) == ("interrupt", 4, False)

@@ -1,0 +1,104 @@
+"""`draftmill logs`: prints what the drivers and workers of a run noted, in the order of time. Writes nothing.
+
+It merges the driver's log (RUN/log) and the attempts log (RUN/attempts), those of later passes too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from jobs.codes import OK
+from jobs.commands.status import driver_of
+from jobs.driving.events import time_text
+from jobs.finished.passes import require_plan
+from storage.errors import StoreError
+from storage.secrets import presentable
+from storage.stores.store import open_store
+from storage.stores.verbs import S3Options, Store
+
+POLL_S = 2.0
+
+WARNINGS = {"worker_died", "worker_killed", "failed", "quarantined"}
+"""Events of the attempts log that are warnings."""
+
+Event = dict[str, Any]
+
+
+def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Options | None = None) -> int:
+    """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
+    store = open_store(run_dir, s3=s3)
+    name = require_plan(store).spec.name
+    shown = line_of if not as_json else json_of
+    read: dict[str, int] = {}
+    while True:
+        is_last = not follow or driver_of(store) is None
+        for event in events_of(store, name, read):
+            print(shown(event), flush=follow)
+        if is_last:
+            return OK
+        time.sleep(POLL_S)
+
+
+def events_of(store: Store, run: str, read: dict[str, int] | None = None) -> Iterator[Event]:
+    """The events in the order of time; `read` has the number of lines that are known of each file, and is updated."""
+    known = {} if read is None else read
+    names = [stat.name for folder in ("attempts/", "log/", "passes/") for stat in store.list(folder)]
+    streams: dict[str, list[str]] = {}
+    for name in names:
+        if name.endswith(".jsonl") and "-part-" in name and ("attempts/" in name or "log/" in name):
+            streams.setdefault(name.partition("-part-")[0], []).append(name)
+    read_all = [_stream(store, files, run, known) for files in streams.values()]
+    yield from heapq.merge(*read_all, key=lambda event: str(event["time"]))
+
+
+def _stream(store: Store, names: list[str], run: str, known: dict[str, int]) -> Iterator[Event]:
+    """The events of one driver's log, file by file."""
+    for name in names:
+        try:
+            lines = store.get(name).decode(errors="replace").splitlines()
+        except StoreError:
+            continue  # best effort, like the log itself
+        fresh, known[name] = lines[known.get(name, 0) :], len(lines)
+        for line in fresh:
+            event = _event(line, run)
+            if event is not None:
+                yield event
+
+
+def _event(line: str, run: str) -> Event | None:
+    """A line of either log as an event; None if it is damaged."""
+    try:
+        content = json.loads(line)
+        if "at_s" not in content:
+            return content if {"time", "level", "event"} <= set(content) else None
+        moment = time_text(datetime.fromtimestamp(content.pop("at_s"), UTC))
+        event = content.pop("what")
+        level = "warning" if event in WARNINGS else "info"
+        return {"time": moment, "level": level, "run": run, "event": event, **content}
+    except (ValueError, KeyError, TypeError, OverflowError, OSError):
+        return None
+
+
+def json_of(event: Event) -> str:
+    """An event as one line of JSON."""
+    return json.dumps(event, ensure_ascii=False)
+
+
+def line_of(event: Event) -> str:
+    """An event as one line for people."""
+    rest = {
+        name: fact
+        for name, fact in event.items()
+        if name not in {"time", "level", "run", "event", "message", "summary"}
+    }
+    facts = [
+        f"{name}={fact if isinstance(fact, str | int | float) else json.dumps(fact)}" for name, fact in rest.items()
+    ]
+    message = [str(event["message"])] if event.get("message") else []
+    text = " ".join([*message, *facts] if event["event"] not in {"note", "progress"} else message or facts)
+    return presentable(f"{event['time']}  {event['level']:<7}  {event['event']:<14}  {text}").rstrip()

@@ -1,0 +1,112 @@
+"""Events as JSON lines, one each: time, level, run, name, message, and facts such as the unit and the worker.
+
+The same form is printed with `--log json` and written into the run directory. Secrets are removed from every text.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
+
+from storage.secrets import presentable
+
+Level = Literal["info", "warning", "error"]
+
+
+def event_line(event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> str:
+    """The event as one line of JSON, without secrets and control characters; facts that are None are left out."""
+    head: dict[str, Any] = {"time": now_text(), "level": level}
+    rest = {"event": event, "message": message, **facts}
+    known = {name: fact for name, fact in rest.items() if fact is not None}
+    return json.dumps(head | {name: shown(fact) for name, fact in known.items()}, default=str, ensure_ascii=False)
+
+
+def shown(fact: Any) -> Any:
+    """A fact without secrets, also inside of lists and mappings."""
+    match fact:
+        case str():
+            return presentable(fact)
+        case dict():
+            return {str(name): shown(inner) for name, inner in fact.items()}
+        case list() | tuple():
+            return [shown(inner) for inner in fact]
+        case _:
+            return fact
+
+
+def now_text() -> str:
+    """The time in ISO 8601, UTC, with milliseconds."""
+    return time_text(datetime.now(UTC))
+
+
+def time_text(moment: datetime) -> str:
+    """A moment in ISO 8601, UTC, with milliseconds."""
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class JsonStream(io.TextIOBase):
+    """Stands for stdout or stderr: every line that is printed becomes the event `output`.
+
+    `facts` are in each event of this stream, such as the run's name. Events that are made as such are written by `emit`.
+    """
+
+    def __init__(self, stream: TextIO, level: Level) -> None:
+        self._stream, self._level = stream, level
+        self.facts: dict[str, Any] = {}
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        """Print; whole lines become events, the rest waits for its end."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            if line.strip():
+                self.emit("output", line.rstrip(), level=self._level)
+        return len(text)
+
+    def emit(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
+        """Write an event."""
+        # One write: threads may print at the same time.
+        self._stream.write(event_line(event, message, level=level, **(self.facts | facts)) + "\n")
+        self._stream.flush()
+
+    def flush(self) -> None:
+        """Write what is begun only at its end; the stream itself is always flushed."""
+
+    def end(self) -> None:
+        """Write a last line that has no end."""
+        if self._begun:
+            self.write("\n")
+
+    def isatty(self) -> bool:
+        """A log is no terminal."""
+        return False
+
+    def fileno(self) -> int:
+        """The file descriptor, for libraries that ask for it."""
+        return self._stream.fileno()
+
+
+@contextmanager
+def json_streams() -> Iterator[None]:
+    """During the block, all that is printed to stdout and stderr is JSON lines."""
+    before = sys.stdout, sys.stderr
+    out, err = JsonStream(sys.stdout, "info"), JsonStream(sys.stderr, "warning")
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        out.end()
+        err.end()
+
+
+def say_in_events(**facts: Any) -> None:
+    """Add facts to all further events on this process' streams, if these are JSON lines."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, JsonStream):
+            stream.facts |= facts

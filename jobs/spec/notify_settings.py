@@ -1,0 +1,104 @@
+"""The section `notify` of a spec: whom to tell that a run has ended or stands still. It holds no secrets."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from actors.task import as_tuple
+from decoders.common_settings import Settings
+from storage.secrets import redacted
+
+Event = Literal["finish", "failure", "stall", "interrupt"]
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""A place in a webhook or a header where the value of an environment variable is put in when a notice is sent."""
+
+HOW = "write ${NAME} in its place, and set the environment variable NAME where the driver runs"
+
+SECRET_PATHS = re.compile(
+    r"(^|\.)(hooks\.slack\.com|discord(app)?\.com|webhook\.office\.com|logic\.azure\.com|hooks\.zapier\.com|"
+    r"api\.telegram\.org|maker\.ifttt\.com)$"
+)
+"""Hosts whose webhooks need no other credential than the path of their URL."""
+
+_SECRET_NAME = re.compile(r"auth|token|key|secret|cookie|password|signature", re.IGNORECASE)
+_GIVEN = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
+
+
+def _command(words: tuple[str, ...]) -> tuple[str, ...]:
+    for word in words:
+        if redacted(word) != word or _GIVEN.search(word):
+            raise ValueError(
+                "no credentials in the spec, which is copied into the run directory; the command has the driver's environment"
+            )
+    return words
+
+
+def _webhook(url: str) -> str:
+    parts = urlsplit(VARIABLE.sub("x", url))
+    if VARIABLE.match(url) is None and (parts.scheme not in {"http", "https"} or not parts.hostname):
+        raise ValueError(f"{redacted(url)!r} is not allowed; allowed: http:// and https:// URLs, and ${{NAME}}")
+    if "@" in parts.netloc:
+        raise ValueError(f"no credentials in the spec; {HOW}")
+    for name, value in parse_qsl(urlsplit(url).query):
+        if (_SECRET_NAME.search(name) or redacted(f"{name}={value}") != f"{name}={value}") and not VARIABLE.search(
+            value
+        ):
+            raise ValueError(f"the parameter {name!r} looks like a credential, and a spec may hold none; {HOW}")
+    if SECRET_PATHS.search(parts.hostname or "") and not VARIABLE.search(urlsplit(url).path):
+        raise ValueError(f"the path of a webhook of {parts.hostname} is a credential, and a spec may hold none; {HOW}")
+    if not VARIABLE.search(url) and redacted(url) != url:
+        raise ValueError(f"no credentials in the spec; {HOW}")
+    return url
+
+
+def _headers(headers: dict[str, str]) -> dict[str, str]:
+    for name, value in headers.items():
+        if not re.fullmatch(r"[A-Za-z0-9-]+", name) or not value.isprintable():
+            raise ValueError(f"{name!r} is not a header")
+        if (_SECRET_NAME.search(name) or _GIVEN.search(value)) and not VARIABLE.search(value):
+            raise ValueError(f"the header {name!r} looks like a credential, and a spec may hold none; {HOW}")
+    return headers
+
+
+class NotifySettings(Settings):
+    """One receiver of notices: a command, which reads the notice from its standard input, or a webhook, which gets it as POST.
+
+    `on` says which events it is told, `timeout_s` how long it may take; then it is ended. `stall_s` is how long a run may stand
+    still before that is an event.
+    """
+
+    command: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...],
+            BeforeValidator(as_tuple),
+            Field(min_length=1),
+            AfterValidator(_command),
+        ]
+        | None
+    ) = None
+    webhook: Annotated[str, AfterValidator(_webhook)] | None = None
+    headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
+    on: Annotated[tuple[Event, ...], BeforeValidator(as_tuple), Field(min_length=1)] = ("finish", "failure", "stall")
+    timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = 10.0
+    stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> NotifySettings:
+        if (self.command is None) == (self.webhook is None):
+            raise ValueError("needs one of `command` and `webhook`")
+        if self.headers and self.webhook is None:
+            raise ValueError("headers: only with `webhook`")
+        return self
+
+
+def as_receivers(value: Any) -> Any:
+    """One receiver, or a list of them, as a tuple."""
+    return (value,) if isinstance(value, dict) else as_tuple(value)
+
+
+Receivers = Annotated[tuple[NotifySettings, ...], BeforeValidator(as_receivers)]

@@ -1,0 +1,109 @@
+"""How a run ends, told to all that want to know: the driver's log, `--log json`, and the receivers of `notify`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from jobs.driving.device_time import HOUR_S
+from jobs.driving.driver_log import DriverLog
+from jobs.driving.events import JsonStream, Level, say_in_events, time_text
+from jobs.driving.totals import Totals
+from jobs.spec.job_spec import JobSpec
+from jobs.watching.notify import StallWatcher, check_receivers, send
+from jobs.watching.run_facts import run_facts
+from storage.errors import DamagedRun, UserError
+from storage.secrets import presentable
+from storage.stores.verbs import Store
+
+INTERRUPTED_S = 3.0
+"""Most seconds that notices of an interruption may take: the machine may be about to go."""
+
+MESSAGES = {
+    OK: "finished",
+    TOO_MANY_FAILED: "more samples failed than `errors` allows",
+    INTERRUPTED: "interrupted; run it again to resume",
+}
+
+
+@dataclass(slots=True)
+class Ending:
+    """A run that is being watched: its log, and its exit code once it is known."""
+
+    spec: JobSpec
+    store: Store
+    log: DriverLog = field(default_factory=DriverLog)
+    code: int | None = None
+
+    def tell(self, message: str) -> None:
+        """Tell the user of a notice that was not taken."""
+        self.log.add("note", message, level="warning")
+        print(presentable(f"draftmill: {message}"), file=sys.stderr)
+
+    def stalls(self) -> StallWatcher:
+        """The watcher that sends notices when the run stands still."""
+        return StallWatcher(self.spec.notify, self._stalled, self.tell)
+
+    def _stalled(self, totals: Totals, still_s: float) -> dict[str, Any]:
+        sums = totals.devices.sums
+        return {
+            **self._head(f"no progress for {still_s:.0f} s", None),
+            "samples": {"planned": totals.rows, "done": totals.rows_done},
+            "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
+            "workers": totals.workers,
+            "tokens": totals.tokens,
+            "seconds_without_progress": round(still_s, 1),
+            "device_hours": {"total": round(sums.up_s / HOUR_S, 6)},
+            "cost": round(sums.cost, 6) if sums.priced_s else None,
+        }
+
+    def _head(self, message: str, code: int | None) -> dict[str, Any]:
+        return {
+            "run": self.spec.name,
+            "path": self.store.url,
+            "time": time_text(datetime.now(UTC)),
+            "exit_code": code,
+            "message": presentable(message),
+        }
+
+    def over(self, code: int, message: str) -> None:
+        """The run has ended with this exit code: note it, and send the notices."""
+        facts = run_facts(self.store) if self.log.is_attached else {}
+        event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
+        level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
+        self.log.add("ended", message, level=level, exit_code=code, summary=facts)
+        if isinstance(sys.stderr, JsonStream):
+            sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
+        if self.log.is_attached or event == "failure":
+            most_s = INTERRUPTED_S if event == "interrupt" else 300.0
+            send(self.spec.notify, event, {**self._head(message, code), **facts}, self.tell, most_s=most_s)
+        self.log.flush()
+
+
+@contextmanager
+def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ...] = ()) -> Iterator[Ending]:
+    """Watch a run: the block sets the `code` of what it yields, or raises, and how it ended is told.
+
+    A run that wrote nothing and did not fail is not told of, nor are errors of the types `ignored`. Raises UserError before the
+    block if a receiver of notices can't be used.
+    """
+    check_receivers(spec.notify)
+    say_in_events(run=spec.name)
+    ending = Ending(spec, store)
+    try:
+        yield ending
+    except ignored:
+        raise
+    except KeyboardInterrupt:
+        ending.over(INTERRUPTED, MESSAGES[INTERRUPTED])
+        raise
+    except Exception as error:
+        ending.over(UNUSABLE if isinstance(error, UserError | DamagedRun) else UNEXPECTED, str(error))
+        raise
+    if ending.code is not None:
+        ending.over(ending.code, MESSAGES.get(ending.code, f"exit code {ending.code}"))

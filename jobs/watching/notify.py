@@ -1,0 +1,209 @@
+"""Sends notices about a run to commands and webhooks: at its end, and when it stands still. Best effort.
+
+A notice changes no exit code. It delays the end by at most its `timeout_s`: then a command is killed with all its processes, and
+a webhook is given up. Environment variables are put in when it is sent; their values are in no message.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from http.client import HTTPException
+from typing import Any
+
+from jobs.driving.totals import Totals
+from jobs.driving.watchers import Watcher
+from jobs.schedule.scheduler import Scheduler
+from jobs.spec.notify_settings import VARIABLE, NotifySettings
+from storage.errors import UserError
+from storage.secrets import HIDDEN, presentable
+
+TRIES = 3
+"""Attempts to reach a webhook, within its time."""
+
+RETRY_S = 1.0
+SLACK_S = 1.0
+"""Seconds beyond `timeout_s` to wait for a receiver's thread: it has to kill and to report."""
+
+MOST_GAP_S = 10.0
+"""Seconds between two looks that count as standing still, at most: in a longer gap the driver itself was suspended."""
+
+SHOWN_CHARS = 200
+
+Notice = Mapping[str, Any]
+Tell = Callable[[str], None]
+
+
+def check_receivers(receivers: Sequence[NotifySettings]) -> None:
+    """Raise UserError if a command is not there or an environment variable is not set."""
+    for number, one in enumerate(receivers):
+        if one.command is not None and shutil.which(one.command[0]) is None:
+            raise UserError(f"{one.command[0]!r} is not a command here", field=f"notify.{number}.command")
+        for place, text in places_of(one):
+            for name in VARIABLE.findall(text):
+                if not os.environ.get(name):
+                    raise UserError(f"the environment variable {name} is not set", field=f"notify.{number}.{place}")
+
+
+def places_of(one: NotifySettings) -> list[tuple[str, str]]:
+    """The texts of a receiver in which environment variables are put in, each with its key."""
+    return [("webhook", one.webhook or ""), *((f"headers.{name}", value) for name, value in one.headers.items())]
+
+
+def send(receivers: Sequence[NotifySettings], event: str, notice: Notice, tell: Tell, *, most_s: float = 300.0) -> None:
+    """Send a notice to all that want this event, side by side; returns when they have it, or their time is over.
+
+    `tell` gets a message for each that failed. `most_s` bounds every timeout.
+    """
+    data = json.dumps({"event": event, **notice}, default=str).encode()
+    threads = []
+    for one in receivers:
+        if event in one.on:
+            allowed_s = min(one.timeout_s, most_s)
+            thread = threading.Thread(target=_send_one, args=(one, data, allowed_s, tell), name="notify", daemon=True)
+            thread.start()
+            threads.append((thread, one, time.monotonic() + allowed_s + SLACK_S))
+    for thread, one, until_s in threads:
+        thread.join(max(0.0, until_s - time.monotonic()))
+        if thread.is_alive():
+            tell(f"notify: {shown(one)} did not take the notice in time")
+
+
+def _send_one(one: NotifySettings, data: bytes, allowed_s: float, tell: Tell) -> None:
+    try:
+        problem = _run(one, data, allowed_s) if one.command is not None else _post(one, data, allowed_s)
+    except Exception as error:  # noqa: BLE001 - whatever goes wrong with a notice, the run's end stays the same
+        problem = reason_of(error)
+    if problem:
+        tell(presentable(_without_values(one, f"notify: {shown(one)}: {problem}")))
+
+
+def shown(one: NotifySettings) -> str:
+    """The receiver as messages name it: as in the spec, without the values of variables."""
+    return f"command {one.command[0]!r}" if one.command is not None else f"webhook {one.webhook}"
+
+
+def _without_values(one: NotifySettings, text: str) -> str:
+    for _, place in places_of(one):
+        for name in VARIABLE.findall(place):
+            text = text.replace(os.environ.get(name) or HIDDEN, HIDDEN)
+    return text
+
+
+def _filled(text: str) -> str:
+    return VARIABLE.sub(lambda found: os.environ.get(found[1], ""), text)
+
+
+def _run(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
+    """Run a command with the notice as its input; returns what went wrong."""
+    assert one.command is not None
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as errors:  # pipes would wait for its children
+        given.write(data)
+        given.seek(0)
+        process = subprocess.Popen(
+            one.command, stdin=given, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(allowed_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"killed after {allowed_s:g} s"
+        if code == 0:
+            return None
+        errors.seek(0)
+        last = (errors.read()[-4096:].decode(errors="replace").strip().splitlines() or [""])[-1][:SHOWN_CHARS]
+        return f"exit code {code}" + (f": {last}" if last else "")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it might hand the notice and its headers to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _post(one: NotifySettings, data: bytes, allowed_s: float) -> str | None:
+    """Post a notice; returns what went wrong the last time."""
+    headers = {"Content-Type": "application/json", "User-Agent": "draftmill"}
+    headers |= {name: _filled(value) for name, value in one.headers.items()}
+    request = urllib.request.Request(_filled(one.webhook or ""), data=data, headers=headers, method="POST")
+    opener = urllib.request.build_opener(_NoRedirect)
+    until_s = time.monotonic() + allowed_s
+    problem: str | None = None
+    for number in range(TRIES):
+        left_s = until_s - time.monotonic() - (RETRY_S if number else 0.0)
+        if number and left_s <= 0:
+            break
+        if number:
+            time.sleep(RETRY_S)
+        try:
+            with opener.open(request, timeout=left_s):
+                return None
+        except urllib.error.HTTPError as error:
+            problem = f"it answered {error.code}"
+            if error.code < 500 and error.code != 429:  # another try would change nothing
+                return problem
+        except (OSError, HTTPException) as error:
+            problem = f"it can't be reached: {reason_of(error)}"
+    return problem
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a receiver was not told, without the texts of errors that quote parts of a URL, which may be secret."""
+    reason = getattr(error, "reason", error)
+    if isinstance(reason, TimeoutError):
+        return "no answer in time"
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    return type(error).__name__
+
+
+class StallWatcher(Watcher):
+    """Sends a notice when the run has made no progress for a receiver's `stall_s`; once, until it makes progress again."""
+
+    name = "stall notices"
+
+    def __init__(
+        self,
+        receivers: Sequence[NotifySettings],
+        notice: Callable[[Totals, float], Notice],
+        tell: Tell,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._receivers = [one for one in receivers if "stall" in one.on]
+        self._notice, self._tell, self._clock = notice, tell, clock
+        self._looked_s = clock()
+        self._still_s = 0.0
+        self._before: tuple[int, ...] = ()
+        self._told: set[int] = set()
+
+    def look(self, totals: Totals, scheduler: Scheduler) -> None:
+        """See Watcher."""
+        now_s = self._clock()
+        self._still_s += min(MOST_GAP_S, max(0.0, now_s - self._looked_s))
+        self._looked_s = now_s
+        moved = (totals.tokens, totals.rows_done, totals.units_done)
+        if moved != self._before:
+            self._before, self._still_s = moved, 0.0
+            self._told.clear()
+        for number, one in enumerate(self._receivers):
+            if self._still_s >= one.stall_s and number not in self._told:
+                self._told.add(number)
+                self._send(one, self._notice(totals, self._still_s))
+
+    def _send(self, one: NotifySettings, notice: Notice) -> None:
+        sending = threading.Thread(target=send, args=([one], "stall", notice, self._tell), name="notify", daemon=True)
+        sending.start()

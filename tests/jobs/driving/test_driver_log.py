@@ -1,0 +1,141 @@
+"""Events and the driver's log: one JSON object a line, nothing before a run exists, nothing secret, and no run fails by it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from jobs.driving.driver_log import DriverLog, LoggedDisplay
+from jobs.driving.events import JsonStream, event_line, json_streams, say_in_events
+from jobs.driving.line_files import LINES_PER_FILE, LineFiles
+from jobs.driving.progress import EventDisplay, LineDisplay, make_display
+from jobs.driving.totals import Totals
+from storage.errors import StoreError
+from storage.stores.memory import MemoryStore
+from storage.stores.store import open_store
+from storage.stores.verbs import Stat
+from tests.jobs.driving.test_device_time import Hand
+
+SECRET = "b8c1f0a94d7e"
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_an_event_is_one_line_without_secrets_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", SECRET)
+    line = event_line(
+        "note", f"two\nlines {SECRET}", level="warning", unit=3, worker=None, nested={"list": [SECRET, 1]}
+    )
+    assert "\n" not in line and SECRET not in line
+    event = json.loads(line)
+    assert list(event)[:4] == ["time", "level", "event", "message"]
+    assert (event["level"], event["unit"], event["nested"]) == ("warning", 3, {"list": ["[hidden]", 1]})
+    assert event["time"].endswith("Z") and "worker" not in event
+
+
+def test_with_json_streams_everything_that_is_printed_is_an_event(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_TOKEN", SECRET)
+    out_before, err_before = sys.stdout, sys.stderr
+    with json_streams():
+        say_in_events(run="job")
+        print("a table\n  its row")
+        print(f"draftmill: no: {SECRET}", file=sys.stderr)
+        sys.stderr.write("no line end")
+        assert isinstance(make_display(quiet=False), EventDisplay)
+    assert (sys.stdout, sys.stderr) == (out_before, err_before)
+    printed = capsys.readouterr()
+    out, err = lines_of(printed.out), lines_of(printed.err)
+    assert [event["message"] for event in out] == ["a table", "  its row"] and {e["level"] for e in out} == {"info"}
+    assert [event["message"] for event in err] == ["draftmill: no: [hidden]", "no line end"]
+    assert {event["run"] for event in out + err} == {"job"} and {e["level"] for e in err} == {"warning"}
+
+
+def test_the_display_of_events_has_units_workers_and_progress_in_figures() -> None:
+    clock, text = Hand(), io.StringIO()
+    display = EventDisplay(JsonStream(text, "warning"), clock=clock)
+    totals = Totals(units=4, rows=100, clock=clock)
+    display.note("planning")
+    display.event("worker_died", "worker w1 died: killed", level="warning", worker="w1", reason="killed")
+    display.event("done", unit=7, worker="w0", rows=25)
+    display.show(totals)
+    clock.now_s += 30.0
+    display.show(totals)
+    events = lines_of(text.getvalue())
+    assert [event["event"] for event in events] == ["note", "worker_died", "done", "progress"]
+    assert (events[1]["worker"], events[1]["level"], events[2]["unit"]) == ("w1", "warning", 7)
+    assert (events[3]["samples"], events[3]["samples_done"], events[3]["workers"]) == (100, 0, 0)
+
+
+def test_nothing_is_written_before_the_log_belongs_to_a_run_and_then_everything() -> None:
+    store = open_store("memory://driver-log-early")
+    log = DriverLog()
+    display = LoggedDisplay(LineDisplay(io.StringIO()), log)
+    display.note("hashing the model")
+    log.flush()
+    assert list(store.list()) == [] and not log.is_attached
+    log.attach(store, 3, "job")
+    display.note("planned")
+    display.event("done", unit=1)  # the attempts log has it
+    log.flush()
+    events = lines_of(store.get("log/epoch-0003-part-0000.jsonl").decode())
+    assert [event["message"] for event in events] == ["hashing the model", "planned"]
+    assert events[1]["run"] == "job"
+
+
+def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute() -> None:
+    clock, store = Hand(), open_store("memory://driver-log-period")
+    log = DriverLog(clock=clock)
+    log.attach(store, 1, "job")
+    log.add("note", "begun")
+    totals = Totals(units=1, rows=10, clock=clock)
+    written = []
+    for _ in range(130):
+        clock.now_s += 1.0
+        log.show(totals)
+        stat = store.stat("log/epoch-0001-part-0000.jsonl")
+        written.append(0 if stat is None else len(lines_of(store.get(stat.name).decode())))
+    assert written[8] == 0 and written[9] == 1
+    assert written[-1] == 3 and sorted(set(written)) == [0, 1, 2, 3]
+
+
+def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later() -> None:
+    class Refusing(MemoryStore):
+        refuses = True
+
+        def put(self, name: str, data: bytes) -> Stat:
+            if self.refuses:
+                raise StoreError("full")
+            return super().put(name, data)
+
+    store = Refusing("memory://refusing")
+    log = DriverLog()
+    log.attach(store, 1, "job")
+    log.add("note", "one")
+    log.flush()
+    store.refuses = False
+    log.add("note", "two")
+    log.flush()
+    events = lines_of(store.get("log/epoch-0001-part-0000.jsonl").decode())
+    assert [event["message"] for event in events] == ["one", "two"]
+
+
+def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:
+    store = open_store("memory://line-files")
+    lines = LineFiles(store, "log/x")
+    for number in range(LINES_PER_FILE):
+        lines.add(str(number))
+    lines.flush()
+    etag = store.stat("log/x-part-0000.jsonl")
+    lines.add("more")
+    lines.flush()
+    lines.flush()
+    assert store.get("log/x-part-0001.jsonl") == b"more\n"
+    assert store.stat("log/x-part-0000.jsonl") == etag
