@@ -51,7 +51,7 @@ from jobs.spec.job_spec import JobSpec, at_date
 from jobs.spec.places import check_places
 from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
 from jobs.watching.ending import Ending, ended
-from jobs.watching.estimate import Estimate, EstimateWatcher
+from jobs.watching.estimate import Estimate, EstimateWatcher, read_estimate
 from storage.errors import StoreError, UserError
 from storage.runs.commit import (
     SUCCESS,
@@ -456,7 +456,8 @@ def print_table(spec: JobSpec, store: Store) -> None:
         raise StoreError(f"{store.url} has {SUCCESS} but no manifest")
     results = read_summary(store, (unit.object for unit in manifest.units))
     sessions = read_sessions(store)
-    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=spec.task.done)))
+    estimate, done = read_estimate(store), spec.task.done
+    print("\n".join(table_lines(spec.name, store.url, manifest, results, sessions, done=done, estimate=estimate)))
 
 
 def judge(spec: JobSpec, passes: Sequence[Pass]) -> int:

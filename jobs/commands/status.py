@@ -14,7 +14,8 @@ from jobs.finished.metric_figures import metric_lines
 from jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
 from jobs.notes import duration, rate_text
 from jobs.plan.plan import Plan
-from jobs.watching.cost import cost_rows
+from jobs.watching.cost import cost_rows, mean_price
+from jobs.watching.estimate import estimate_rows, read_estimate
 from storage.errors import StoreError
 from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
 from storage.runs.lease import LEASE, process_is_dead
@@ -75,6 +76,8 @@ def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     sums = sum((one.devices for one in sessions), DeviceSums())
     tokens = sum(one.committed.new_tokens for one in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
+    actual_s = sessions[0].devices.up_s if is_closed(stores[0]) else 0.0  # the estimate is of the first pass
+    rows += estimate_rows(read_estimate(stores[0]), actual_s, mean_price(sums))
     return [f"  {label:<13}{text}" for label, text in rows]
 
 

@@ -29,6 +29,7 @@ from actors.shelf import Shelf
 from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
+from jobs.commands.cost_forecast import forecast_line
 from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
 from jobs.commands.run import ready_for
 from jobs.driving.crew import fitting_threads
@@ -41,6 +42,7 @@ from jobs.recurring.new_inputs import new_files
 from jobs.spec.dated_path import has_date
 from jobs.spec.job_spec import JobSpec, at_date
 from jobs.spec.places import check_places
+from jobs.watching.notify import check_receivers
 from storage.errors import RowError, UserError
 from storage.inputs.inputs import local_path
 from storage.inputs.reader import InputFile, Row, default_id, iterate
@@ -77,6 +79,7 @@ def validate(spec: JobSpec) -> int:
         print("dedupe    the figures below still count rows whose ids finished runs have as ok; a run leaves them out")
     prepared = prepare(spec, store, loaders=None if news is None else news.loaders())
     ready_for(spec, prepared.plan)
+    check_receivers(spec.notify)
     sample = take_sample(prepared)
     canvases = first_canvases(prepared, TRIAL_ROWS)
     for line in header(prepared):
@@ -85,10 +88,13 @@ def validate(spec: JobSpec) -> int:
         print(line)
     for line in size_lines(prepared, sample):
         print(line)
+    trial = None
     if canvases:
         print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
-        for line in trial_lines(prepared, sample, try_out(prepared, canvases)):
+        trial = try_out(prepared, canvases)
+        for line in trial_lines(prepared, sample, trial):
             print(line)
+    print(forecast_line(prepared, store, sample, trial, path))
     return OK
 
 

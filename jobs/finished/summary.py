@@ -18,7 +18,8 @@ from actors.messages import Tally
 from jobs.driving.attempts import Sessions
 from jobs.driving.totals import efficiency, exactness, ratio
 from jobs.notes import counted, duration, rate_text
-from jobs.watching.cost import cost_rows
+from jobs.watching.cost import cost_rows, mean_price
+from jobs.watching.estimate import Estimate, estimate_rows
 from storage.errors import printable
 from storage.runs.commit import Manifest
 from storage.runs.records import read_results
@@ -97,14 +98,21 @@ def _tally(table: pa.Table) -> Tally:
 
 
 def table_lines(
-    name: str, url: str, manifest: Manifest, results: Results, sessions: Sessions, *, done: str = "generated"
+    name: str,
+    url: str,
+    manifest: Manifest,
+    results: Results,
+    sessions: Sessions,
+    *,
+    done: str = "generated",
+    estimate: Estimate | None = None,
 ) -> list[str]:
     """The table, one aligned line per figure; `done` is the verb for the new tokens, such as "generated"."""
     rows = [
         *_sample_rows(results, done),
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
-        *_cost_rows(results, sessions),
+        *_cost_rows(results, sessions, estimate),
         *_error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
@@ -154,10 +162,11 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
     return rows
 
 
-def _cost_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]:
-    if sessions.wall_s < MIN_S and not sessions.devices.priced_s:
+def _cost_rows(results: Results, sessions: Sessions, estimate: Estimate | None) -> list[tuple[str, str]]:
+    sums = sessions.devices
+    if sessions.wall_s < MIN_S and not sums.priced_s:
         return []
-    return cost_rows(sessions.devices, results.tally.new_tokens)
+    return cost_rows(sums, results.tally.new_tokens) + estimate_rows(estimate, sums.up_s, mean_price(sums))
 
 
 def is_small(rows: int, sessions: Sessions) -> bool:

@@ -29,6 +29,11 @@ def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tup
     return [*rows, ("cost", money)]
 
 
+def mean_price(sums: DeviceSums) -> float | None:
+    """The price of an hour, as the sessions had it on average; None if they had none."""
+    return sums.cost / sums.priced_s * HOUR_S if sums.priced_s else None
+
+
 def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
     """Device hours by purpose: `0.42 decoding, 0.05 loading, 0.01 idle, 0 wasted`."""
     purposes = purposes_of(sums, open_s)

@@ -1,0 +1,50 @@
+"""What `draftmill validate` says of a job's device hours and cost: an estimate with its source, or that there is none."""
+
+from __future__ import annotations
+
+from jobs.commands.forecast import Trial, TrialSample
+from jobs.driving.attempts import read_sessions
+from jobs.plan.fingerprint import results_key
+from jobs.plan.prepare import Prepared
+from jobs.recurring.earlier_cost import earlier_estimate
+from jobs.watching.cost import hours_text, money_text
+from jobs.watching.estimate import Estimate, estimate_from
+from storage.stores.verbs import Store
+
+TRIAL = "the trial on this machine, without loading and idle time"
+
+
+def forecast_line(prepared: Prepared, store: Store, sample: TrialSample, trial: Trial | None, path: str | None) -> str:
+    """The line of the dry run; `path` is the output path with the date, if it has one."""
+    found = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
+    if found is None:
+        return "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
+    price = prepared.spec.workers.price_per_hour
+    money = "" if price is None else f", cost ~{money_text(found.cost(price))}"
+    return f"devices   ~{hours_text(found.device_s)} device hours{money}; from {found.source}"
+
+
+def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
+    """From what the sessions of this run directory took for the samples that they committed."""
+    if prepared.plan is None:
+        return None
+    sessions = read_sessions(store)
+    rows, source = sessions.committed.rows, f"{sessions.committed.rows:,} samples that this run has decoded"
+    return estimate_from(sessions.devices, rows, prepared.plan.rows, source)
+
+
+def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Estimate | None:
+    """From the newest finished run of a recurring job that did the same with other rows."""
+    if path is None:
+        return None
+    results = results_key(prepared.spec, prepared.info, prepared.hashes, prepared.inputs)
+    tokens = round(float(sample.lengths().mean()) * sample.total)
+    return earlier_estimate(path, prepared.spec, results, tokens)
+
+
+def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
+    """From the rate of the trial; for completions of at most their maximum length."""
+    if trial is None or not trial.tokens or not trial.took_s:
+        return None
+    todo = float(sample.masked().mean()) * sample.total
+    return Estimate(todo * trial.took_s / trial.tokens, TRIAL, "")
