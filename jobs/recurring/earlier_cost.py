@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs.driving.attempts import read_sessions
 from jobs.plan.plan import Plan, load_plan
-from jobs.recurring.new_inputs import finished_runs
+from jobs.recurring.runs_below import runs_of
 from jobs.spec.job_spec import JobSpec
 from jobs.watching.estimate import Estimate, estimate_from
 from storage.errors import StoreError, UserError
@@ -21,7 +21,8 @@ def earlier_estimate(path: str, spec: JobSpec, results: dict[str, Any], tokens: 
     `path` is the output path with the date, `results` what the job's fingerprint is made of.
     """
     try:
-        for one in reversed(finished_runs(path, spec)[-NEWEST:]):
+        finished = [one for one in runs_of(path, s3=spec.s3.options()) if one.run.success is not None]
+        for one in reversed(finished[-NEWEST:]):
             plan = load_plan(one.run.store)
             if plan is not None and same_but_inputs(plan, results):
                 sums = read_sessions(one.run.store).devices
