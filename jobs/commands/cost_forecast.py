@@ -7,6 +7,7 @@ from jobs.driving.attempts import read_sessions
 from jobs.plan.fingerprint import results_key
 from jobs.plan.prepare import Prepared
 from jobs.recurring.earlier_cost import earlier_estimate
+from jobs.spec.job_spec import JobSpec
 from jobs.watching.cost import hours_text, money_text
 from jobs.watching.estimate import Estimate, estimate_from
 from storage.stores.verbs import Store
@@ -19,9 +20,22 @@ def forecast_line(prepared: Prepared, store: Store, sample: TrialSample, trial: 
     found = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
     if found is None:
         return "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
-    price = prepared.spec.workers.price_per_hour
-    money = "" if price is None else f", cost ~{money_text(found.cost(price))}"
-    return f"devices   ~{hours_text(found.device_s)} device hours{money}; from {found.source}"
+    return (
+        f"devices   ~{hours_text(found.device_s)} device hours{price_text(prepared.spec, found)}; from {found.source}"
+    )
+
+
+def price_text(spec: JobSpec, found: Estimate) -> str:
+    """What an estimate costs, if it has a price; with several kinds of workers the cheapest and the dearest one's."""
+    prices = [shape.price_per_hour for shape in spec.shapes]
+    known = sorted({found.cost(price) for price in prices if price is not None})
+    if not known:
+        return ""
+    if len(known) == 1 and None not in prices:
+        return f", cost ~{money_text(known[0])}"
+    if None in prices:
+        return ", cost unknown: some kinds of workers have no price"
+    return f", cost ~{money_text(known[0])} to {money_text(known[-1])}, by the kind of worker"
 
 
 def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
