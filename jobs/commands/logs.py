@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+from actors.plan_table import PLAN
 from jobs.codes import OK
 from jobs.commands.status import driver_of
 from jobs.driving.events import time_text
-from jobs.finished.passes import require_plan
+from jobs.finished.passes import FOLDER, require_plan
 from storage.errors import StoreError
 from storage.secrets import presentable
 from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from storage.stores.verbs import S3Options, Stat, Store
 
 POLL_S = 2.0
 
@@ -28,13 +29,16 @@ WARNINGS = {"worker_died", "worker_killed", "failed", "quarantined"}
 
 Event = dict[str, Any]
 
+Read = dict[str, tuple[int, str]]
+"""How many lines of each file are known, and the etag that it had then."""
+
 
 def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Options | None = None) -> int:
     """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
     store = open_store(run_dir, s3=s3)
     name = require_plan(store).spec.name
     shown = line_of if not as_json else json_of
-    read: dict[str, int] = {}
+    read: Read = {}
     while True:
         is_last = not follow or driver_of(store) is None
         for event in events_of(store, name, read):
@@ -44,27 +48,39 @@ def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Opt
         time.sleep(POLL_S)
 
 
-def events_of(store: Store, run: str, read: dict[str, int] | None = None) -> Iterator[Event]:
-    """The events in the order of time; `read` has the number of lines that are known of each file, and is updated."""
+def events_of(store: Store, run: str, read: Read | None = None) -> Iterator[Event]:
+    """The events in the order of time; those of `read` are left out, and it is updated."""
     known = {} if read is None else read
-    names = [stat.name for folder in ("attempts/", "log/", "passes/") for stat in store.list(folder)]
-    streams: dict[str, list[str]] = {}
-    for name in names:
-        if name.endswith(".jsonl") and "-part-" in name and ("attempts/" in name or "log/" in name):
-            streams.setdefault(name.partition("-part-")[0], []).append(name)
+    streams: dict[str, list[Stat]] = {}
+    for stat in log_files(store):
+        if stat.name.endswith(".jsonl") and "-part-" in stat.name:
+            streams.setdefault(stat.name.partition("-part-")[0], []).append(stat)
     read_all = [_stream(store, files, run, known) for files in streams.values()]
     yield from heapq.merge(*read_all, key=lambda event: str(event["time"]))
 
 
-def _stream(store: Store, names: list[str], run: str, known: dict[str, int]) -> Iterator[Event]:
+def log_files(store: Store) -> Iterator[Stat]:
+    """The files of both logs, of every pass."""
+    folder, number = "", 1
+    while number == 1 or store.exists(folder + PLAN):
+        yield from store.list(f"{folder}attempts/")
+        yield from store.list(f"{folder}log/")
+        number += 1
+        folder = f"{FOLDER}{number:04d}/"
+
+
+def _stream(store: Store, files: list[Stat], run: str, known: Read) -> Iterator[Event]:
     """The events of one driver's log, file by file."""
-    for name in names:
+    for stat in files:
+        count, etag = known.get(stat.name, (0, ""))
+        if stat.etag == etag:
+            continue
         try:
-            lines = store.get(name).decode(errors="replace").splitlines()
+            lines = store.get(stat.name).decode(errors="replace").split("\n")[:-1]  # each has its line end
         except StoreError:
             continue  # best effort, like the log itself
-        fresh, known[name] = lines[known.get(name, 0) :], len(lines)
-        for line in fresh:
+        known[stat.name] = len(lines), stat.etag
+        for line in lines[count:]:
             event = _event(line, run)
             if event is not None:
                 yield event

@@ -330,8 +330,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
 
 def watchers_of(run: Run) -> list[Watcher]:
     """What looks on while this run's units are decoded: estimate, notices, and metrics where there is a Ray to export them."""
-    total = sum(size.tokens for size in run.plan.sizes())
-    watchers: list[Watcher] = [EstimateWatcher(run.store, total, earlier=run.earlier)]
+    watchers: list[Watcher] = [EstimateWatcher(run.store, run.plan.tokens, earlier=run.earlier)]
     if run.ending is not None and run.spec.notify:
         watchers.append(run.ending.stalls())
     if not run.options.local and is_connected():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -58,11 +59,11 @@ class JsonStream(io.TextIOBase):
     def __init__(self, stream: TextIO, level: Level) -> None:
         self._stream, self._level = stream, level
         self.facts: dict[str, Any] = {}
-        self._begun = ""
+        self._begun = threading.local()  # threads print at the same time, each its own lines
 
     def write(self, text: str) -> int:
         """Print; whole lines become events, the rest waits for its end."""
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._begun.text = (self._unended + text).split("\n")
         for line in lines:
             if line.strip():
                 self.emit("output", line.rstrip(), level=self._level)
@@ -70,7 +71,7 @@ class JsonStream(io.TextIOBase):
 
     def emit(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         """Write an event."""
-        # One write: threads may print at the same time.
+        # One write: that of another thread must not come in between.
         self._stream.write(event_line(event, message, level=level, **(self.facts | facts)) + "\n")
         self._stream.flush()
 
@@ -78,9 +79,13 @@ class JsonStream(io.TextIOBase):
         """Write what is begun only at its end; the stream itself is always flushed."""
 
     def end(self) -> None:
-        """Write a last line that has no end."""
-        if self._begun:
+        """Write this thread's last line, if it has no end."""
+        if self._unended:
             self.write("\n")
+
+    @property
+    def _unended(self) -> str:
+        return getattr(self._begun, "text", "")
 
     def isatty(self) -> bool:
         """A log is no terminal."""

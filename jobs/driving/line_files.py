@@ -17,7 +17,7 @@ class LineFiles:
         self._dirty = False
 
     def add(self, line: str) -> None:
-        """Add a line; `flush` writes it."""
+        """Add a line, from any thread; `flush`, which one thread calls, writes it."""
         self._lines.append(line)
         self._dirty = True
 
@@ -25,8 +25,12 @@ class LineFiles:
         """Write the new lines; raises StoreError if the store can't be written, and keeps the lines."""
         if not self._dirty:
             return
-        text = "\n".join(self._lines) + "\n"
-        self._store.put(f"{self._prefix}-part-{self._part:04d}.jsonl", text.encode())
-        self._dirty = False
-        if len(self._lines) >= LINES_PER_FILE:
-            self._part, self._lines = self._part + 1, []
+        lines, self._dirty = self._lines[:], False  # other threads may add lines meanwhile
+        try:
+            self._store.put(f"{self._prefix}-part-{self._part:04d}.jsonl", ("\n".join(lines) + "\n").encode())
+        except BaseException:
+            self._dirty = True
+            raise
+        if len(lines) >= LINES_PER_FILE:
+            self._part += 1
+            del self._lines[: len(lines)]

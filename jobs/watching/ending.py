@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -71,15 +71,23 @@ class Ending:
             "message": presentable(message),
         }
 
-    def over(self, code: int, message: str) -> None:
-        """The run has ended with this exit code: note it, and send the notices."""
+    def over(self, code: int, message: str, *, is_error: bool = False) -> None:
+        """The run has ended with this exit code, `is_error` if by an exception: note it, and send the notices. Never raises."""
+        try:
+            self._over(code, message, is_error=is_error)
+        except Exception as error:  # noqa: BLE001 - telling of an end must not change it
+            with suppress(Exception):  # stderr itself may be closed
+                self.tell(f"the end of the run was not told to all: {type(error).__name__}: {error}")
+
+    def _over(self, code: int, message: str, *, is_error: bool) -> None:
         facts = run_facts(self.store) if self.log.is_attached else {}
         event = {OK: "finish", INTERRUPTED: "interrupt"}.get(code, "failure")
         level: Level = "info" if code == OK else "warning" if code == INTERRUPTED else "error"
         self.log.add("ended", message, level=level, exit_code=code, summary=facts)
         if isinstance(sys.stderr, JsonStream):
             sys.stderr.emit("ended", message, level=level, exit_code=code, path=self.store.url, summary=facts)
-        if self.log.is_attached or event == "failure":
+        self.log.flush()
+        if self.log.is_attached or is_error:
             most_s = INTERRUPTED_S if event == "interrupt" else 300.0
             send(self.spec.notify, event, {**self._head(message, code), **facts}, self.tell, most_s=most_s)
         self.log.flush()
@@ -89,21 +97,24 @@ class Ending:
 def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ...] = ()) -> Iterator[Ending]:
     """Watch a run: the block sets the `code` of what it yields, or raises, and how it ended is told.
 
-    A run that wrote nothing and did not fail is not told of, nor are errors of the types `ignored`. Raises UserError before the
-    block if a receiver of notices can't be used.
+    Receivers are not told of a run that wrote nothing, unless it ended with an error, nor of errors of the types `ignored`, which
+    mean that another driver has the run. Raises UserError before the block if a receiver of notices can't be used.
     """
     check_receivers(spec.notify)
     say_in_events(run=spec.name)
     ending = Ending(spec, store)
     try:
         yield ending
-    except ignored:
+    except ignored as error:
+        ending.log.add("ended", str(error), level="warning")
+        ending.log.flush()
         raise
     except KeyboardInterrupt:
         ending.over(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
     except Exception as error:
-        ending.over(UNUSABLE if isinstance(error, UserError | DamagedRun) else UNEXPECTED, str(error))
+        code = UNUSABLE if isinstance(error, UserError | DamagedRun) else UNEXPECTED
+        ending.over(code, str(error), is_error=True)
         raise
     if ending.code is not None:
         ending.over(ending.code, MESSAGES.get(ending.code, f"exit code {ending.code}"))

@@ -67,10 +67,16 @@ def send(receivers: Sequence[NotifySettings], event: str, notice: Notice, tell: 
     """
     data = json.dumps({"event": event, **notice}, default=str).encode()
     threads = []
+
+    def tell_hidden(message: str) -> None:
+        tell(presentable(_without_values(receivers, message)))
+
     for one in receivers:
         if event in one.on:
             allowed_s = min(one.timeout_s, most_s)
-            thread = threading.Thread(target=_send_one, args=(one, data, allowed_s, tell), name="notify", daemon=True)
+            thread = threading.Thread(
+                target=_send_one, args=(one, data, allowed_s, tell_hidden), name="notify", daemon=True
+            )
             thread.start()
             threads.append((thread, one, time.monotonic() + allowed_s + SLACK_S))
     for thread, one, until_s in threads:
@@ -85,7 +91,7 @@ def _send_one(one: NotifySettings, data: bytes, allowed_s: float, tell: Tell) ->
     except Exception as error:  # noqa: BLE001 - whatever goes wrong with a notice, the run's end stays the same
         problem = reason_of(error)
     if problem:
-        tell(presentable(_without_values(one, f"notify: {shown(one)}: {problem}")))
+        tell(f"notify: {shown(one)}: {problem}")
 
 
 def shown(one: NotifySettings) -> str:
@@ -93,10 +99,11 @@ def shown(one: NotifySettings) -> str:
     return f"command {one.command[0]!r}" if one.command is not None else f"webhook {one.webhook}"
 
 
-def _without_values(one: NotifySettings, text: str) -> str:
-    for _, place in places_of(one):
-        for name in VARIABLE.findall(place):
-            text = text.replace(os.environ.get(name) or HIDDEN, HIDDEN)
+def _without_values(receivers: Sequence[NotifySettings], text: str) -> str:
+    """The text without the values of the receivers' variables: a command may print that of a webhook, too."""
+    places = [place for one in receivers for _, place in places_of(one)]
+    for name in (name for place in places for name in VARIABLE.findall(place)):
+        text = text.replace(os.environ.get(name) or HIDDEN, HIDDEN)
     return text
 
 

@@ -17,9 +17,13 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.cli import main
+from jobs.commands.logs import Read, events_of
 from jobs.driving.driver import Driver
+from jobs.driving.events import event_line
 from jobs.schedule.events import Finish
 from jobs.watching.metrics import METRICS
+from storage.runs.lease import LeaseLost
+from storage.stores.store import open_store
 from storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
@@ -187,6 +191,54 @@ def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path: Path)
     first, second = notices_in(out)
     assert (first["event"], first["exit_code"], first["samples"]["failed"]) == ("failure", 3, 1)
     assert (second["event"], second["exit_code"]) == ("failure", 2) and "nowhere.jsonl" in second["message"]
+
+
+def test_a_run_that_had_ended_before_sends_nothing_whatever_its_exit_code(tmp_path: Path) -> None:
+    command, out = keeper(tmp_path)
+    spec = spec_in(tmp_path, notify={"command": command})
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"id": "bad", "tokens": "no list"}\n')
+    for _ in range(2):
+        assert main(["run", str(spec), "--local", "--quiet"]) == 3
+    assert len(notices_in(out)) == 1
+
+
+def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
+    with patch("jobs.watching.ending.run_facts", side_effect=RuntimeError("no facts")):
+        assert main(["run", str(spec), "--local"]) == 0
+        assert "the end of the run was not told to all: RuntimeError: no facts" in capsys.readouterr().err
+        assert main(["run", str(spec), "--local", "--set", "input.path=nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl" in capsys.readouterr().err
+
+
+def test_a_driver_that_loses_its_lease_says_so_in_the_log_and_to_no_receiver(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, out = keeper(tmp_path)
+    spec = spec_in(tmp_path, notify={"command": command, "on": ["failure", "interrupt"]})
+    with patch.object(Driver, "run", side_effect=LeaseLost("another driver took over")):
+        assert main(["run", str(spec), "--local", "--quiet"]) == 4
+    capsys.readouterr()
+    assert main(["logs", str(tmp_path / "run"), "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["event"], last["message"]) == ("ended", "another driver took over") and not notices_in(out)
+
+
+def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -> None:
+    spec = spec_in(tmp_path)
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    store, read = open_store(str(tmp_path / "run")), Read()
+    first = list(events_of(store, "job", read))
+    with patch.object(type(store), "get", side_effect=AssertionError("read again")):
+        assert list(events_of(store, "job", read)) == []
+    name = "log/epoch-0001-part-0000.jsonl"
+    line = event_line("note", "one more\u2028line")
+    store.put(name, store.get(name) + f'{line}\n{{"torn": '.encode())
+    (new,) = events_of(store, "job", read)
+    assert new == json.loads(line) and len(list(events_of(store, "job"))) == len(first) + 1
 
 
 def test_what_a_notice_needs_is_checked_before_anything_is_written(

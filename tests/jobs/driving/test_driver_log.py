@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -56,6 +57,27 @@ def test_with_json_streams_everything_that_is_printed_is_an_event(
     assert [event["message"] for event in out] == ["a table", "  its row"] and {e["level"] for e in out} == {"info"}
     assert [event["message"] for event in err] == ["draftmill: no: [hidden]", "no line end"]
     assert {event["run"] for event in out + err} == {"job"} and {e["level"] for e in err} == {"warning"}
+
+
+def test_lines_of_threads_do_not_mix() -> None:
+    text = io.StringIO()
+    stream = JsonStream(text, "info")
+    both_have_begun = threading.Barrier(2)
+
+    def talk(word: str) -> None:
+        stream.write(f"{word} begins")
+        both_have_begun.wait(10)
+        stream.write(f" and {word} ends\n")
+
+    threads = [threading.Thread(target=talk, args=(word,)) for word in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(event["message"] for event in lines_of(text.getvalue())) == [
+        "one begins and one ends",
+        "two begins and two ends",
+    ]
 
 
 def test_the_display_of_events_has_units_workers_and_progress_in_figures() -> None:

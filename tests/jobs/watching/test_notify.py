@@ -109,6 +109,17 @@ def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
     assert told == [f"notify: command {sys.executable!r}: exit code 1: no: [hidden]"]
 
 
+def test_a_command_that_prints_the_variable_of_a_webhook_does_not_get_it_into_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOOK_PATH", SECRET)  # its name does not say that it is one
+    told = list[str]()
+    one = receiver(command=program(tmp_path, "import os, sys; sys.exit('no: ' + os.environ['HOOK_PATH'])"))
+    other = receiver(webhook="https://host/${HOOK_PATH}", on=["interrupt"])
+    send([one, other], "finish", {}, told.append)
+    assert told == [f"notify: command {sys.executable!r}: exit code 1: no: [hidden]"]
+
+
 def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
     pids, told = tmp_path / "pids", list[str]()
     text = f"""
