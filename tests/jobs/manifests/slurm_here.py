@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue")
 
 CONF = """\
@@ -136,7 +138,17 @@ def _munge(folder: Path) -> Path | None:
 
 
 def _end(file: Path) -> None:
-    if file.exists():
-        pid = int(file.read_text())
+    """End the daemon of a file with a process id; one that has ended already, or waits for its parent, counts as ended."""
+    if not file.exists():
+        return
+    pid = int(file.read_text())
+    with suppress(ProcessLookupError):
         os.kill(pid, 15)
-        wait_until(lambda: not Path(f"/proc/{pid}").exists(), 30, f"{file.name} did not end")
+    wait_until(lambda: not _lives(pid), 30, f"{file.name} did not end")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from copy import deepcopy
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs.cli import parser
 from jobs.manifests.options import KINDS
 from jobs.spec.job_spec import load_spec
 from tests.jobs.manifests.made import KUBERAY, RICH, SPEC, data_of, files_of, printed, templates, text_of, write_spec
@@ -297,3 +299,23 @@ def test_a_manifest_is_written_to_a_file_and_replaced_only_if_asked(
     assert printed(capsys, spec, "--for", "slurm", "--out", out, "--overwrite")[0] == 0
     assert printed(capsys, spec, "--for", "rayjob", "--out", f"{tmp_path}/new/")[0] == 0
     assert (tmp_path / "new" / "nightly.yaml").exists()
+
+
+@pytest.mark.parametrize("output", [SPEC["output"], DATED], ids=["one directory", "dated"])
+@pytest.mark.parametrize("kind", ["rayjob", "raycronjob", "cronjob", "slurm", "cron", "systemd"])
+def test_the_program_knows_the_command_that_a_manifest_runs(kind: str, output: dict[str, str], tmp_path: Path) -> None:
+    text = "\n".join(files_of(write_spec(tmp_path, output=output), kind, ["seed=3"]).values())
+    if kind == "cronjob" and output == SPEC["output"]:
+        words = templates(yaml.safe_load(text))[0]["spec"]["containers"][0]["command"]
+    else:
+        (line,) = re.findall(r"^.*(draftmill (?:run|submit) /.*?)(?: >> .*| &|\")?$", text, re.MULTILINE)
+        for variable in ('"${date[@]}', '"$(cat "$stamp")"'):
+            line = line.replace(variable, "--logical-date 2026-07-09" if "date" in variable else "2026-07-09")
+        words = shlex.split(line)
+    arguments = parser().parse_args(words[1:])
+    assert arguments.if_running == "skip"
+    assert 30 < arguments.grace_seconds <= 45 or kind.startswith("ray")
+    assert kind not in {"slurm", "cron", "systemd"} or arguments.set == ["seed=3"]
+    assert (arguments.logical_date is not None) == (
+        output == DATED and kind in {"rayjob", "raycronjob", "cronjob", "slurm"}
+    )
