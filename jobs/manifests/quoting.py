@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from storage.errors import UserError
 
 PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 """Words that all of these programs read as they are."""
+
+
+BY_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
+"""Before a command: a shell that becomes the command's program."""
 
 
 def check_printable(text: str, field: str) -> str:
@@ -39,8 +43,14 @@ def _for_cron(word: str) -> str:
     return "$'" + re.sub(r"[%\\']", lambda found: f"\\x{ord(found[0]):02x}", word) + "'"
 
 
-def systemd(words: Iterable[str]) -> str:
-    """A command for ExecStart=: `%` and `$` are doubled, and what is not plain is in double quotes."""
+def systemd(words: Sequence[str]) -> str:
+    """A command for ExecStart=: `%` and `$` are doubled, and what is not plain is in double quotes.
+
+    systemd refuses a program with quotes or backslashes in its path, and does not read `$$` there as `$`. A shell starts
+    such a program.
+    """
+    if re.search(r"""["'\\$]""", words[0]):
+        words = [*BY_SHELL, *words]
     return " ".join(_for_systemd(word) for word in words)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from datetime import UTC, datetime, timedelta
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.manifests.quoting import BY_SHELL
 from jobs.manifests.schedule import parse_schedule
 from tests.jobs.manifests.made import RICH, files_of, write_spec
-from tests.jobs.manifests.test_quoting import NASTY
+from tests.jobs.manifests.test_quoting import NASTY, by_bash
 from tests.jobs.manifests.test_schedule import SCHEDULES, plainly
 from tests.jobs.manifests.validators import systemd_problems
 
@@ -26,8 +26,12 @@ pytestmark = [
 
 @pytest.fixture
 def program(tmp_path: Path) -> str:
-    """A program that exists, in a folder with an awkward name: systemd-analyze looks for it."""
-    path = tmp_path / 'an "odd" 100% $HOME folder' / "draftmill"
+    """A program that exists, in a folder with an awkward name that systemd takes: systemd-analyze looks for it."""
+    return made(tmp_path / "an odd 100% folder")
+
+
+def made(folder: Path) -> str:
+    path = folder / "draftmill"
     path.parent.mkdir()
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
@@ -58,13 +62,16 @@ def test_a_planted_mistake_is_found(right: str, wrong: str, said: str, program: 
     assert said in "\n".join(systemd_problems(changed, tmp_path))
 
 
-def test_systemd_reads_the_words_that_were_meant(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["an odd 100% folder", 'an "odd" folder', "it's", "$HOME", "a\\b"])
+def test_systemd_reads_the_words_that_were_meant(folder: str, tmp_path: Path) -> None:
+    program = made(tmp_path / folder)
     words = [word for word in NASTY if word.isprintable()]
     spec = write_spec(tmp_path, name='it\'s 100% $HOME \\ "odd".yaml')
     overrides = [
         f"name={word}x" for word in words if "\t" not in word and not re.search(r"[:{}\[\]&*!|>'\"%@`#?\\-]|<<", word)
     ]
     units = files_of(spec, "systemd", overrides, program=program)
+    assert systemd_problems(units, tmp_path) == []
     (tmp_path / "nightly.service").write_text(next(iter(units.values())))
     done = subprocess.run(
         ["systemd-analyze", "verify", str(tmp_path / "nightly.service")],
@@ -74,9 +81,10 @@ def test_systemd_reads_the_words_that_were_meant(program: str, tmp_path: Path) -
         check=False,
     )
     line = next(line for line in (done.stdout + done.stderr).splitlines() if "Command Line:" in line)
-    read = [word.replace("$$", "$") for word in shlex.split(line.partition("Command Line: ")[2])]
+    read = [word.replace("$$", "$") for word in by_bash(line.partition("Command Line: ")[2])]
     sets = [word for override in overrides for word in ("--set", override)]
-    assert read[: 3 + len(sets)] == [program, "run", spec, *sets]
+    before = [] if folder == "an odd 100% folder" else [*BY_SHELL]
+    assert read[: len(before) + 3 + len(sets)] == [*before, program, "run", spec, *sets]
 
 
 @pytest.mark.parametrize("text", SCHEDULES)
