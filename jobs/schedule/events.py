@@ -40,9 +40,10 @@ class WorkerDied:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """A worker's machine will soon be removed."""
+    """A worker's machine will soon be removed, within `left_s` seconds; None if the time is unknown."""
 
     worker: str
+    left_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,10 @@ class KillWorker:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """End this worker: its machine is leaving, and it holds no more leases."""
+    """End this worker: its machine is leaving, or no unit is left for it. `lost` if it still held leases."""
 
     worker: str
+    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ If `Heard` does not renew a lease for `lease_s`, because its worker is silent or
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Literal
@@ -52,6 +53,9 @@ from jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedge
 from jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
 DEFAULT = Limits()
+
+LEAVE_EARLY_S = 5.0
+"""Seconds before a machine's end at which its workers are ended, or half of the time that is left if that is less."""
 
 
 class Scheduler:
@@ -97,9 +101,8 @@ class Scheduler:
                 self.staffing.came_up()
             case WorkerDied(name, reason, idle, device):
                 self._worker_died(name, reason, idle=idle, device=device)
-            case WorkerLeaving(name) if name in self.books.workers:
-                self.books.workers[name].leaving = True
-                self._unburden(self.books.workers[name])
+            case WorkerLeaving(name, left_s) if name in self.books.workers:
+                self._leaves(self.books.workers[name], left_s)
             case MoreRoom(workers):
                 self.staffing.wanted = max(self.staffing.wanted, workers)
             case UnitDone(number, unit):
@@ -125,6 +128,27 @@ class Scheduler:
         for name, reason in self.books.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
+        for name in self.books.out_of_time(self.now_s):
+            self._let_go(name)
+        if self.limits.idle_s < math.inf and not self.draining:
+            for name in self.books.unneeded(self.now_s, self.limits.idle_s):
+                if self.books.num_staying > self.remaining:
+                    self._let_go(name)
+
+    def _leaves(self, worker: Worker, left_s: float | None) -> None:
+        """A worker finishes what it decodes, if its machine stays long enough; it ends shortly before the machine does."""
+        worker.leaving = True
+        if left_s is not None:
+            worker.leave_by_s = self.now_s + left_s - min(LEAVE_EARLY_S, left_s / 2)
+        self._unburden(worker)
+
+    def _let_go(self, name: str) -> None:
+        """End a worker; units that it still holds are queued again, without suspicion."""
+        known = self.books.dismiss(name)
+        assert known is not None
+        for lease in known[1]:
+            self._give_back(lease)
+        self._out.append(LetGo(name, lost=bool(known[1])))
 
     def _worker_died(self, name: str, reason: str, *, idle: bool = False, device: bool = False) -> None:
         known = self.books.dismiss(name)
@@ -243,8 +267,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         for worker in [w for w in self.books.workers.values() if w.leaving and not w.leases]:
-            self.books.dismiss(worker.name)
-            self._out.append(LetGo(worker.name))
+            self._let_go(worker.name)
         if not self.remaining:
             self._finish("done")
         elif self.draining and not self.books.leases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,7 +28,8 @@ class Limits:
     `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker wanted, and
     `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job gives up. A
     unit rests `rest_s` after its first INFRA failure, twice as long after each further one, at most `max_rest_s`. A worker
-    is killed after `lease_s` without progress, or if it is not up after `start_s`.
+    is killed after `lease_s` without progress, or if it is not up after `start_s`. A worker that no unit is left for ends after
+    `idle_s`, so that its machine can go; infinite where machines do not come and go.
     """
 
     attempts: int = 3
@@ -40,6 +42,7 @@ class Limits:
     start_s: float = 1800.0
     rest_s: float = 1.0
     max_rest_s: float = 60.0
+    idle_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -84,13 +87,16 @@ class UnitLease:
 class Worker:
     """A worker that is starting or up, and its leases, oldest first; few samples of the `spent` leases still wait for a slot.
 
-    A `leaving` worker gets nothing more; if it dies, its leases count as lost, not as failed.
+    A `leaving` worker gets nothing more; if it dies, its leases count as lost, not as failed. At `leave_by_s` it is ended.
+    `idle_since_s` is when it was first seen without a lease.
     """
 
     name: str
     up: bool = False
     leaving: bool = False
+    leave_by_s: float = math.inf
     hired_s: float = 0.0
+    idle_since_s: float | None = None
     leases: list[int] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
 
@@ -213,6 +219,22 @@ class UnitLedger:
         waiting = {w.name for w in self.workers.values() if not w.up and w.hired_s + limits.start_s < now_s}
         return [(name, f"no progress for {limits.lease_s:.0f} s") for name in sorted(stuck)] + [
             (name, f"not up after {limits.start_s:.0f} s") for name in sorted(waiting)
+        ]
+
+    def out_of_time(self, now_s: float) -> list[str]:
+        """The leaving workers whose machines are about to go."""
+        return sorted(worker.name for worker in self.workers.values() if worker.leave_by_s <= now_s)
+
+    def unneeded(self, now_s: float, idle_s: float) -> list[str]:
+        """The workers that have been without a lease for `idle_s`, newest first; notes since when others are."""
+        for worker in self.workers.values():
+            if worker.leaving or worker.leases:
+                worker.idle_since_s = None
+            elif worker.idle_since_s is None:
+                worker.idle_since_s = now_s
+        waited = [w for w in self.workers.values() if w.idle_since_s is not None and now_s - w.idle_since_s >= idle_s]
+        return [
+            worker.name for worker in sorted(waited, key=lambda one: (not one.up, one.hired_s, one.name), reverse=True)
         ]
 
     def hands(self) -> list[Worker]:

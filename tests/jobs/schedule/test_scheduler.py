@@ -65,6 +65,70 @@ def holding(scheduler: Scheduler, *, spent: int) -> list[WorkUnit]:
     return held
 
 
+def test_a_worker_on_a_machine_that_goes_ends_before_it_and_its_unit_goes_elsewhere_without_suspicion():
+    scheduler = Scheduler(sizes(5, 4), workers=1)
+    (first,) = units_of(started(scheduler))
+    assert scheduler.on(WorkerLeaving("w0", left_s=30.0)) == [StartWorker("w1")]
+    assert scheduler.on(Tick(24.0)) == []
+    assert scheduler.on(Tick(25.5)) == [LetGo("w0", lost=True)]
+    (again,) = units_of(scheduler.on(WorkerUp("w1")))
+    assert (again.unit, again.attempt) == (first.unit, 1)
+    assert scheduler.on(WorkerDied("w0", "its node is gone")) == []
+    scheduler = Scheduler(sizes(5), workers=1)
+    started(scheduler)
+    scheduler.on(WorkerLeaving("w0", left_s=2.0))
+    assert scheduler.on(Tick(0.9)) == []
+    assert scheduler.on(Tick(1.0)) == [LetGo("w0", lost=True)], "half of a short time is for the work"
+    scheduler = Scheduler(sizes(5), workers=1)
+    started(scheduler)
+    scheduler.on(WorkerLeaving("w0"))
+    assert scheduler.on(Tick(500.0)) == [], "an unknown end is waited for"
+
+
+def test_workers_without_units_end_where_machines_come_and_go_and_are_not_started_again():
+    scheduler = Scheduler(sizes(5, 5, 5, 5), workers=4, limits=Limits(idle_s=20.0, lease_s=10**6))
+    held = units_of(started(scheduler))
+    assert len(held) == 4
+    for work in held[1:]:
+        scheduler.on(UnitDone(work.lease, work.unit))
+    # one unit is left; one of the idle workers has taken a copy of it
+    busy = {lease.worker for lease in scheduler.books.leases.values()}
+    assert len(busy) == 2
+    assert scheduler.on(Tick(1.0)) == []
+    assert scheduler.on(Tick(20.9)) == []
+    gone = [command.worker for command in scheduler.on(Tick(21.1)) if isinstance(command, LetGo)]
+    assert len(gone) == 2 and not busy & set(gone)
+    assert scheduler.on(Tick(100.0)) == [], "no worker is started again, and none that holds a unit ends"
+    scheduler.books.check_integrity()
+    assert scheduler.on(UnitDone(held[0].lease, held[0].unit))[-1] == Finish("done")
+
+
+def test_as_many_workers_stay_as_units_are_left_even_if_these_rest():
+    scheduler = Scheduler(sizes(5, 5), workers=2, limits=Limits(idle_s=1.0, rest_s=50.0))
+    held = units_of(started(scheduler))
+    again = [units_of(scheduler.on(failure(work)))[0] for work in held]  # units that have failed are not copied
+    assert [scheduler.on(failure(work, "INFRA")) for work in again] == [[], []]
+    assert not [command for now_s in (1.0, 3.0, 40.0) for command in scheduler.on(Tick(now_s))]
+    assert len(assigned(scheduler.on(Tick(51.0)))) == 2
+
+
+def test_workers_that_still_start_end_too_once_no_unit_is_left_for_them():
+    scheduler = Scheduler(sizes(5, 5, 5), workers=3, limits=Limits(idle_s=20.0))
+    assert [type(command) for command in scheduler.on(Tick(0.0))] == [StartWorker] * 3
+    (first, ahead) = units_of(scheduler.on(WorkerUp("w0")) + scheduler.on(Heard("w0", (0,))))
+    for work in (first, ahead):
+        scheduler.on(UnitDone(work.lease, work.unit))
+    assert scheduler.on(Tick(1.0)) == []
+    assert scheduler.on(Tick(30.0)) == [LetGo("w2"), LetGo("w1")]
+
+
+def test_idle_workers_stay_where_machines_do_not_come_and_go():
+    scheduler = Scheduler(sizes(5, 5, 5), workers=3)
+    for work in units_of(started(scheduler))[1:]:
+        scheduler.on(UnitDone(work.lease, work.unit))
+    assert scheduler.on(Tick(500.0)) == []
+
+
 def test_the_longest_units_go_first_and_the_next_one_when_most_samples_have_a_slot():
     scheduler = Scheduler(sizes(5, 9, 7), workers=1)
     (first,) = units_of(started(scheduler))
