@@ -299,9 +299,13 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         run.display.note(f"loading the model on {counted(crew.count, 'worker')}: {size}")
     job = make_job(run.spec, run.plan, conditional=run.conditional, inputs=run.prepared.inputs)
     pool = run.site.pool(job, crew)
+    demand = run.site.demand(run.spec)
+    limits = limits_of(run.spec)
+    if demand is not None:
+        limits = replace(limits, idle_s=IDLE_S)
     totals.devices = DeviceTime(price_of=lambda worker: run.spec.shapes[pool.kind_of(worker)].price_per_hour)
     driver = Driver(
-        scheduler=Scheduler(left, workers=crew.count, limits=limits_of(run.spec), pass_=run.plan.pass_),
+        scheduler=Scheduler(left, workers=crew.count, limits=limits, pass_=run.plan.pass_),
         pool=pool,
         display=run.display,
         totals=totals,
@@ -311,6 +315,7 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         record=lambda unit: recorded(run, unit),
         hopeless=hopelessness(run),
         room=lambda: room_for(run, pool, len(left)),
+        need=demand.need if demand else lambda units: None,
         watchers=Watchers(watchers_of(run), note=run.display.note),
     )
     is_over = False
@@ -318,6 +323,8 @@ def _drive(run: Run, left: UnitSizes, totals: Totals) -> tuple[Finish, Committed
         finish = driver.run()
         is_over = finish.how in {"done", "hopeless"}
     finally:
+        if demand is not None:
+            demand.close()
         totals.stop()
         log.flush(totals)
         driver.watchers.over(totals, driver.scheduler)
@@ -365,6 +372,10 @@ def hopelessness(run: Run) -> Callable[[int], bool]:
         before = 0
     is_first = run.plan.pass_ == 1  # a later pass consists of samples that failed before
     return lambda failed: is_first and hopeless(before + failed, run.plan.rows, run.spec.errors)
+
+
+IDLE_S = 20.0
+"""Seconds after which a worker for which no unit is left ends, where an autoscaler can take its node away."""
 
 
 def limits_of(spec: JobSpec) -> Limits:

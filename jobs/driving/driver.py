@@ -126,7 +126,7 @@ class Driver:
     """Runs a scheduler against a pool until the scheduler finishes. `committed` collects the facts of this session's units.
 
     `hopeless` tells whether this many failed samples make the job pointless; the driver then drains. `room` returns how many
-    workers fit now, including those that exist.
+    workers fit now, including those that exist. `need` is told now and then how many units are left.
     """
 
     scheduler: Scheduler
@@ -140,6 +140,7 @@ class Driver:
     record: Callable[[CommittedUnit], CommittedUnit] = lambda committed: committed
     hopeless: Callable[[int], bool] = lambda failed: False
     room: Callable[[], int] = lambda: 0
+    need: Callable[[int], None] = lambda units: None
     watchers: Watchers = field(default_factory=Watchers)
     committed: CommittedUnits = field(default_factory=CommittedUnits)
     _looked_s: float | None = None
@@ -187,6 +188,7 @@ class Driver:
         if self._watched_s < self._room_at_s:
             return
         self._room_at_s = self._watched_s + ROOM_EVERY_S
+        self.need(0 if self.scheduler.draining else self.scheduler.remaining)
         before, self._room = self._room, self.room()
         if before is not None and self._room > before:
             self._tell(MoreRoom(self._room))
@@ -212,7 +214,7 @@ class Driver:
             case Leaving(worker, left_s):
                 message = f"worker {worker} is on a node that is being drained{within(left_s)}"
                 self._event("worker_leaving", message, worker=worker, left_s=left_s)
-                self._tell(WorkerLeaving(worker))
+                self._tell(WorkerLeaving(worker, left_s))
             case HomeLeaving(left_s):
                 self.grace_s = self.grace_s if left_s is None else min(self.grace_s, left_s)
                 self.stop.warn("this node is being drained")
@@ -283,10 +285,12 @@ class Driver:
                 self.totals.devices.gone(worker, lost=True)
                 message = f"worker {worker} killed: {reason}"
                 self._event("worker_killed", message, level="warning", worker=worker, reason=reason)
-            case LetGo(worker):
+            case LetGo(worker, lost):
                 self.pool.kill(worker)
-                self.totals.worker_left()
-                self.totals.devices.gone(worker)
+                if worker not in self._loading:
+                    self.totals.worker_left()
+                self._loading.discard(worker)
+                self.totals.devices.gone(worker, lost=lost)
                 self._event("worker_left", worker=worker)
             case Assign(worker, unit):
                 self.pool.assign(worker, unit)

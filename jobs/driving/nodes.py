@@ -9,20 +9,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """The resources of a node, whether free or not, and its labels."""
+    """The resources of a node, whether free or not, and its labels; None if they are not known, then any selector may match."""
 
     cpus: float
     gpus: int
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] | None = field(default_factory=dict)
 
     def has(self, selector: Iterable[tuple[str, str]]) -> bool:
         """Whether the node is one that a label selector selects, as Ray reads it."""
-        return all(_selects(rule, self.labels.get(key)) for key, rule in selector)
+        labels = self.labels
+        return labels is None or all(_selects(rule, labels.get(key)) for key, rule in selector)
 
     @property
     def shown(self) -> str:
         """The node in messages; labels that Ray gives to every node are left out."""
-        labels = [f"{key}={value}" for key, value in sorted(self.labels.items()) if not key.startswith("ray.io/")]
+        labels = [
+            f"{key}={value}" for key, value in sorted((self.labels or {}).items()) if not key.startswith("ray.io/")
+        ]
         gpus = f", {self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else ""
         return f"({self.cpus:g} CPU{'s' * (self.cpus != 1)}{gpus}{''.join(f', {label}' for label in labels)})"
 

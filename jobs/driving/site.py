@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.job import Crew, Job, Seat
+from jobs.driving.autoscaler import possible_nodes
 from jobs.driving.cluster_survey import cluster_survey, pays
 from jobs.driving.crew import crew, lacking
+from jobs.driving.demand import Demand, request_of_ray
 from jobs.driving.driver import Workers
 from jobs.driving.nodes import NodeRoom, num_cpus
 from jobs.driving.progress import Display
-from jobs.driving.session import check_reachable, cluster_nodes, local_nodes, ray_is_ours_to_start, ray_session
+from jobs.driving.session import (
+    check_reachable,
+    cluster_nodes,
+    local_nodes,
+    ray_is_ours_to_start,
+    ray_session,
+)
 from jobs.plan.prepare import Prepared
 from jobs.plan.survey import Survey, survey
 from jobs.spec.job_spec import JobSpec
@@ -83,6 +91,10 @@ class Site(Protocol):
         """Notes about kinds of workers that fit nowhere now."""
         ...
 
+    def demand(self, spec: JobSpec) -> Demand | None:
+        """What the job asks of the cluster's autoscaler; None if there is none."""
+        ...
+
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """A pool that has no workers yet; the site must be open."""
         ...
@@ -140,6 +152,10 @@ class LocalSite:
     def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
         """See Site."""
         return []
+
+    def demand(self, spec: JobSpec) -> None:
+        """See Site."""
+        return None
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
@@ -210,11 +226,11 @@ class RaySite:
         if not ray_is_ours_to_start(self.address):
             with ray_session(self.address, note=display.note):
                 try:
-                    yield self._refusals(jobs, cluster_nodes())
+                    yield [_refusal(self._crew_now, job.spec) for job in jobs]
                 finally:
                     self.end_spare()
             return
-        found = self._refusals(jobs, local_nodes())
+        found = [_refusal(self._crew, job.spec, local_nodes()) for job in jobs]
         first = next((job for job, error in zip(jobs, found, strict=True) if error is None), None)
         with nullcontext() if first is None else self.opening(display, first):
             yield found
@@ -230,11 +246,18 @@ class RaySite:
     def crew(self, spec: JobSpec, *, units: int) -> Crew:
         """See Site."""
         self._wait()
-        return self._crew(spec, cluster_nodes(), units=units)
+        return self._crew_now(spec, units=units)
 
     def lacking(self, spec: JobSpec, found: Crew) -> list[str]:
         """See Site."""
         return lacking(spec.shapes, found, cluster_nodes())
+
+    def demand(self, spec: JobSpec) -> Demand | None:
+        """See Site."""
+        possible = possible_nodes(spec.shapes, cluster_nodes())
+        if possible is None:
+            return None
+        return Demand(lambda units: self._crew(spec, possible, units=units), request_of_ray)
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
@@ -262,15 +285,15 @@ class RaySite:
             end_workers(actor for _, actor in self._spare)
         self._spare = []
 
-    def _refusals(self, jobs: Sequence[Prepared], nodes: Sequence[NodeRoom]) -> list[UserError | None]:
-        return [self._refusal(job.spec, nodes) for job in jobs]
-
-    def _refusal(self, spec: JobSpec, nodes: Sequence[NodeRoom]) -> UserError | None:
+    def _crew_now(self, spec: JobSpec, *, units: int) -> Crew:
+        """A crew on the nodes that are there; or one worker, which waits for its node, if only an autoscaler can bring it."""
         try:
-            self._crew(spec, nodes, units=1)
-        except UserError as error:
-            return error
-        return None
+            return self._crew(spec, cluster_nodes(), units=units)
+        except UserError:
+            possible = possible_nodes(spec.shapes, cluster_nodes())
+            if possible is None:
+                raise
+            return self._crew(spec, possible, units=1)
 
     def _crew(self, spec: JobSpec, nodes: Sequence[NodeRoom], *, units: int) -> Crew:
         is_list = isinstance(spec.workers, tuple)
@@ -279,6 +302,14 @@ class RaySite:
     def _wait(self) -> None:
         if self._start is not None:
             self._start.wait()
+
+
+def _refusal(crew: Callable[..., Crew], spec: JobSpec, *nodes: Sequence[NodeRoom]) -> UserError | None:
+    try:
+        crew(spec, *nodes, units=1)
+    except UserError as error:
+        return error
+    return None
 
 
 class _Start:

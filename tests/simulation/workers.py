@@ -82,6 +82,9 @@ class SimSite:
         """See jobs.driving.site.Site."""
         return []
 
+    def demand(self, spec: Any) -> None:
+        """See jobs.driving.site.Site."""
+
     def pool(self, job: tuple[World, Process], crew: Crew) -> SimPool:
         """See jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
         return SimPool(job)
