@@ -1,0 +1,197 @@
+"""Workers on nodes with several GPUs: each its own device, every device used, fractions, kinds of workers on labelled nodes.
+
+The GPUs are fake resources of several local raylets, which come up once for all tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from actors.job import Crew
+from actors.messages import Leaving, PoolNews, Up
+from actors.pool import RayPool
+from jobs.driving.crew import crew
+from jobs.driving.session import cluster_nodes
+from jobs.spec.worker_shape import WorkerShape
+from storage.errors import UserError
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NODE: dict[str, Any] = {"num_cpus": 8, "object_store_memory": 100 * 2**20}
+
+
+class PinnedWorker:
+    """Says where it is and which devices it sees; has no model."""
+
+    def __init__(self, name: str, job: Any, threads: int, gpus: float = 1.0) -> None:
+        import ray
+
+        context = ray.get_runtime_context()
+        self._seen = {
+            "devices": os.environ.get("CUDA_VISIBLE_DEVICES") if ray.get_gpu_ids() else None,
+            "zone": context.get_node_labels().get("zone"),
+            "share": gpus,
+            "job": job,
+        }
+
+    def where(self) -> tuple[str, int, dict[str, Any]]:
+        return "node", os.getpid(), self._seen
+
+
+@dataclass(frozen=True)
+class AnyJob:
+    """Stands for a Job whose batch has limits."""
+
+    max_rows: int = 16
+    max_tokens: int = 999
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without GPUs, a node with four and one with two."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        pytest.skip("this process has another Ray: run the module alone")
+    cluster = Cluster(initialize_head=True, head_node_args=NODE | {"num_cpus": 2})
+    joined(cluster, num_gpus=4, labels={"zone": "a"})
+    joined(cluster, num_gpus=2, labels={"zone": "b"})
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def joined(cluster: Any, **resources: Any) -> Any:
+    """A node that has joined; on a busy machine Ray gives up after half a minute, so it is tried again."""
+    for attempt in range(3):
+        try:
+            node = cluster.add_node(**NODE, **resources)
+            cluster.wait_for_nodes()
+            return node
+        except Exception:
+            if attempt == 2:
+                raise
+    raise AssertionError
+
+
+def come_up(found: Crew, job: Any = None) -> list[Mapping[str, Any]]:
+    """Start a whole crew; what its workers see, kind by kind."""
+    pool = RayPool(job, found, worker_class=PinnedWorker)
+    names = [f"w{number}" for number in range(found.count)]
+    try:
+        for name in names:
+            pool.start(name)
+        news = until(pool, Up, len(names))
+        return [{"kind": pool.kind_of(up.worker), **up.facts} for up in news if isinstance(up, Up)]
+    finally:
+        pool.close()
+
+
+def until(pool: RayPool, kind: type, count: int) -> list[PoolNews]:
+    found: list[PoolNews] = []
+    for _ in range(600):
+        found += [item for item in pool.poll(0.2) if isinstance(item, kind)]
+        if len(found) >= count:
+            return found
+    raise AssertionError(f"only {found}")
+
+
+def placed(*shapes: WorkerShape) -> Crew:
+    return crew(shapes, cluster_nodes(), units=99, listed=len(shapes) > 1)
+
+
+def test_each_worker_has_a_device_of_its_own_and_every_device_is_used(cluster: Any):
+    seen = come_up(placed(WorkerShape()))
+    assert sorted((one["zone"], one["devices"]) for one in seen) == [
+        ("a", "0"), ("a", "1"), ("a", "2"), ("a", "3"), ("b", "0"), ("b", "1")
+    ]  # fmt: skip
+
+
+def test_fractions_share_a_device_and_know_their_share(cluster: Any):
+    seen = come_up(placed(WorkerShape(gpus=0.5, labels={"zone": "b"})))
+    assert Counter((one["zone"], one["devices"]) for one in seen) == {("b", "0"): 2, ("b", "1"): 2}
+    assert {one["share"] for one in seen} == {0.5}
+
+
+def test_a_worker_with_several_devices_has_them_on_one_node(cluster: Any):
+    seen = come_up(placed(WorkerShape(gpus=2.0)))
+    assert sorted((one["zone"], one["devices"]) for one in seen) == [("a", "0,1"), ("a", "2,3"), ("b", "0,1")]
+
+
+def test_workers_without_gpus_see_none(cluster: Any):
+    seen = come_up(placed(WorkerShape(gpus=0.0, count=3)))
+    assert [one["devices"] for one in seen] == [None] * 3
+
+
+def test_kinds_of_workers_go_to_their_nodes_with_limits_of_their_own(cluster: Any):
+    shapes = [
+        WorkerShape(count=2, gpus=2.0, labels={"zone": "a"}),
+        WorkerShape(gpus=0.5, labels={"zone": "b"}, max_rows=4),
+        WorkerShape(gpus=0.0, count=1, labels={"zone": "!in(a, b)"}),
+    ]
+    limits = {0: (16, 999), 1: (4, 999), 2: (16, 999)}
+    seen = come_up(placed(*shapes), AnyJob())
+    assert Counter((one["kind"], one["zone"]) for one in seen) == {(0, "a"): 2, (1, "b"): 4, (2, None): 1}
+    assert all((one["job"].max_rows, one["job"].max_tokens) == limits[one["kind"]] for one in seen)
+
+
+def test_what_fits_on_no_node_does_not_start_and_the_nodes_are_named(cluster: Any):
+    with pytest.raises(UserError) as caught:
+        placed(WorkerShape(gpus=5.0))
+    message = str(caught.value)
+    assert message.startswith("workers.gpus: a worker needs 5 GPUs and 1 CPU on one node; the nodes have ")
+    assert "(8 CPUs, 4 GPUs, zone=a)" in message
+    assert "(8 CPUs, 2 GPUs, zone=b)" in message
+    with pytest.raises(UserError, match=r"workers\.labels: .* zone: c; the nodes have "):
+        placed(WorkerShape(labels={"zone": "c"}))
+
+
+def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
+    shapes = [WorkerShape(count=1, gpus=0.0), WorkerShape(labels={"zone": "c"}, gpus=1.0)]
+    before = placed(*shapes)
+    assert before.counts == (1, 0)
+    pool = RayPool(None, before, worker_class=PinnedWorker)  # type: ignore[arg-type]
+    node = None
+    try:
+        pool.start("w0")
+        node = joined(cluster, num_gpus=2, labels={"zone": "c"})
+        after = placed(*shapes)
+        assert after.counts == (1, 2)
+        pool.resize(after)
+        pool.start("w1")
+        pool.start("w2")
+        ups = {item.worker: item for item in until(pool, Up, 3) if isinstance(item, Up)}
+        assert [pool.kind_of(name) for name in ("w0", "w1", "w2")] == [0, 1, 1]
+        assert {ups[name].facts["devices"] for name in ("w1", "w2")} == {"0", "1"}
+    finally:
+        pool.close()
+        if node is not None:
+            cluster.remove_node(node)
+
+
+def test_a_node_that_will_be_removed_counts_no_more(cluster: Any):
+    from tests.faults.test_node_loss import told_to_go
+
+    node = joined(cluster, num_gpus=1, labels={"zone": "d"})
+    shape = WorkerShape(labels={"zone": "d"}, gpus=1.0)
+    pool = RayPool(None, placed(shape), worker_class=PinnedWorker)  # type: ignore[arg-type]
+    try:
+        pool.start("w0")
+        until(pool, Up, 1)
+        told_to_go(cluster, node, in_s=60.0)
+        (leaving,) = until(pool, Leaving, 1)
+        assert isinstance(leaving, Leaving) and leaving.worker == "w0"
+        assert leaving.left_s is not None and 0 < leaving.left_s <= 60
+        with pytest.raises(UserError, match=r"workers\.labels"):
+            placed(shape)
+    finally:
+        pool.close()
+        cluster.remove_node(node)
