@@ -161,13 +161,19 @@ class World:
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
         """What `jobs.commands.run.decode` wants to know."""
         spec = SimpleNamespace(
+            name="simulated",
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),
             errors=ErrorSettings(attempts=self.job.attempts),
             model=SimpleNamespace(device="cpu"),
             process=(self, process),
         )
         plan = SimpleNamespace(
-            units=len(self.job.rows), rows=sum(self.job.rows), fingerprint=FINGERPRINT, sizes=self.job.sizes, pass_=1
+            units=len(self.job.rows),
+            rows=sum(self.job.rows),
+            tokens=sum(self.job.rows),
+            fingerprint=FINGERPRINT,
+            sizes=self.job.sizes,
+            pass_=1,
         )
         options = SimpleNamespace(ray_address=None, grace_s=5.0, local=True)
         return SimpleNamespace(
@@ -181,6 +187,8 @@ class World:
             display=Silence(),
             site=SimSite(self),
             loads=True,
+            ending=None,
+            earlier=None,
             prepared=SimpleNamespace(folder=Path("no-model"), info=SimpleNamespace(num_parameters=1), inputs=()),
         )
 
