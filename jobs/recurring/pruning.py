@@ -29,7 +29,7 @@ from storage.runs.lease import LEASE
 from storage.stores.store import remove_empty_folders
 from storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
 
-FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "logs/")
+FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""
 
 SESSIONS = "-session.jsonl"

@@ -17,7 +17,14 @@ MAX_INT_BITS = 1024
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader; in addition, rejects duplicate keys and reads 1e-3 as a number."""
+    """The safe loader; in addition, rejects duplicate keys, reads 1e-3 as a number, and the key `on` as text."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:bool" and key.value.lower() not in {"true", "false"}:  # `on:` of YAML 1.1
+                key.tag = "tag:yaml.org,2002:str"
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jobs.driving.totals import Totals
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.waiting import UnitSize
-from jobs.spec.job_spec import check_spec
+from jobs.spec.job_spec import check_spec, load_spec
 from jobs.spec.notify_settings import NotifySettings
+from jobs.spec.spec_file import parse
 from jobs.watching import notify
 from jobs.watching.notify import StallWatcher, check_receivers, send
 from storage.errors import UserError
@@ -242,6 +245,19 @@ def test_a_spec_holds_no_credentials_and_nothing_that_makes_no_sense(one: dict[s
 def test_a_spec_may_name_variables_and_one_receiver_needs_no_list(one: dict[str, Any]) -> None:
     assert check_spec(spec_with(one)).notify == check_spec(spec_with([one])).notify
     assert check_spec(spec_with(one)).notify[0].on == ("finish", "failure", "stall")
+
+
+def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads the key `on` as true."""
+    docs = (Path(__file__).parents[3] / "docs" / "watching.md").read_text()
+    (section,) = re.findall(r"```yaml\n(notify:.*?)```", docs, re.DOTALL)
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec_with([]) | {"notify": None}).replace("notify: null", section))
+    receivers = load_spec(path).notify
+    assert len(receivers) == 2 and receivers[0].on == ("failure", "stall")
+    for word in ("yes: 1", "No: 1", "<<: {off: 1}"):
+        assert all(isinstance(key, str) for key in parse(word, "here"))
+    assert parse("{true: yes}", "here") == {True: True}
 
 
 def test_notices_are_no_part_of_what_decides_results() -> None:
