@@ -31,7 +31,7 @@ class IdIndex:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="draftmill-ids-")
-        self._sorted: dict[int, tuple[NDArray[np.uint64], NDArray[np.uint64]]] | None = None
+        self._columns: tuple[NDArray[np.uint64], NDArray[np.uint64]] | None = None
         self.added = 0
 
     def __enter__(self) -> IdIndex:
@@ -40,41 +40,40 @@ class IdIndex:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sorted = None
+        self._columns = None
         self._folder.cleanup()
 
     def add(self, hashes: Hashes) -> None:
         """Add hashes, as `hashes_of` gives them; not after the first look-up."""
-        assert self._sorted is None, "ids are added before any is looked up"
+        assert self._columns is None, "ids are added before any is looked up"
         self.added += len(hashes)
         for bucket, part in _buckets(hashes):
-            with self._path(bucket).open("ab") as file:
+            with self._path(f"{bucket:02x}").open("ab") as file:
                 file.write(hashes[part].tobytes())
 
     def has(self, ids: Sequence[str]) -> NDArray[np.bool_]:
         """Of each id whether it was added."""
-        if self._sorted is None:
-            self._sorted = {bucket: self._sort(bucket) for bucket in range(BUCKETS) if self._path(bucket).exists()}
-        hashes = hashes_of(ids)
-        found = np.zeros(len(hashes), dtype=bool)
-        for bucket, part in _buckets(hashes):
-            if bucket in self._sorted:
-                found[part] = _among(hashes[part], *self._sorted[bucket])
-        return found
+        if not self.added:
+            return np.zeros(len(ids), dtype=bool)
+        if self._columns is None:
+            self._columns = self._sorted()
+        return _among(hashes_of(ids), *self._columns)
 
-    def _path(self, bucket: int) -> Path:
-        return Path(self._folder.name, f"{bucket:02x}")
+    def _path(self, name: str) -> Path:
+        return Path(self._folder.name, name)
 
-    def _sort(self, bucket: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """The bucket's distinct hashes in order, as two files of numbers that are mapped into memory."""
-        high, low = _distinct(np.fromfile(self._path(bucket), dtype=_RECORD))
-        self._path(bucket).unlink()
-        return self._mapped(high, f"{bucket:02x}.high"), self._mapped(low, f"{bucket:02x}.low")
-
-    def _mapped(self, numbers: NDArray[np.uint64], name: str) -> NDArray[np.uint64]:
-        path = Path(self._folder.name, name)
-        numbers.tofile(path)
-        return np.memmap(path, dtype=np.uint64, mode="r")
+    def _sorted(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """All distinct hashes in order, as two columns of numbers that are mapped into memory; sorts a bucket at a time."""
+        with self._path("high").open("wb") as highs, self._path("low").open("wb") as lows:
+            for bucket in range(BUCKETS):
+                path = self._path(f"{bucket:02x}")
+                if path.exists():
+                    high, low = _distinct(np.fromfile(path, dtype=_RECORD))
+                    high.tofile(highs)
+                    low.tofile(lows)
+                    path.unlink()
+        high, low = (np.memmap(self._path(name), dtype=np.uint64, mode="r") for name in ("high", "low"))
+        return high, low
 
 
 def hashes_of(ids: Sequence[str]) -> Hashes:

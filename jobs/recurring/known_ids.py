@@ -43,7 +43,7 @@ def sifting(base: Store, runs: Sequence[FoundRun], display: Notes, *, s3: S3Opti
 
         def sift(table: pa.Table) -> pa.Table:
             nonlocal left_out
-            is_done = index.has(table["id"].to_pylist()) if index.added else np.zeros(table.num_rows, dtype=bool)
+            is_done = index.has(table["id"].to_pylist())
             left_out += int(is_done.sum())
             return table.filter(pa.array(~is_done))
 
