@@ -13,11 +13,13 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from jobs.driving.head import check_head
 from jobs.driving.nodes import NodeRoom
 from storage.errors import StoreError, UserError
 
@@ -187,9 +189,11 @@ def _clear_away() -> None:
 
 
 def _connect(address: str) -> None:
-    check_reachable(address)
+    if check_reachable(address):
+        check_head(address)
     try:
-        _init(address=address, runtime_env=None if _code_is_there() else _shipped_code())
+        with warnings.catch_warnings(action="ignore"):  # Ray's client warns before it raises
+            _init(address=address, runtime_env=None if _code_is_there() else _shipped_code())
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"no Ray cluster answers at {address}: {reason}", field="--ray-address") from None
@@ -211,15 +215,19 @@ def _code_is_there() -> bool:
     return bool(mine.get("working_dir") or mine.get("image_uri") or mine.get("container"))
 
 
-def check_reachable(address: str | None, *, field: str = "--ray-address") -> None:
-    """Raise UserError within seconds if nothing listens at a host:port; Ray itself would retry forever."""
+def check_reachable(address: str | None, *, field: str = "--ray-address") -> bool:
+    """Raise UserError within seconds if nothing listens at a host:port; Ray itself would retry forever.
+
+    Returns whether it is a host:port; other addresses are Ray's to find.
+    """
     host, colon, port = (address or "").rpartition(":")
     if not colon or "/" in host or not port.isdecimal():
-        return
+        return False
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, OverflowError) as error:
         raise UserError(f"nothing listens at {address}: {error}", field=field) from None
+    return True
 
 
 def _init(**options: Any) -> None:
