@@ -20,6 +20,7 @@ from jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, 
 from jobs.driving.attempts import Sessions, read_sessions
 from jobs.driving.device_time import DeviceSums
 from jobs.finished.passes import latest_rows
+from jobs.watching.estimate import Estimate, read_estimate
 from storage.errors import StoreError
 
 POINTS: Final = 50_000
@@ -96,6 +97,7 @@ class Case:
     ended: str | None
     sessions: Sessions
     spent: DeviceSums
+    estimate: Estimate | None
     longest_s: float
 
 
@@ -149,6 +151,7 @@ def read_case(run: FinishedRun) -> Case:
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
         spent=sum((read_sessions(one.store).devices for one in run.passes), DeviceSums()),
+        estimate=read_estimate(run.store),
         longest_s=float(details.resident_N.max(initial=0.0)),
     )
 

@@ -19,7 +19,8 @@ from jobs.analysis.svg import inline_svg, plotting
 from jobs.driving.totals import efficiency, exactness, ratio
 from jobs.finished.summary import is_small
 from jobs.notes import counted, duration, rate_text
-from jobs.watching.cost import cost_rows
+from jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
+from jobs.watching.estimate import estimate_rows
 from storage.errors import UserError, printable
 from storage.runs.commit import all_exact
 
@@ -77,7 +78,7 @@ def _sections(cases: Sequence[Case], compared: Sequence[Comparisons]) -> Iterato
     tasks = {case.run.plan.spec.task.kind for case in cases}
     iterating = [] if tasks == {"score"} else [plots.acceptance_plot(cases)]
     for name, title, parts in (
-        ("results", "Results", [_results(cases), _metrics(cases)]),
+        ("results", "Results", [_results(cases), _costs(cases), _metrics(cases)]),
         ("quality", "Quality against cost", [*quality, *drawn(plots.cost_plot(cases))]),
         ("pairs", "Paired comparison", [part for one in compared for part in _comparison(one)]),
         ("acceptance", "Acceptance", drawn(*iterating)),
@@ -140,6 +141,20 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
             yield "mean acceptance length", f"{number(1 + case.accepted / case.iterations)} (1 + accepted / iterations)"
     yield from _machine_figures(case)
     yield from cost_rows(case.spent, figures.tokens)
+    sums = case.sessions.devices  # the estimate is of the first pass
+    yield from estimate_rows(case.estimate, sums.up_s, mean_price(sums))
+
+
+def _costs(cases: Sequence[Case]) -> str:
+    """Device hours by purpose, and their price, if any case has them."""
+    if len(cases) == 1 or not any(case.spent.up_s for case in cases):
+        return ""
+    rows = [["run", "device hours", *PURPOSES, "cost", "per million tokens"]]
+    for case in cases:
+        purposes = purposes_of(case.spent)
+        hours = [hours_text(case.spent.up_s), *(hours_text(purposes[name]) for name in PURPOSES)]
+        rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
+    return page.table("Device hours and cost", rows, words=[])
 
 
 def commits_one_more(case: Case) -> bool:

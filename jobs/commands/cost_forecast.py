@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jobs.commands.forecast import Trial, TrialSample
 from jobs.driving.attempts import read_sessions
 from jobs.plan.fingerprint import results_key
 from jobs.plan.prepare import Prepared
 from jobs.recurring.earlier_cost import earlier_estimate
 from jobs.spec.job_spec import JobSpec
-from jobs.watching.cost import hours_text, money_text
-from jobs.watching.estimate import Estimate, estimate_from
+from jobs.watching.cost import hours_text, money_text, purposes_text
+from jobs.watching.estimate import Estimate, estimate_from, per_million_text
 from storage.stores.verbs import Store
 
 TRIAL = "the trial on this machine, without loading and idle time"
 
 
-def forecast_line(prepared: Prepared, store: Store, sample: TrialSample, trial: Trial | None, path: str | None) -> str:
-    """The line of the dry run; `path` is the output path with the date, if it has one."""
+def forecast_lines(
+    prepared: Prepared, store: Store, sample: TrialSample, trial: Trial | None, path: str | None
+) -> Iterator[str]:
+    """The lines of the dry run; `path` is the output path with the date, if it has one."""
     found = earlier_sessions(prepared, store) or earlier_run(prepared, sample, path) or from_trial(sample, trial)
     if found is None:
-        return "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
-    return (
-        f"devices   ~{hours_text(found.device_s)} device hours{price_text(prepared.spec, found)}; from {found.source}"
-    )
+        yield "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
+    else:
+        purposes = "" if found.sums is None else f" ({purposes_text(found.sums)})"
+        yield f"devices   ~{hours_text(found.device_s)} device hours{purposes}; from {found.source}"
+    if money := price_text(prepared.spec, found):
+        yield f"cost      {money}"
 
 
-def price_text(spec: JobSpec, found: Estimate) -> str:
-    """What an estimate costs, if it has a price; with several kinds of workers the cheapest and the dearest one's."""
+def price_text(spec: JobSpec, found: Estimate | None) -> str:
+    """What an estimate costs, if the spec has prices; with several kinds of workers the cheapest and the dearest one's."""
     prices = [shape.price_per_hour for shape in spec.shapes]
-    known = sorted({found.cost(price) for price in prices if price is not None})
+    known = sorted({price for price in prices if price is not None})
     if not known:
         return ""
-    if len(known) == 1 and None not in prices:
-        return f", cost ~{money_text(known[0])}"
-    if None in prices:
-        return ", cost unknown: some kinds of workers have no price"
-    return f", cost ~{money_text(known[0])} to {money_text(known[-1])}, by the kind of worker"
+    if found is None or None in prices:
+        return "unknown" + ("" if found is None else ": some kinds of workers have no price")
+    if len(known) == 1:
+        return f"~{money_text(found.cost(known[0]))}{per_million_text(found, known[0])}"
+    ends = known[0], known[-1]
+    amounts = " to ".join(money_text(found.cost(price)) for price in ends)
+    return f"~{amounts}{per_million_text(found, *ends)}, by the kind of worker"
 
 
 def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
@@ -44,7 +52,7 @@ def earlier_sessions(prepared: Prepared, store: Store) -> Estimate | None:
         return None
     sessions = read_sessions(store)
     rows, source = sessions.committed.rows, f"{sessions.committed.rows:,} samples that this run has decoded"
-    return estimate_from(sessions.devices, rows, prepared.plan.rows, source)
+    return estimate_from(sessions.devices, rows, prepared.plan.rows, source, tokens=sessions.committed.new_tokens)
 
 
 def earlier_run(prepared: Prepared, sample: TrialSample, path: str | None) -> Estimate | None:
@@ -61,4 +69,4 @@ def from_trial(sample: TrialSample, trial: Trial | None) -> Estimate | None:
     if trial is None or not trial.tokens or not trial.took_s:
         return None
     todo = float(sample.masked().mean()) * sample.total
-    return Estimate(todo * trial.took_s / trial.tokens, TRIAL, "")
+    return Estimate(todo * trial.took_s / trial.tokens, TRIAL, "", todo)

@@ -17,8 +17,7 @@ from jobs.codes import OK
 from jobs.commands.status import driver_of
 from jobs.driving.events import time_text
 from jobs.finished.passes import FOLDER, require_plan
-from storage.errors import StoreError
-from storage.secrets import presentable
+from storage.errors import StoreError, printable
 from storage.stores.store import open_store
 from storage.stores.verbs import S3Options, Stat, Store
 
@@ -112,9 +111,11 @@ def line_of(event: Event) -> str:
         for name, fact in event.items()
         if name not in {"time", "level", "run", "event", "message", "summary"}
     }
-    facts = [
-        f"{name}={fact if isinstance(fact, str | int | float) else json.dumps(fact)}" for name, fact in rest.items()
-    ]
+    facts = [f"{name}={_fact_text(fact)}" for name, fact in rest.items()]
     message = [str(event["message"])] if event.get("message") else []
     text = " ".join([*message, *facts] if event["event"] not in {"note", "progress"} else message or facts)
-    return presentable(f"{event['time']}  {event['level']:<7}  {event['event']:<14}  {text}").rstrip()
+    return printable(f"{event['time']}  {event['level']:<7}  {event['event']:<14}  {text}").rstrip()
+
+
+def _fact_text(fact: Any) -> str:
+    return fact if isinstance(fact, str) else json.dumps(fact, ensure_ascii=False)

@@ -262,9 +262,11 @@ def logged(run: Run) -> Iterator[None]:
     if run.ending is None:
         run.display = LoggedDisplay(before, log)
     log.attach(run.store, run.lease.epoch, run.spec.name)
-    plan, owner = run.plan, this_process()
+    plan = run.plan
     numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
-    log.add("started", numbers, fingerprint=plan.fingerprint, code_version=code_version(), owner=owner)
+    facts = {"fingerprint": plan.fingerprint, "code_version": code_version(), "owner": this_process()}
+    log.add("started", numbers, **facts)
+    run.display.event("started", units=plan.units, samples=plan.rows, path=run.store.url, **facts)
     try:
         yield
     finally:

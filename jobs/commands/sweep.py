@@ -64,6 +64,8 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     with make_display(quiet=options.quiet) as display:
         cases, problems = check_cases(made.cases, site, display)
     say_problems(problems, len(made.cases))
+    if any(case.spec.notify for case in cases):
+        print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
     if dry_run:
         from jobs.commands.sweep_trial import dry_run_lines
 

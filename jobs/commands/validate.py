@@ -29,7 +29,7 @@ from actors.shelf import Shelf
 from actors.stop_text import stops_of
 from decoders.base import HOLE, Decoder, Request
 from jobs.codes import OK
-from jobs.commands.cost_forecast import forecast_line
+from jobs.commands.cost_forecast import forecast_lines
 from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
 from jobs.commands.run import ready_for
 from jobs.driving.crew import fitting_threads
@@ -94,7 +94,8 @@ def validate(spec: JobSpec) -> int:
         trial = try_out(prepared, canvases)
         for line in trial_lines(prepared, sample, trial):
             print(line)
-    print(forecast_line(prepared, store, sample, trial, path))
+    for line in forecast_lines(prepared, store, sample, trial, path):
+        print(line)
     return OK
 
 

@@ -25,8 +25,9 @@ def earlier_estimate(path: str, spec: JobSpec, results: dict[str, Any], tokens: 
         for one in reversed(finished[-NEWEST:]):
             plan = load_plan(one.run.store)
             if plan is not None and same_but_inputs(plan, results):
-                sums = read_sessions(one.run.store).devices
-                found = estimate_from(sums, plan.tokens, tokens, f"the run {one.run.name}")
+                took = read_sessions(one.run.store)
+                source, made = f"the run {one.run.name}", took.committed.new_tokens
+                found = estimate_from(took.devices, plan.tokens, tokens, source, tokens=made)
                 if found is not None:
                     return found
     except (StoreError, UserError):  # another run's directory must not stop this one

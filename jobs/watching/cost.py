@@ -9,6 +9,12 @@ from jobs.driving.device_time import HOUR_S, DeviceSums
 
 MILLION = 1_000_000
 
+UNPRICED_S = 1.0
+"""Seconds without a price that are no reason to leave out the price of the rest: sums are rounded."""
+
+PURPOSES = ("decoding", "loading", "idle", "wasted")
+"""What worker seconds go to; in a session that still runs, also to units in progress."""
+
 
 def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tuple[str, str]]:
     """Labels and figures of what these worker seconds were and what they cost; `tokens` are the tokens of ok samples.
@@ -22,11 +28,18 @@ def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tup
         return rows
     money = f"{money_text(sums.cost)}"
     unpriced_s = sums.up_s - sums.priced_s
-    if unpriced_s > 1.0:
+    if unpriced_s > UNPRICED_S:
         money += f" for {hours_text(sums.priced_s)} device hours; {hours_text(unpriced_s)} had no price"
     elif tokens:
         money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
     return [*rows, ("cost", money)]
+
+
+def money_cells(sums: DeviceSums, tokens: int) -> tuple[str, str]:
+    """What these seconds cost, and a million of the tokens that they made; "-" where there is no price for all of them."""
+    if not sums.priced_s or sums.up_s - sums.priced_s > UNPRICED_S:
+        return "-", "-"
+    return money_text(sums.cost), money_text(sums.cost * MILLION / tokens) if tokens else "-"
 
 
 def mean_price(sums: DeviceSums) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,6 +15,7 @@ from jobs.driving.driver_log import DriverLog
 from jobs.driving.events import JsonStream, Level, say_in_events, time_text
 from jobs.driving.totals import Totals
 from jobs.spec.job_spec import JobSpec
+from jobs.watching.cost import money_text
 from jobs.watching.notify import StallWatcher, check_receivers, send
 from jobs.watching.run_facts import run_facts
 from storage.errors import DamagedRun, UserError
@@ -52,14 +53,16 @@ class Ending:
     def _stalled(self, totals: Totals, still_s: float) -> dict[str, Any]:
         sums = totals.devices.sums
         return {
-            **self._head(f"no progress for {still_s:.0f} s", None),
+            **self._head(
+                f"no progress for {still_s:.0f} s, {totals.rows_done:,} of {totals.rows:,} samples done", None
+            ),
             "samples": {"planned": totals.rows, "done": totals.rows_done},
             "units": {"planned": totals.units, "done": totals.units_before + totals.units_done},
             "workers": totals.workers,
             "tokens": totals.tokens,
             "seconds_without_progress": round(still_s, 1),
-            "device_hours": {"total": round(sums.up_s / HOUR_S, 6)},
-            "cost": round(sums.cost, 6) if sums.priced_s else None,
+            "session_device_hours": round(sums.up_s / HOUR_S, 6),
+            "session_cost": round(sums.cost, 6) if sums.priced_s else None,
         }
 
     def _head(self, message: str, code: int | None) -> dict[str, Any]:
@@ -69,6 +72,7 @@ class Ending:
             "time": time_text(datetime.now(UTC)),
             "exit_code": code,
             "message": presentable(message),
+            "text": presentable(f"draftmill run {self.spec.name}: {message}"),
         }
 
     def over(self, code: int, message: str, *, is_error: bool = False) -> None:
@@ -89,8 +93,18 @@ class Ending:
         self.log.flush()
         if self.log.is_attached or is_error:
             most_s = INTERRUPTED_S if event == "interrupt" else 300.0
-            send(self.spec.notify, event, {**self._head(message, code), **facts}, self.tell, most_s=most_s)
+            send(self.spec.notify, event, {**self._head(told(message, facts), code), **facts}, self.tell, most_s=most_s)
         self.log.flush()
+
+
+def told(message: str, facts: Mapping[str, Any]) -> str:
+    """The message of a notice: how the run ended, with its samples and its cost, if they are known."""
+    if not facts:
+        return message
+    samples, cost = facts["samples"], facts["cost"]
+    money = "" if cost is None else f", cost {money_text(cost)}"
+    failed = f", {samples['failed']:,} failed" if samples["failed"] else ""
+    return f"{message}; {samples['ok']:,} of {samples['planned']:,} samples ok{failed}{money}"
 
 
 @contextmanager

@@ -7,9 +7,8 @@ An estimate has a source: an earlier run of the same job, or the first units of 
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from actors.messages import Receipt
@@ -18,7 +17,7 @@ from jobs.driving.events import now_text
 from jobs.driving.totals import Totals
 from jobs.driving.watchers import Watcher
 from jobs.schedule.scheduler import Scheduler
-from jobs.watching.cost import hours_text, money_text
+from jobs.watching.cost import MILLION, hours_text, money_text
 from storage.errors import StoreError
 from storage.stores.verbs import Store
 
@@ -30,11 +29,17 @@ SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimate of the worker seconds of a whole run: `source` says in words what it was made from."""
+    """An estimate of the worker seconds of a whole run: `source` says in words what it was made from.
+
+    `tokens` are the tokens of ok samples that it expects, None if unknown. `sums` are the seconds by purpose, where the source
+    has them; they are not kept.
+    """
 
     device_s: float
     source: str
     made_at: str
+    tokens: float | None = None
+    sums: DeviceSums | None = field(default=None, compare=False)
 
     def cost(self, price_per_hour: float) -> float:
         """What these seconds cost."""
@@ -45,19 +50,29 @@ class Estimate:
         return self.device_s / actual_s - 1.0
 
 
-def estimate_from(rate: DeviceSums, tokens: int, wanted: int, source: str) -> Estimate | None:
-    """The estimate for `wanted` planned tokens, where `tokens` took these sums; None if nothing is known."""
-    if not tokens or not rate.up_s:
+def estimate_from(rate: DeviceSums, size: int, wanted: int, source: str, *, tokens: int = 0) -> Estimate | None:
+    """The estimate for `wanted` planned tokens, where `size` of them took these sums; None if nothing is known.
+
+    Planned samples may stand in the place of planned tokens. `tokens` are the tokens of ok samples that were made of `size`.
+    """
+    if not size or not rate.up_s:
         return None
-    return Estimate(rate.up_s * wanted / tokens, source, now_text())
+    scale = wanted / size
+    return Estimate(rate.up_s * scale, source, now_text(), tokens * scale or None, rate * scale)
 
 
 def read_estimate(store: Store) -> Estimate | None:
     """The estimate of a run, None if it has none that can be read."""
     try:
         content = json.loads(store.get(NAME))
-        return Estimate(float(content["device_s"]), str(content["source"]), str(content["made_at"]))
-    except (StoreError, ValueError, KeyError, TypeError):
+        tokens = content.get("tokens")
+        return Estimate(
+            float(content["device_s"]),
+            str(content["source"]),
+            str(content["made_at"]),
+            None if tokens is None else float(tokens),
+        )
+    except (StoreError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -65,12 +80,20 @@ def estimate_rows(estimate: Estimate | None, actual_s: float, price: float | Non
     """The label and the figures of an estimate, for a table; with `actual_s` above 0, how far it was off."""
     if estimate is None:
         return []
-    money = "" if price is None else f", cost {money_text(estimate.cost(price))}"
+    money = "" if price is None else f", cost {money_text(estimate.cost(price))}{per_million_text(estimate, price)}"
     text = f"{hours_text(estimate.device_s)} device hours{money}, from {estimate.source}"
     if actual_s:
         error = estimate.error(actual_s)
         text += f"; {abs(error):.0%} too {'high' if error >= 0 else 'low'}"
     return [("estimate", text)]
+
+
+def per_million_text(estimate: Estimate, *prices: float) -> str:
+    """What a million tokens are estimated to cost, at one price or from one to another; "" if the tokens are unknown."""
+    if not estimate.tokens:
+        return ""
+    amounts = (money_text(estimate.cost(price) * MILLION / estimate.tokens) for price in prices)
+    return f" ({' to '.join(amounts)} per million tokens of ok samples)"
 
 
 class EstimateWatcher(Watcher):
@@ -86,7 +109,7 @@ class EstimateWatcher(Watcher):
         self._estimate = earlier
         self._is_done = read_estimate(store) is not None
         self._new: list[int] = []
-        self._tokens = self._units = 0
+        self._tokens = self._units = self._made = 0
         self._spent_s = 0.0
 
     def committed(self, receipt: Receipt) -> None:
@@ -94,6 +117,7 @@ class EstimateWatcher(Watcher):
         if not self._is_done:
             self._new.append(receipt.unit)
             self._spent_s += receipt.spent_s
+            self._made += receipt.tally.new_tokens
 
     def look(self, totals: Totals, scheduler: Scheduler) -> None:
         """See Watcher."""
@@ -112,22 +136,25 @@ class EstimateWatcher(Watcher):
         """From the units so far: the time of each planned token, and the loading that has been."""
         loading_s = totals.devices.sums.loading_s
         source = f"this run's first {self._units:,} of {totals.units - totals.units_before:,} units"
-        return Estimate(loading_s + self._spent_s * self._total / self._tokens, source, now_text())
+        scale = self._total / self._tokens
+        return Estimate(loading_s + self._spent_s * scale, source, now_text(), self._made * scale or None)
 
     def _write(self, estimate: Estimate) -> None:
+        kept = {name: getattr(estimate, name) for name in ("device_s", "source", "made_at", "tokens")}
         try:
-            self._store.put(NAME, (json.dumps(dataclasses.asdict(estimate)) + "\n").encode())
+            self._store.put(NAME, (json.dumps(kept) + "\n").encode())
         except StoreError:
             return  # best effort, like all of the log
 
 
-def to_json(estimate: Estimate | None, actual_s: float) -> dict[str, Any] | None:
+def to_json(estimate: Estimate | None, actual_s: float, price: float | None) -> dict[str, Any] | None:
     """The estimate as data, with its error in per cent once the run has ended (`actual_s` above 0)."""
     if estimate is None:
         return None
     error = round(100 * estimate.error(actual_s), 1) if actual_s else None
     return {
         "device_hours": round(estimate.device_s / HOUR_S, 6),
+        "cost": None if price is None else round(estimate.cost(price), 6),
         "source": estimate.source,
         "error_percent": error,
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -39,6 +40,7 @@ MOST_GAP_S = 10.0
 """Seconds between two looks that count as standing still, at most: in a longer gap the driver itself was suspended."""
 
 SHOWN_CHARS = 200
+SHOWN_COMMAND_CHARS = 60
 
 Notice = Mapping[str, Any]
 Tell = Callable[[str], None]
@@ -96,7 +98,10 @@ def _send_one(one: NotifySettings, data: bytes, allowed_s: float, tell: Tell) ->
 
 def shown(one: NotifySettings) -> str:
     """The receiver as messages name it: as in the spec, without the values of variables."""
-    return f"command {one.command[0]!r}" if one.command is not None else f"webhook {one.webhook}"
+    if one.command is None:
+        return f"webhook {one.webhook}"
+    text = shlex.join(one.command)
+    return f"command {text if len(text) <= SHOWN_COMMAND_CHARS else text[:SHOWN_COMMAND_CHARS] + '...'}"
 
 
 def _without_values(receivers: Sequence[NotifySettings], text: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jobs.driving.attempts import read_sessions
 from jobs.plan.plan import load_plan
-from jobs.watching.cost import MILLION, purposes_of
+from jobs.watching.cost import MILLION, mean_price, purposes_of
 from jobs.watching.estimate import read_estimate, to_json
 from storage.errors import StoreError, UserError
 from storage.runs.commit import done_units, read_manifest
@@ -48,5 +48,5 @@ def _facts(store: Store) -> dict[str, Any]:
         "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6)
         if sums.priced_s and tally.new_tokens
         else None,
-        "estimate": to_json(read_estimate(store), sums.up_s if manifest else 0.0),
+        "estimate": to_json(read_estimate(store), sums.up_s if manifest else 0.0, mean_price(sums)),
     }

@@ -17,7 +17,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from jobs.cli import main
-from jobs.commands.logs import Read, events_of
+from jobs.commands.logs import Read, events_of, line_of
 from jobs.driving.driver import Driver
 from jobs.driving.events import event_line
 from jobs.schedule.events import Finish
@@ -118,6 +118,8 @@ def test_with_log_json_every_line_of_a_run_is_an_event_and_the_last_one_sums_it_
     assert all({"time", "level", "event", "run"} <= set(event) for event in events[1:]) and len(events) > 5
     assert sorted(event["unit"] for event in events if event["event"] == "done") == [0, 1, 2]
     assert {event["worker"] for event in events if event["event"] in {"done", "worker_up"}} == {"w0"}
+    (started,) = [event for event in events if event["event"] == "started"]
+    assert (started["units"], started["samples"], started["path"]) == (3, 12, str(tmp_path / "run"))
     summary = events[-1]["summary"]
     assert (events[-1]["event"], events[-1]["exit_code"], summary["samples"]["ok"]) == ("ended", 0, 12)
     hours = summary["device_hours"]
@@ -178,6 +180,7 @@ def test_a_finished_run_sends_one_notice_with_its_summary_and_its_repetition_non
     assert notice["samples"] == {"planned": 12, "ok": 12, "failed": 0} and notice["units"] == {"planned": 3, "done": 3}
     assert notice["tokens"] == sum(rows_of(tmp_path / "run")["new_tokens"].to_pylist())
     assert notice["estimate"]["source"].startswith("this run's first")
+    assert notice["text"] == "draftmill run job: finished; 12 of 12 samples ok"
 
 
 def test_a_run_that_fails_sends_a_notice_and_keeps_its_exit_code(tmp_path: Path) -> None:
@@ -238,7 +241,11 @@ def test_logs_follow_reads_a_file_again_only_if_it_has_changed(tmp_path: Path) -
     line = event_line("note", "one more\u2028line")
     store.put(name, store.get(name) + f'{line}\n{{"torn": '.encode())
     (new,) = events_of(store, "job", read)
-    assert new == json.loads(line) and len(list(events_of(store, "job"))) == len(first) + 1
+    assert new == json.loads(line)
+    assert line_of({"time": "T", "level": "info", "event": "progress", "nfe_per_token": 0.5, "memory": {"a": 1}}) == (
+        'T  info     progress        nfe_per_token=0.5 memory={"a": 1}'
+    )
+    assert len(list(events_of(store, "job"))) == len(first) + 1
 
 
 def test_what_a_notice_needs_is_checked_before_anything_is_written(

@@ -25,8 +25,13 @@ from jobs.analysis.palette import COLOURS, MARKERS
 from jobs.analysis.plots import better, frontier
 from jobs.analysis.runs import open_run
 from jobs.cli import main
+from jobs.driving.attempts import AttemptsLog
+from jobs.driving.device_time import DeviceTime
+from jobs.driving.totals import Totals
+from storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
+from tests.jobs.driving.test_device_time import Hand
 from tests.runs.jobs_of_tests import write_rows, write_spec
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -366,3 +371,47 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     assert "mean acceptance length" not in words, "assd commits no token after its drafts if all are accepted"
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
+
+
+# ---- what runs cost
+
+
+def spend(place: Path, price: float | None) -> None:
+    """The record of a session with 2.5 worker hours: 2 of decoding, a quarter each of loading and idle time."""
+    store, clock = open_store(str(place)), Hand()
+    devices = DeviceTime(clock, lambda worker: price)
+    devices.up("w0", load_s=900.0)
+    clock.now_s += 8100.0
+    devices.heard("w0", 7200.0)
+    devices.counted(7200.0)
+    devices.stop()
+    totals = Totals(units=1, rows=1, devices=devices)
+    totals.worker_up()
+    AttemptsLog(store, 1).flush(totals)
+
+
+def test_a_run_s_report_says_what_it_cost_and_how_far_its_estimate_was_off(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [row(number, new_tokens=50) for number in range(100)])
+    spend(run, 4.0)
+    estimate = {"device_s": 18000.0, "source": "the run before", "made_at": "", "tokens": 5000.0}
+    open_store(str(run)).put("log/estimate.json", json.dumps(estimate).encode())
+    text = Page(written(run, tmp_path / "one.html")).text
+    assert "device hours 2.5 (2 decoding, 0.25 loading, 0.25 idle, 0 wasted)" in text
+    assert "cost 10.00 (2,000.00 per million tokens of ok samples)" in text
+    assert (
+        "estimate 5 device hours, cost 20.00 (4,000.00 per million tokens of ok samples), from the run before" in text
+    )
+    assert "the run before; 100% too high" in text
+
+
+def test_a_sweep_s_report_has_a_table_of_costs_where_they_are_known(
+    sweep: Path, sweep_page: str, tmp_path: Path
+) -> None:
+    assert "Device hours and cost" not in Page(sweep_page).text
+    rows = [row(number, new_tokens=50) for number in range(100)]
+    place = write_sweep(tmp_path / "sweep", {"priced": rows, "free": rows})
+    spend(place / "cases" / "priced", 4.0)
+    spend(place / "cases" / "free", None)
+    text = Page(written(place, tmp_path / "two.html")).text
+    assert "run device hours decoding loading idle wasted cost per million tokens" in text
+    assert "priced 2.5 2 0.25 0.25 0 10.00 2,000.00" in text and "free 2.5 2 0.25 0.25 0 - -" in text

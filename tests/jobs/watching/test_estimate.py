@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.messages import Receipt, Tally
 from jobs.cli import main
+from jobs.commands.cost_forecast import price_text
 from jobs.driving.device_time import DeviceSums, DeviceTime
 from jobs.driving.totals import Totals
 from jobs.schedule.scheduler import Scheduler
 from jobs.schedule.waiting import UnitSize
-from jobs.watching.estimate import Estimate, EstimateWatcher, estimate_from, estimate_rows, read_estimate
+from jobs.spec.job_spec import check_spec
+from jobs.watching.estimate import (
+    Estimate,
+    EstimateWatcher,
+    estimate_from,
+    estimate_rows,
+    per_million_text,
+    read_estimate,
+)
 from storage.stores.store import open_store
 from storage.stores.verbs import Store
 from tests.jobs.driving.test_device_time import Hand
@@ -21,7 +31,7 @@ from tests.runs.jobs_of_tests import write_rows, write_spec
 
 
 def receipt(unit: int, spent_s: float) -> Receipt:
-    return Receipt(unit, unit, "w0", "n", None, Tally(rows=1), spent_s=spent_s)
+    return Receipt(unit, unit, "w0", "n", None, Tally(rows=1, new_tokens=8), spent_s=spent_s)
 
 
 def watch(store: Store, clock: Hand, earlier: Estimate | None = None) -> tuple[EstimateWatcher, Totals, Scheduler]:
@@ -41,7 +51,7 @@ def test_a_run_is_estimated_once_from_its_first_units() -> None:
     watcher.look(totals, scheduler)
     found = read_estimate(store)
     assert found is not None and found.device_s == pytest.approx(7.0 + 2.5 * 20)
-    assert found.source == "this run's first 1 of 20 units"
+    assert found.source == "this run's first 1 of 20 units" and found.tokens == pytest.approx(8 * 20)
     watcher.committed(receipt(4, 99.0))
     watcher.look(totals, scheduler)
     later, totals, scheduler = watch(store, Hand())  # a resumed session
@@ -68,6 +78,44 @@ def test_without_a_source_there_is_no_estimate() -> None:
     assert read_estimate(store) is None
 
 
+def test_an_estimate_scales_what_its_source_took_and_made() -> None:
+    took = DeviceSums(up_s=50.0, loading_s=10.0, busy_s=36.0, counted_s=30.0, priced_s=50.0, cost=5.0)
+    found = estimate_from(took, 100, 250, "the run x", tokens=40)
+    assert found is not None and (found.device_s, found.tokens) == (125.0, 100.0)
+    assert found.sums is not None and (found.sums.loading_s, found.sums.counted_s) == (25.0, 75.0)
+    assert per_million_text(found, 36.0) == " (12,500.00 per million tokens of ok samples)"  # 1.25 for 100 tokens
+    assert per_million_text(estimate_from(took, 100, 250, "x") or found, 36.0) == "", (
+        "no tokens known, no price of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        ({}, ""),
+        ({"price_per_hour": 1.5}, "~3.00 (30.00 per million tokens of ok samples)"),
+        (
+            [{"price_per_hour": 4}, {"price_per_hour": 1.5, "labels": {"a": "b"}}],
+            "~3.00 to 8.00 (30.00 to 80.00 per million tokens of ok samples), by the kind of worker",
+        ),
+        ([{"price_per_hour": 4}, {"labels": {"a": "b"}}], "unknown: some kinds of workers have no price"),
+    ],
+)
+def test_validate_says_what_an_estimate_costs(workers: Any, said: str) -> None:
+    spec = check_spec(
+        {
+            "task": {"kind": "complete"},
+            "input": {"path": "rows.jsonl"},
+            "model": {"path": "builtin:ar-tiny"},
+            "decoder": {"kind": "autoregressive"},
+            "output": {"path": "run"},
+            "workers": workers,
+        }
+    )
+    assert price_text(spec, Estimate(7200.0, "the run x", "", 100_000.0)) == said
+    assert price_text(spec, None) == ("unknown" if workers else "")
+
+
 @pytest.mark.parametrize(("actual_s", "said"), [(0.0, ""), (3600.0, "; 100% too high"), (14400.0, "; 50% too low")])
 def test_the_error_is_said_once_the_run_has_ended(actual_s: float, said: str) -> None:
     rows = estimate_rows(Estimate(7200.0, "the run x", ""), actual_s, 1.5)
@@ -81,13 +129,16 @@ def test_a_recurring_job_is_estimated_from_its_last_run_and_says_how_far_that_wa
     base = {"path": f"{tmp_path}/runs/{{date:%Y-%m-%d}}", "unit_rows": 4}
     spec = write_spec(tmp_path, rows=tmp_path / "rows.jsonl", output=base, workers={"price_per_hour": 2.0})
     assert main(["validate", str(spec), "--logical-date", "2026-11-20"]) == 0
-    assert "from the trial on this machine, without loading and idle time" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "from the trial on this machine, without loading and idle time" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("cost ")]
+    assert line.endswith("per million tokens of ok samples)")
     assert main(["run", str(spec), "--local", "--quiet", "--logical-date", "2026-11-20"]) == 0
     write_rows(tmp_path / "rows.jsonl", 16, seed=1)
     capsys.readouterr()
     assert main(["validate", str(spec), "--logical-date", "2026-11-21"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("devices")]
-    assert line.endswith("from the run 2026-11-20") and ", cost ~" in line
+    assert line.endswith("from the run 2026-11-20") and " loading, " in line
     assert main(["run", str(spec), "--local", "--quiet", "--logical-date", "2026-11-21"]) == 0
     out = capsys.readouterr().out
     (said,) = [line for line in out.splitlines() if line.strip().startswith("estimate")]

@@ -24,7 +24,7 @@ from jobs.spec.job_spec import check_spec, load_spec
 from jobs.spec.notify_settings import NotifySettings
 from jobs.spec.spec_file import parse
 from jobs.watching import notify
-from jobs.watching.notify import StallWatcher, check_receivers, send
+from jobs.watching.notify import StallWatcher, check_receivers, send, shown
 from storage.errors import UserError
 from tests.jobs.driving.test_device_time import Hand
 
@@ -109,7 +109,14 @@ def test_a_command_that_fails_is_told_with_its_last_line_and_without_secrets(
     told = list[str]()
     one = receiver(command=program(tmp_path, f"import sys; sys.exit('first\\nno: {SECRET}')"))
     send([one], "finish", {}, told.append)
-    assert told == [f"notify: command {sys.executable!r}: exit code 1: no: [hidden]"]
+    (message,) = told
+    assert message.startswith("notify: command ") and message.endswith(": exit code 1: no: [hidden]")
+
+
+def test_messages_name_a_command_by_its_words() -> None:
+    assert shown(receiver(command=["sh", "-c", "exit 1"])) == "command sh -c 'exit 1'"
+    long = shown(receiver(command=["sh", "-c", "x" * 100]))
+    assert len(long) < 80 and long.endswith("xx...")
 
 
 def test_a_command_that_prints_the_variable_of_a_webhook_does_not_get_it_into_the_log(
@@ -120,7 +127,8 @@ def test_a_command_that_prints_the_variable_of_a_webhook_does_not_get_it_into_th
     one = receiver(command=program(tmp_path, "import os, sys; sys.exit('no: ' + os.environ['HOOK_PATH'])"))
     other = receiver(webhook="https://host/${HOOK_PATH}", on=["interrupt"])
     send([one, other], "finish", {}, told.append)
-    assert told == [f"notify: command {sys.executable!r}: exit code 1: no: [hidden]"]
+    (message,) = told
+    assert message.startswith("notify: command ") and message.endswith(": exit code 1: no: [hidden]")
 
 
 def test_a_command_that_does_not_end_is_killed_with_its_children(tmp_path: Path) -> None:
