@@ -29,6 +29,11 @@ _SECRET_NAME = re.compile(r"auth|token|key|secret|cookie|password|signature", re
 _GIVEN = re.compile(r"\b(?:bearer|basic)\s+(?!\$)\S{8,}", re.IGNORECASE)
 
 
+def _one_or_more(value: Any) -> Any:
+    """One word, or a list of them, as a tuple."""
+    return (value,) if isinstance(value, str) else as_tuple(value)
+
+
 def _command(words: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
         if redacted(word) != word or _GIVEN.search(word):
@@ -75,7 +80,7 @@ class NotifySettings(Settings):
     command: (
         Annotated[
             tuple[Annotated[str, Field(min_length=1)], ...],
-            BeforeValidator(as_tuple),
+            BeforeValidator(_one_or_more),
             Field(min_length=1),
             AfterValidator(_command),
         ]
@@ -83,7 +88,11 @@ class NotifySettings(Settings):
     ) = None
     webhook: Annotated[str, AfterValidator(_webhook)] | None = None
     headers: Annotated[dict[str, str], AfterValidator(_headers)] = Field(default_factory=dict)
-    on: Annotated[tuple[Event, ...], BeforeValidator(as_tuple), Field(min_length=1)] = ("finish", "failure", "stall")
+    on: Annotated[tuple[Event, ...], BeforeValidator(_one_or_more), Field(min_length=1)] = (
+        "finish",
+        "failure",
+        "stall",
+    )
     timeout_s: Annotated[float, Field(gt=0.0, le=300.0)] = 10.0
     stall_s: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] = 1800.0
 

@@ -50,7 +50,8 @@ def check_receivers(receivers: Sequence[NotifySettings]) -> None:
     """Raise UserError if a command is not there or an environment variable is not set."""
     for number, one in enumerate(receivers):
         if one.command is not None and shutil.which(one.command[0]) is None:
-            raise UserError(f"{one.command[0]!r} is not a command here", field=f"notify.{number}.command")
+            hint = "; write its words as a list" if len(one.command) == 1 and " " in one.command[0] else ""
+            raise UserError(f"{one.command[0]!r} is not a command here{hint}", field=f"notify.{number}.command")
         for place, text in places_of(one):
             for name in VARIABLE.findall(text):
                 if not os.environ.get(name):

@@ -268,6 +268,11 @@ def test_the_specs_of_the_docs_are_read_as_they_are_written(tmp_path: Path) -> N
     assert parse("{true: yes}", "here") == {True: True}
 
 
+def test_one_word_needs_no_list() -> None:
+    one = receiver(command="page-me", on="stall")
+    assert (one.command, one.on) == (("page-me",), ("stall",))
+
+
 def test_notices_are_no_part_of_what_decides_results() -> None:
     plain = {**spec_with([])}
     assert check_spec(plain).results_key() == check_spec(spec_with({"command": ["x"]})).results_key()
@@ -280,7 +285,8 @@ def test_a_variable_that_is_not_set_and_a_command_that_is_not_there_are_refused_
     for one, field in (
         ({"webhook": "https://host/${NOT_SET}"}, "notify.1.webhook: the environment variable NOT_SET is not set"),
         ({"webhook": "https://host", "headers": {"A": "${NOT_SET}"}}, "notify.1.headers.A: the environment"),
-        ({"command": ["no-such-command-here"]}, "notify.1.command: 'no-such-command-here' is not a command"),
+        ({"command": ["no-such-command-here"]}, "notify.1.command: 'no-such-command-here' is not a command here"),
+        ({"command": "sh -c true"}, "notify.1.command: 'sh -c true' is not a command here; write its words as a list"),
     ):
         with pytest.raises(UserError) as error:
             check_receivers([receiver(command=["sh"]), receiver(**one)])
