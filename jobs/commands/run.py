@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import Any
 
 from actors.job import Crew
 from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED
@@ -264,7 +265,7 @@ def logged(run: Run) -> Iterator[None]:
     log.attach(run.store, run.lease.epoch, run.spec.name)
     plan = run.plan
     numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
-    facts = {"fingerprint": plan.fingerprint, "code_version": code_version(), "owner": this_process()}
+    facts: dict[str, Any] = {"fingerprint": plan.fingerprint, "code_version": code_version(), "owner": this_process()}
     log.add("started", numbers, **facts)
     run.display.event("started", units=plan.units, samples=plan.rows, path=run.store.url, **facts)
     try:

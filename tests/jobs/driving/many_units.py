@@ -175,6 +175,8 @@ def job(folder: Path, units: int) -> dict[str, float]:
         display=Silence(),
         site=ManyWorkers(),
         loads=False,
+        ending=None,
+        earlier=None,
     )
     assert jobs_run.decode(run).how == "done"
     peaks["closed"] = peak_mb()
