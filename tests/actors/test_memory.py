@@ -108,6 +108,29 @@ def test_a_decoder_is_fitted_to_its_device_and_the_record_says_how(monkeypatch: 
     assert fit(FakeDecoder(), threads=1) is None
 
 
+def test_workers_of_one_job_hold_as_many_samples_as_each_ones_own_device_allows(monkeypatch: pytest.MonkeyPatch):
+    def rows_on(total: int, *, gpus: float = 1.0, max_rows: int = 64) -> int:
+        Pretended(monkeypatch, total=total)
+        setup = Setup(
+            backbone=Small(num_positions=6),
+            info=token_info(3),
+            sampling=Sampling(),
+            max_rows=max_rows,
+            max_tokens=2**20,
+        )
+        decoder: Any = build_decoder(setup, AutoregressiveSettings(kind="autoregressive"))
+        decoder.backbone.device = GPU  # what it has so far is small enough to be anywhere
+        room = fit(decoder, threads=1, gpus=gpus)
+        assert room is not None and room.device == "cuda:0" and room.free_bytes == int(total * gpus)
+        return room.rows
+
+    small = rows_on(4_000_000)
+    assert rows_on(12_000_000) in {3 * small, 3 * small + 1, 3 * small + 2}, "three times the memory"
+    assert rows_on(12_000_000, gpus=0.5) == rows_on(6_000_000) < rows_on(12_000_000), "a share is a smaller device"
+    assert rows_on(12_000_000, max_rows=5) == 5, "a kind's own bound"
+    assert rows_on(10**9) == 64, "the bound of the spec"
+
+
 def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbours_are_ok():
     decoder = build_decoder(
         Setup(backbone=Small(num_positions=6), info=token_info(3), sampling=Sampling(), max_rows=9, max_tokens=999),
