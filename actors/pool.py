@@ -22,6 +22,7 @@ from actors.faults import DeviceLostError
 from actors.job import Crew, Job, Seat
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
+from actors.turns import turn_s
 from actors.worker import DecodeWorker, EarlyWorker
 
 __all__ = ["RayPool", "Seat", "Spare", "early_workers", "end_workers"]
@@ -181,7 +182,7 @@ class RayPool:
         return news + self._notices.of({name: member.actor for name, member in self._members.items() if member.place})
 
     def _turn(self, member: Member, units: list[WorkUnit]) -> None:
-        member.turns.append(member.actor.turn.remote(units, member.forget))
+        member.turns.append(member.actor.turn.remote(units, member.forget, turn_s(len(self._members))))
         member.forget = []
 
     def _read(self, name: str, arrived: set[Any]) -> list[PoolNews]:

@@ -24,13 +24,11 @@ from actors.runner import UnitRunner
 from actors.shelf import Shelf
 from actors.stop_text import stops_of
 from actors.text import load_tokenizer
+from actors.turns import LEAST_S
 from decoders.base import Decoder
 from storage.failpoints import failpoint
 
 __all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
-
-TURN_S = 0.2
-"""Seconds that a turn lasts without news: the period of heartbeats and of progress reports."""
 
 
 class Turns:
@@ -44,13 +42,13 @@ class Turns:
         """Node, process id, and facts found and chosen at the start, for the log; answers when the model is loaded."""
         return self._node, os.getpid(), self._runner.facts
 
-    def turn(self, add: Sequence[WorkUnit], forget: Sequence[int]) -> TurnReport:
-        """Forget leases, add units, then decode until there is news or TURN_S have passed."""
+    def turn(self, add: Sequence[WorkUnit], forget: Sequence[int], for_s: float = LEAST_S) -> TurnReport:
+        """Forget leases, add units, then decode until there is news or `for_s` seconds have passed."""
         for lease in forget:
             self._runner.drop(lease)
         for unit in add:
             self._runner.add(unit)
-        until_s = time.perf_counter() + TURN_S
+        until_s = time.perf_counter() + for_s
         news: list[Receipt | Failure] = []
         while self._runner.held and not news and time.perf_counter() < until_s:
             failpoint("worker.step")

@@ -54,6 +54,9 @@ CLOSING_S = 5.0
 ROOM_EVERY_S = 5.0
 """Seconds between two checks of how many workers the cluster has room for."""
 
+HELD_EVERY_S = 1.0
+"""Seconds between two counts of the units that workers hold."""
+
 TOO_MANY = "more samples failed than `errors` allows"
 
 MOST_GAP_S = 10.0
@@ -149,6 +152,7 @@ class Driver:
     _loading: set[str] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
+    _held_at_s: float = 0.0
 
     def run(self) -> Finish:
         """Run until the scheduler finishes, or until the grace period after a stop request is over."""
@@ -160,7 +164,7 @@ class Driver:
             for news in self.pool.poll(POLL_S) if self.scheduler.finished is None else ():
                 self._take(news)
             self.totals.loading = len(self._loading)
-            self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
+            self._count_held()
             self.display.show(self.totals)
             self.log.maybe_flush(self.totals)
             self.watchers.look(self.totals, self.scheduler)
@@ -182,6 +186,12 @@ class Driver:
         self._watched_s += min(MOST_GAP_S, max(0.0, now_s - (self._looked_s or now_s)))
         self._looked_s = now_s
         return self._watched_s
+
+    def _count_held(self) -> None:
+        """Count the units that workers hold, once a second: with many workers, the count takes as long as a report."""
+        if self._watched_s >= self._held_at_s or self.scheduler.finished is not None:
+            self._held_at_s = self._watched_s + HELD_EVERY_S
+            self.totals.units_held = len({lease.unit for lease in self.scheduler.books.leases.values()})
 
     def _look_for_room(self) -> None:
         """Report room only when it has grown: do not ask again for workers given up because of a bad machine."""
@@ -224,7 +234,7 @@ class Driver:
                 self.watchers.reported(worker, report)
                 for item in report.news:
                     self._answer(item)
-                self._tell(Heard(worker, report.spent, report.moved))
+                self._tell(Heard(worker, report.spent, report.moved, report.effort.engine.committed))
 
     def _worker_died(self, died: Died) -> None:
         self._loading.discard(died.worker)

@@ -55,7 +55,7 @@ class MoreRoom:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A worker answered; most samples of the `spent` leases have a slot.
+    """A worker answered; most samples of the `spent` leases have a slot, and it has generated `tokens` since its last answer.
 
     `moved` if it made progress since its last answer: this renews its leases. An answer without progress does not.
     """
@@ -63,6 +63,7 @@ class Heard:
     worker: str
     spent: tuple[int, ...] = ()
     moved: bool = True
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from actors.messages import Verdict
@@ -48,6 +48,7 @@ from jobs.schedule.events import (
     WorkerLeaving,
     WorkerUp,
 )
+from jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
 from jobs.schedule.staffing import Staffing
 from jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
 from jobs.schedule.unit_sizes import UnitSize, UnitSizes
@@ -56,6 +57,12 @@ DEFAULT = Limits()
 
 LEAVE_EARLY_S = 5.0
 """Seconds before a machine's end at which its workers are ended, or half of the time that is left if that is less."""
+
+NEAR_UNITS = 16
+"""Units per worker, each as long as the next one, below which the speeds of workers are looked at; it takes time to do so."""
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at all leases and workers, for those that hang, and for units that an idle worker may now take."""
 
 
 class Scheduler:
@@ -71,6 +78,7 @@ class Scheduler:
         self.now_s = 0.0
         self.draining = False
         self.finished: Finish | None = None
+        self._look_at_s = 0.0
         self._out: list[Command] = []
 
     def on(self, event: Event) -> list[Command]:
@@ -78,8 +86,11 @@ class Scheduler:
         if self.finished is not None:
             return []
         self._out = []
+        # Most events by far change nothing; with many workers, assigning units is expensive.
         if isinstance(event, Heard) and not self._heard(event):
-            return []  # most events by far; with many workers, assigning units is expensive
+            return []
+        if isinstance(event, Tick) and not self._tick(event.now_s):
+            return []
         self._handle(event)
         if self.finished is None:
             self._settle()
@@ -94,8 +105,6 @@ class Scheduler:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Tick(now_s):
-                self._tick(now_s)
             case WorkerUp(name) if name in self.books.workers:
                 self.books.workers[name].up = True
                 self.staffing.came_up()
@@ -120,11 +129,16 @@ class Scheduler:
         """Renew a worker's leases if it made progress; returns whether it may now have room for other units."""
         if event.moved:
             self.books.renew(event.worker, self.now_s + self.limits.lease_s)
+        self.books.note_tokens(event.worker, event.tokens, self.now_s)
         return self.books.note_spent(event.worker, event.spent)
 
-    def _tick(self, now_s: float) -> None:
+    def _tick(self, now_s: float) -> bool:
+        """Let the time pass; returns whether units should be assigned. Looks for workers that hang once in LOOK_EVERY_S."""
         self.now_s = max(self.now_s, now_s)
-        self.books.wake(self.now_s)
+        woke = self.books.wake(self.now_s)
+        if self.now_s < self._look_at_s:
+            return woke
+        self._look_at_s = (self.now_s // LOOK_EVERY_S + 1) * LOOK_EVERY_S
         for name, reason in self.books.overdue(self.now_s, self.limits):
             self._out.append(KillWorker(name, reason))
             self._worker_died(name, reason)
@@ -134,6 +148,7 @@ class Scheduler:
             for name in self.books.unneeded(self.now_s, self.limits.idle_s):
                 if self.books.num_staying > self.remaining:
                     self._let_go(name)
+        return True
 
     def _leaves(self, worker: Worker, left_s: float | None) -> None:
         """A worker finishes what it decodes, if its machine stays long enough; it ends shortly before the machine does."""
@@ -231,6 +246,7 @@ class Scheduler:
             return
         pause_s = min(self.limits.rest_s * 2.0 ** (unit.infra_failures - 1), self.limits.max_rest_s)
         unit.resting_until_s = self.now_s + pause_s
+        self.books.resting.add(lease.unit)
         self.books.delicate.discard(lease.unit)
 
     def _open_inquest(self, unit: Unit, cause: Cause) -> None:
@@ -282,7 +298,7 @@ class Scheduler:
 
     def _assign(self) -> None:
         """Assign delicate units first, to workers that hold nothing else; then the waiting units; then copies."""
-        hands = deque(self.books.hands())
+        hands = deque(self.books.hands(busy=bool(self.books.delicate)))
         for number in sorted(self.books.delicate):
             while hands and number in self.books.delicate:
                 worker = hands.popleft()  # reserved for this unit, even while the worker still holds others
@@ -295,9 +311,10 @@ class Scheduler:
     def _deal(self, hands: deque[Worker]) -> list[Worker]:
         """Assign the waiting units, to workers with the fewest leases first; returns the workers that have none afterwards."""
         idle: list[Worker] = []
+        view = outlook(self.books, self.books.staying(), self.now_s) if hands and self._is_near_end() else None
         while hands:
             worker = hands.popleft()
-            number = self.books.waiting.take() if worker.has_room else None
+            number = self._chosen(worker, view) if worker.has_room else None
             if number is not None:
                 self._lease(worker, number, None)
                 hands.append(worker)
@@ -305,11 +322,51 @@ class Scheduler:
                 idle.append(worker)
         return idle
 
+    def _is_near_end(self) -> bool:
+        """Whether so little waits that speeds matter: before that, the next unit fits into every worker's share."""
+        waiting = self.books.waiting
+        return bool(waiting) and waiting.tokens < NEAR_UNITS * waiting.next_tokens() * self.books.num_up
+
+    def _chosen(self, worker: Worker, view: Outlook | None) -> int | None:
+        """The unit for a worker that has room: the next one, or near the end one that fits its speed (see speeds.py)."""
+        waiting = self.books.waiting
+        number = waiting.take() if view is None else fitting_unit(waiting, view, worker.name)
+        if number is not None and view is not None:
+            view.give(worker.name, self.books.sizes[number].tokens)
+        return number
+
     def _copy(self, idle: list[Worker]) -> None:
         """Assign copies of other workers' units to idle workers."""
+        view = outlook(self.books, self.books.workers.values(), self.now_s)
+        if view is not None:
+            return self._copy_sooner(view, idle)
         for lease in self.books.slow():
             if idle and len(self.books.touched[lease.unit].leases) < COPIES:
                 self._lease(idle.pop(0), lease.unit, None)
+
+    def _copy_sooner(self, view: Outlook, idle: list[Worker]) -> None:
+        """Assign copies of the units that will be done last, where an idle worker would finish them sooner; fast ones first.
+
+        Where the fastest idle worker would not finish a unit sooner, no other one would.
+        """
+        ends = {number: end_s for worker in self.books.workers.values() for number, end_s in self._ends(view, worker)}
+        holders = {lease.number: self.books.workers[lease.worker] for lease in self.books.slow()}
+        stays = {number: not (one.leaving or is_silent(one, self.now_s)) for number, one in holders.items()}
+        fast = deque(sorted(idle, key=lambda worker: (-view.speeds[worker.name], worker.name)))
+        for number in sorted(stays, key=lambda number: (stays[number], -ends[number], -number)):
+            lease = self.books.leases[number]
+            unit = self.books.touched[lease.unit]
+            if fast and len(unit.leases) < COPIES:
+                ours_s = view.finish_s(fast[0].name, unit.size.tokens)
+                if not stays[number] or ours_s < ends[number]:
+                    self._lease(fast.popleft(), lease.unit, None)
+
+    def _ends(self, view: Outlook, worker: Worker) -> Iterator[tuple[int, float]]:
+        """When a worker will have finished each of its leases, if it decodes them in their order."""
+        behind = 0
+        for number in reversed(worker.leases):
+            yield number, view.finish_s(worker.name, -behind)
+            behind += self.books.touched[self.books.leases[number].unit].size.tokens
 
     def _lease_delicate(self, worker: Worker, number: int) -> None:
         inquest = self.books.touched[number].inquest
@@ -319,7 +376,9 @@ class Scheduler:
         self._lease(worker, number, rows)
 
     def _lease(self, worker: Worker, number: int, rows: Range | None) -> None:
-        self._out.append(Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s)))
+        self._out.append(
+            Assign(worker.name, self.books.lease(worker, number, rows, self.now_s + self.limits.lease_s, self.now_s))
+        )
 
     def _give_back(self, lease: UnitLease) -> None:
         """Queue the work of a lease that was released before it was done."""

@@ -15,6 +15,9 @@ from jobs.schedule.waiting import Waiting
 AHEAD = 1
 """Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""
 
+KNOWN_S = 5.0
+"""Seconds of decoding after which a worker's speed counts as known."""
+
 COPIES = 2
 """Workers that may hold the same unit at the end of a job, at most."""
 
@@ -88,7 +91,8 @@ class Worker:
     """A worker that is starting or up, and its leases, oldest first; few samples of the `spent` leases still wait for a slot.
 
     A `leaving` worker gets nothing more; if it dies, its leases count as lost, not as failed. At `leave_by_s` it is ended.
-    `idle_since_s` is when it was first seen without a lease.
+    `idle_since_s` is when it was first seen without a lease. It has `generated` so many tokens in `busy_s`, the last `since`
+    of them since it finished a unit, and the last ones at `moved_s`.
     """
 
     name: str
@@ -99,6 +103,16 @@ class Worker:
     idle_since_s: float | None = None
     leases: list[int] = field(default_factory=list)
     spent: set[int] = field(default_factory=set)
+    heard_s: float = 0.0
+    moved_s: float = 0.0
+    generated: int = 0
+    busy_s: float = 0.0
+    since: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Tokens that it generates per second while it holds units; 0 if it is not known yet."""
+        return self.generated / self.busy_s if self.busy_s >= KNOWN_S else 0.0
 
     @property
     def has_room(self) -> bool:
@@ -123,11 +137,13 @@ class UnitLedger:
         self.touched: dict[int, Unit] = {}
         self.done = UnitSet()
         self.delicate: set[int] = set()
+        self.resting: set[int] = set()
         self.leases: dict[int, UnitLease] = {}
         self.workers: dict[str, Worker] = {}
         self.waiting = Waiting(self.sizes, self.done, workers)
         self._num_leases = 0
         self._num_workers = 0
+        self._finished_tokens = self._finished_generated = 0
 
     def hire(self, now_s: float) -> Worker:
         """Enter a starting worker, under a name that was never used."""
@@ -136,12 +152,14 @@ class UnitLedger:
         self.workers[worker.name] = worker
         return worker
 
-    def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float) -> WorkUnit:
+    def lease(self, worker: Worker, number: int, rows: Range | None, expires_s: float, now_s: float = 0.0) -> WorkUnit:
         """Enter a lease on the unit (or, for a probe, on its `rows`); returns the message for the worker."""
         unit = self.touched.setdefault(number, Unit(self.sizes[number]))
         lease = UnitLease(self._num_leases, number, worker.name, rows, expires_s)
         self._num_leases += 1
         self.leases[lease.number] = lease
+        if not worker.leases:
+            worker.heard_s, worker.moved_s, worker.since = now_s, now_s, 0
         worker.leases.append(lease.number)
         unit.leases.append(lease.number)
         start, stop = rows or (0, unit.size.rows)
@@ -171,6 +189,26 @@ class UnitLedger:
         """Extend a worker's leases until `expires_s`."""
         for number in self.workers[name].leases if name in self.workers else ():
             self.leases[number].expires_s = expires_s
+
+    def note_tokens(self, name: str, tokens: int, now_s: float) -> None:
+        """Enter how many tokens a worker has generated since it was last heard of."""
+        worker = self.workers.get(name)
+        if worker is not None and worker.leases:
+            worker.generated += tokens
+            worker.since += tokens
+            worker.busy_s += now_s - worker.heard_s
+            worker.heard_s = now_s
+            worker.moved_s = now_s if tokens else worker.moved_s
+
+    @property
+    def scale(self) -> float:
+        """Tokens of canvases per generated token, in what is finished; 1 before that."""
+        return self._finished_tokens / self._finished_generated if self._finished_generated else 1.0
+
+    def left(self, worker: Worker, scale: float) -> float:
+        """About how many tokens of canvases a worker still has to decode."""
+        held = sum(self.touched[self.leases[number].unit].size.tokens for number in worker.leases)
+        return max(0.0, held - scale * worker.since)
 
     def note_spent(self, name: str, leases: Iterable[int]) -> bool:
         """Enter which of a worker's leases have few samples that still wait for a slot; returns whether this set changed.
@@ -237,10 +275,17 @@ class UnitLedger:
             worker.name for worker in sorted(waited, key=lambda one: (not one.up, one.hired_s, one.name), reverse=True)
         ]
 
-    def hands(self) -> list[Worker]:
-        """The workers that may get units: up, staying, and without a unit that runs alone; fewest leases first."""
-        staying = [worker for worker in self.workers.values() if worker.up and not worker.leaving]
-        free = [worker for worker in staying if not any(self.is_alone(number) for number in worker.leases)]
+    def staying(self) -> list[Worker]:
+        """The workers that are up and stay."""
+        return [worker for worker in self.workers.values() if worker.up and not worker.leaving]
+
+    def hands(self, *, busy: bool = True) -> list[Worker]:
+        """The workers that may get units: up, staying, and without a unit that runs alone; fewest leases first.
+
+        Without `busy`, only those that have room now.
+        """
+        staying = [w for w in self.workers.values() if w.up and not w.leaving and (busy or w.has_room)]
+        free = [worker for worker in staying if not self.holds_alone(worker)]
         return sorted(free, key=lambda worker: (len(worker.leases), worker.name))
 
     def slow(self) -> list[UnitLease]:
@@ -265,25 +310,46 @@ class UnitLedger:
         else:
             self.waiting.put(unit.size)
 
-    def wake(self, now_s: float) -> None:
-        """Queue the units whose rest is over."""
-        for number, unit in self.touched.items():
-            if unit.resting_until_s is not None and unit.resting_until_s <= now_s:
+    def wake(self, now_s: float) -> bool:
+        """Queue the units whose rest is over; returns whether there are any."""
+        over = [number for number in sorted(self.resting) if self._rested(number, now_s)]
+        for number in over:
+            self.resting.discard(number)
+            unit = self.touched.get(number)
+            if unit is not None and unit.resting_until_s is not None:
                 unit.resting_until_s = None
                 self.enqueue(number)
+        return bool(over)
+
+    def _rested(self, number: int, now_s: float) -> bool:
+        until_s = self.touched[number].resting_until_s if number in self.touched else None
+        return until_s is None or until_s <= now_s
 
     def finish(self, number: int) -> list[UnitLease]:
         """Enter a unit as done, whatever its state, and drop its history; returns the leases that it still had."""
         self.done.add(number)
         self.delicate.discard(number)
         state = self.touched.get(number)
+        self._note_finished(state)
         leases = [self.release(lease) for lease in list(state.leases)] if state else []
         self.touched.pop(number, None)
         return leases
 
+    def _note_finished(self, state: Unit | None) -> None:
+        for number in state.leases[:1] if state is not None else ():
+            worker = self.workers.get(self.leases[number].worker)
+            if worker is not None and state is not None and worker.since:
+                self._finished_tokens += state.size.tokens
+                self._finished_generated += worker.since
+                worker.since = 0
+
     def is_alone(self, lease: int) -> bool:
         """Whether the worker of this lease may hold no other lease."""
         return self.touched[self.leases[lease].unit].alone
+
+    def holds_alone(self, worker: Worker) -> bool:
+        """Whether the worker holds a unit that runs alone, and may get no other."""
+        return any(self.is_alone(number) for number in worker.leases)
 
     def check_integrity(self) -> None:
         """Assert that the records agree with each other; for tests and debugging."""

@@ -60,11 +60,13 @@ class UnitFacts(Sequence[CommittedUnit]):
         self._blocks: list[NDArray[np.void]] = []
         self._count = 0
         self._odd: dict[int, tuple[str, str, str]] = {}  # object, etag and SHA-256 by place
+        self._order: NDArray[np.int64] | None = None  # places in the blocks, of a sorted view
         for unit in units:
             self.add(unit)
 
     def add(self, unit: CommittedUnit) -> None:
         """Add a unit."""
+        assert self._order is None, "a sorted view is complete"
         if self._count % BLOCK == 0:
             self._blocks.append(np.zeros(BLOCK, dtype=_COLUMNS))
         etag, sha256 = unit.etag.encode(), _digest(unit.sha256)
@@ -113,20 +115,22 @@ class UnitFacts(Sequence[CommittedUnit]):
 
     def numbers(self) -> NDArray[np.int64]:
         """The units' numbers; int64 [units]."""
-        return np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
+        found = np.concatenate([np.empty(0, dtype=np.int64), *self._columns("unit")])
+        return found if self._order is None else found[self._order]
 
     def ordered(self) -> UnitFacts:
-        """The same units, sorted by number."""
-        numbers = self.numbers()
-        if bool(np.all(numbers[1:] >= numbers[:-1])):
-            return self
-        return UnitFacts(self[int(place)] for place in np.argsort(numbers, kind="stable"))
+        """The same units, sorted by number: a view of them, to which nothing can be added."""
+        view = UnitFacts()
+        view._blocks, view._count, view._odd = self._blocks, self._count, self._odd
+        view._order = np.argsort(np.concatenate([np.empty(0, np.int64), *self._columns("unit")]), kind="stable")
+        return view
 
     def _columns(self, name: str) -> Iterator[NDArray[Any]]:
         for first in range(0, self._count, BLOCK):
             yield self._blocks[first // BLOCK][name][: self._count - first]
 
-    def _made(self, place: int) -> CommittedUnit:
+    def _made(self, index: int) -> CommittedUnit:
+        place = index if self._order is None else int(self._order[index])
         row = self._blocks[place // BLOCK][place % BLOCK]
         unit, rows, ok, failed, skipped, size, exact = row.item()[:7]
         if place in self._odd:

@@ -1,0 +1,223 @@
+"""Which worker takes which of the last units: fast ones the long units, and nobody is left with one that ends too late."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.messages import WorkUnit
+from jobs.schedule.events import (
+    Assign,
+    Command,
+    Heard,
+    Revoke,
+    Tick,
+    UnitDone,
+    UnitFailed,
+    WorkerDied,
+    WorkerUp,
+)
+from jobs.schedule.scheduler import Scheduler
+from jobs.schedule.speeds import Outlook, fitting_unit
+from jobs.schedule.unit_leases import KNOWN_S
+from jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from jobs.schedule.waiting import Waiting
+
+
+class Team:
+    """A scheduler whose workers w0, w1, ... are up and decode with constant speeds; 0 for one that reports no tokens."""
+
+    def __init__(self, units: list[UnitSize], *speeds: int) -> None:
+        self.scheduler = Scheduler(units, workers=len(speeds))
+        self.speeds = {f"w{number}": speed for number, speed in enumerate(speeds)}
+        self.held: dict[str, list[WorkUnit]] = {name: [] for name in self.speeds}
+        self.taken: dict[str, list[int]] = {name: [] for name in self.speeds}
+        self.now_s = 0.0
+        self.tell(Tick(0.0))
+        for name in self.speeds:
+            self.tell(WorkerUp(name))
+
+    def tell(self, event: Tick | WorkerUp | Heard | UnitDone | UnitFailed | WorkerDied) -> list[Command]:
+        commands = self.scheduler.on(event)
+        for command in commands:
+            if isinstance(command, Assign):
+                self.held[command.worker].append(command.unit)
+                self.taken[command.worker].append(command.unit.unit)
+            elif isinstance(command, Revoke):
+                self.held[command.worker] = [w for w in self.held[command.worker] if w.lease != command.lease]
+        if self.scheduler.finished is None:
+            self.scheduler.books.check_integrity()
+        return commands
+
+    def decode(self, seconds: float) -> None:
+        """All workers decode for some time and report it; no unit is finished, and none has room for the next one."""
+        self.now_s += seconds
+        self.tell(Tick(self.now_s))
+        for name, speed in self.speeds.items():
+            self.tell(Heard(name, tokens=int(speed * seconds)))
+
+    def finish(self, name: str) -> None:
+        """A worker finishes its oldest unit."""
+        work = self.held[name].pop(0)
+        self.tell(UnitDone(work.lease, work.unit))
+
+
+def units(*tokens: int, windows: tuple[int, ...] = ()) -> list[UnitSize]:
+    return [UnitSize(unit, 4, cost, windows[unit] if windows else 0) for unit, cost in enumerate(tokens)]
+
+
+def test_without_known_speeds_the_longest_waiting_unit_comes_next():
+    team = Team(units(90, 80, 70, 60, 50), 0, 0)
+    team.decode(100.0)
+    team.finish("w1")
+    team.finish("w0")
+    assert team.taken == {"w0": [0, 3], "w1": [1, 2]}
+
+
+def test_a_speed_counts_as_known_only_after_some_seconds():
+    team = Team(units(1000, 900, 800, 10), 100, 1)
+    team.decode(KNOWN_S - 1)
+    assert team.scheduler.books.workers["w0"].speed == 0
+    team.decode(1.0)
+    assert team.scheduler.books.workers["w0"].speed == 100
+    assert team.scheduler.books.workers["w1"].speed == 1
+
+
+def test_near_the_end_the_fast_worker_takes_the_long_unit_and_the_slow_one_a_short_one():
+    team = Team(units(1000, 1000, 900, 500, 60, 50), 100, 10)
+    team.decode(9.9)  # w0 is about to finish, w1 has a tenth
+    team.tell(Heard("w1", tuple(work.lease for work in team.held["w1"])))  # w1 has room: it has far too much already
+    assert team.taken == {"w0": [0], "w1": [1]}
+    team.finish("w0")
+    assert team.taken == {"w0": [0, 2], "w1": [1]}
+    team.finish("w1")  # earlier than expected: of what is left, less than a tenth is its share
+    assert team.taken == {"w0": [0, 2], "w1": [1, 4]}
+
+
+def test_a_worker_without_a_known_speed_counts_as_an_average_one():
+    team = Team(units(1000, 990, 980, 400, 300, 60), 100, 100)
+    team.decode(9.0)
+    team.tell(WorkerDied("w1", "killed", idle=True))
+    team.speeds["w2"], team.held["w2"], team.taken["w2"] = 0, [], []
+    team.tell(WorkerUp("w2"))
+    assert team.taken["w2"], "it gets a unit although nothing is known of it"
+    assert team.taken["w2"][0] in (1, 2)
+
+
+def test_an_idle_slow_worker_leaves_the_last_unit_to_a_fast_one_until_that_is_gone():
+    team = Team(units(1000, 90, 80), 100, 10)
+    team.decode(9.0)
+    team.finish("w1")
+    assert team.taken == {"w0": [0], "w1": [1]}, "w0 would finish the last one in 1.8 s, w1 in 8 s"
+    team.tell(WorkerDied("w0", "killed", idle=True))
+    assert team.taken == {"w0": [0], "w1": [1, 2]}
+
+
+def test_a_worker_whose_unit_runs_alone_keeps_no_other_from_taking_one():
+    team = Team(units(1000, 90, 80), 100, 10)
+    team.decode(9.0)
+    team.scheduler.books.touched[0].alone = True  # after deaths; its worker can take no other unit now
+    team.finish("w1")
+    assert team.taken == {"w0": [0], "w1": [1, 2]}
+
+
+def test_a_unit_of_an_early_window_that_comes_back_at_the_end_is_tried_again():
+    early, last = units(*[100] * 3, windows=(0,) * 3), [UnitSize(3 + n, 4, 10, 1) for n in range(8)]
+    team = Team([*early, *last], 10)
+    assert team.taken["w0"] == [0]
+    team.decode(9.0)
+    work = team.held["w0"].pop(0)
+    for _ in range(10):  # every other unit first: the lost one rests
+        if len(team.taken["w0"]) == 1:
+            team.tell(UnitFailed(work.lease, work.unit, "INFRA", "store", "commit", "it broke"))
+        team.decode(0.01)
+        team.finish("w0")
+    assert team.scheduler.remaining == 1
+    team.decode(60.0)
+    assert team.taken["w0"][-1] == 0
+    team.finish("w0")
+    assert team.scheduler.finished is not None
+
+
+def test_an_idle_worker_copies_what_would_end_last_if_it_is_sooner():
+    team = Team(units(1000, 900), 100, 10)
+    team.decode(10.0)
+    team.finish("w0")
+    assert team.taken == {"w0": [0, 1], "w1": [1]}, "w1 needs another 80 s, w0 9 s"
+
+
+def test_an_idle_worker_copies_nothing_that_its_holder_finishes_sooner():
+    team = Team(units(1000, 900), 100, 10)
+    team.decode(9.5)
+    team.finish("w1")
+    assert team.taken == {"w0": [0], "w1": [1]}
+
+
+def test_every_share_is_in_proportion_to_the_speed_and_grows_more_certain_near_the_end():
+    early = Outlook(waiting=1000, loads={"a": 0, "b": 0}, speeds={"a": 3.0, "b": 1.0})
+    late = Outlook(waiting=0, loads={"a": 500, "b": 500}, speeds={"a": 3.0, "b": 1.0})
+    assert (early.fitting("a"), early.fitting("b")) == (0.8 * 750, 0.8 * 250)
+    assert (round(late.fitting("a")), round(late.fitting("b"))) == (0.9 * 750 - 500, 0.9 * 250 - 500)
+    early.give("a", 600)
+    assert early.remaining == 1000 and early.finish_s("a", 0) == 200
+    assert early.is_first("b", 100) and not early.is_first("a", 100)
+
+
+@given(st.data())
+def test_waiting_units_are_found_by_their_length_as_in_a_plain_list(data: st.DataObject):
+    sizes = units(
+        *data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=30)),
+        windows=tuple(sorted(data.draw(st.lists(st.integers(0, 3), min_size=30, max_size=30)))),
+    )
+    done: set[int] = set()
+    waiting, there = Waiting(UnitSizes(sizes), done, 1), {size.unit for size in sizes}
+    last_window = waiting._last_window
+    gone: list[UnitSize] = []
+    for _ in range(40):
+        last = sorted((-sizes[u].tokens, u) for u in there if sizes[u].window >= last_window)
+        what = data.draw(st.sampled_from(["take", "fitting", "back", "done"]))
+        if what == "take":
+            expected = waiting.next_tokens()
+            taken = waiting.take()
+            assert (taken is None) == (not there)
+            assert taken is None or (taken in there and sizes[taken].tokens == expected)
+        elif what == "fitting":
+            limit = data.draw(st.integers(0, 21))
+            fits = [unit for tokens, unit in last if -tokens <= limit]
+            taken = waiting.take_fitting(limit)
+            assert (taken is None) == (not fits)
+            assert taken is None or (taken in fits and sizes[taken].tokens == sizes[fits[0]].tokens)
+        else:
+            taken = None
+            if what == "back" and gone:
+                size = gone.pop()
+                waiting.put(size)
+                there.add(size.unit)
+            elif what == "done" and there:
+                finished = data.draw(st.sampled_from(sorted(there)))
+                done.add(finished)
+                there.discard(finished)
+        if taken is not None:
+            there.discard(taken)
+            gone.append(sizes[taken])
+        assert set(waiting.units()) == there
+        ends = [sizes[u].tokens for u in there if sizes[u].window >= last_window]
+        assert waiting.shortest() == min(ends, default=None)
+        assert waiting.is_last == bool(there and all(sizes[u].window >= last_window for u in there))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_some_worker_always_takes_a_unit_that_waits(tokens: list[int], speeds: list[int]):
+    sizes = units(*tokens)
+    waiting = Waiting(UnitSizes(sizes), set(), len(speeds))
+    loads = {f"w{number}": 0.0 for number in range(len(speeds))}
+    known = {f"w{number}": float(speed) for number, speed in enumerate(speeds)}
+    view = Outlook(sum(tokens), loads, known)
+    taken: list[int] = []
+    while waiting:
+        found = [(name, unit) for name in loads if (unit := fitting_unit(waiting, view, name)) is not None]
+        assert found, "units wait and nobody takes one"
+        for name, unit in found:
+            view.give(name, sizes[unit].tokens)
+            taken.append(unit)
+    assert sorted(taken) == list(range(len(tokens)))
