@@ -11,8 +11,8 @@ Run from the checkout:
 *The bound.* Each machine can decode from the moment when a worker on it could be up (its arrival, or a death, plus the time to
 load) until it fails or leaves; all this is drawn before the job begins and no scheduler can change it. The lower bound is the
 earliest time at which these machines together can have generated all tokens, each once, if work could be divided at will: nothing
-is lost with a death or a hang, and all machines end at the same moment. Each unit's own deviation from its worker's speed (JITTER) is
-not in it; over thousands of units it makes the makespan 0.25 % longer. The ratio is the makespan over the bound.
+is lost with a death or a hang, and all machines end at the same moment. It takes each machine's mean
+speed: that units deviate from it (JITTER) makes the makespan 0.25 % longer over many units. The ratio is makespan over bound.
 
 *The driver's CPU.* CPU time of this process outside the simulation's own code over simulated seconds: scheduler, driver loop,
 totals, log. Ray's own calls are not in it. *Memory* is the peak over what the process had before the job.

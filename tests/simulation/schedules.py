@@ -13,7 +13,6 @@ from unittest.mock import patch
 from jobs.commands import run as jobs_run
 from jobs.driving.attempts import AttemptsLog
 from jobs.driving.driver import Driver
-from jobs.schedule import unit_leases
 from storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
@@ -38,7 +37,6 @@ def simulated() -> Iterator[dict[str, Any]]:
         stack.enter_context(
             patch("jobs.driving.attempts.redacted", str, create=True)
         )  # there are no secrets here, and it looks long
-        stack.enter_context(patch.object(unit_leases, "KNOWN_S", 0.3))  # the jobs are short
         yield at_work
 
 

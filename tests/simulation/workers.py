@@ -10,11 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 from actors.job import Crew
 from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
-from decoders.base import EngineStats
 from jobs.driving.crew import crew
 from jobs.driving.nodes import NodeRoom
 from storage.errors import StoreError
@@ -141,9 +139,8 @@ class SimPool:
 
 
 def reported(worker: Worker, *items: Receipt | Failure, spent: tuple[int, ...] = ()) -> Reported:
-    """A worker's report; how many tokens it has generated depends on its name, as speeds differ."""
-    effort = Effort(EngineStats(committed=len(worker.units) * (crc32(worker.name.encode()) % 7)))
-    return Reported(worker.name, TurnReport(items, effort, Tally(), spent))
+    """A worker's report."""
+    return Reported(worker.name, TurnReport(items, Effort(), Tally(), spent))
 
 
 def result_of(world: World, worker: Worker, unit: WorkUnit) -> Receipt | Failure:
