@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from decoders.base import Decoder
+from decoders.base import CachedDecoder, Decoder
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,7 @@ class Room:
 
 def fit(decoder: Decoder, *, threads: int, gpus: float = 1.0) -> Room | None:
     """Limit a decoder to the free memory of its device, or to a share if `gpus` is below 1; None if it has no cache."""
-    from decoders.engine.slots import SlotDecoder
-
-    if not isinstance(decoder, SlotDecoder):
+    if not isinstance(decoder, CachedDecoder):
         return None
     device = decoder.backbone.device
     free = free_bytes(device, threads=threads, gpu_share=gpus if 0 < gpus < 1 else 1.0)

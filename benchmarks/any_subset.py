@@ -27,11 +27,10 @@ from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, Parall
 from decoders.backbones.base import Backbone
 from decoders.backbones.heads import DraftHeads
 from decoders.backbones.load import inspect_model, load_backbone, pick_device
-from decoders.base import ModelInfo, Outcome, Request
+from decoders.base import CachedDecoder, ModelInfo, Outcome, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine.setup import Setup
-from decoders.engine.slots import SlotDecoder
 from decoders.registry import build_decoder, find_heads
 from recipes.corpus import encode, split, standard_library
 
@@ -114,7 +113,7 @@ def masked(windows: list[NDArray[np.int32]], kind: str) -> list[Request]:
     return requests
 
 
-def drain(decoder: SlotDecoder, requests: list[Request]) -> list[Outcome]:
+def drain(decoder: CachedDecoder, requests: list[Request]) -> list[Outcome]:
     """Decode all requests, refilling slots as they free up."""
     queue, outcomes = list(reversed(requests)), []
     while queue or decoder.active:

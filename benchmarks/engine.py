@@ -70,12 +70,12 @@ def _length(sample: Sample) -> int:
 
 def bare_loop(spec: JobSpec, threads: int) -> float:
     """Tokens/s of the decode loop alone, on the samples of a finished job's plan."""
-    from decoders.engine.slots import SlotDecoder
+    from decoders.base import CachedDecoder
 
     plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
     assert plan is not None, "the job has run, so it has a plan"
     samples, decoder = canvases(make_job(spec, plan, conditional=True), plan, threads)
-    assert isinstance(decoder, SlotDecoder)
+    assert isinstance(decoder, CachedDecoder)
     queue = [
         Request(number, sample.key, sample.canvas) for number, sample in enumerate(samples) if sample.canvas is not None
     ][::-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +174,27 @@ class Decoder(Protocol):
 
     def clear(self) -> list[int]:
         """Free every slot without an outcome; return the indices of the dropped requests."""
+        ...
+
+
+@runtime_checkable
+class CachedDecoder(Decoder, Protocol):
+    """A decoder whose samples have slots in the cache of a model; its batch has limits, and can be fitted into memory.
+
+    `backbone` is the model (decoders/backbones/base.py).
+    """
+
+    backbone: Any
+    info: ModelInfo
+    max_rows: int
+    max_tokens: int
+
+    def fit(self, free_bytes: int) -> None:
+        """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
+        ...
+
+    def most_rows(self, length: int) -> int:
+        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
         ...
 
 

@@ -56,7 +56,10 @@ class DecoderChoice(Settings):
     @property
     @abstractmethod
     def runs(self) -> str:
-        """The class that runs these settings, as `module:class`; a string, so that settings load without torch."""
+        """What runs these settings, as `module:name`; a string, so that settings load without torch.
+
+        It is called with a Setup and the settings, and gives an Algorithm for the engine, or a decoder.
+        """
         ...
 
     @property

@@ -1,6 +1,6 @@
 """Builds a running decoder from its settings.
 
-A decoder's settings say which class runs them (DecoderChoice.runs); its module is imported when the decoder is built.
+A decoder's settings say what runs them (DecoderChoice.runs); its module is imported when the decoder is built.
 """
 
 from __future__ import annotations
@@ -14,29 +14,28 @@ from decoders.backbones.base import Model
 from decoders.backbones.head_files import head_place
 from decoders.backbones.heads import DraftHeads, load_heads
 from decoders.backbones.packed import can_pack, pack_products
+from decoders.base import CachedDecoder
 from decoders.common_settings import DecoderChoice, Estimate
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.engine import Engine
 from decoders.engine.setup import Setup
 from decoders.engine.slots import SlotDecoder
 from decoders.settings import check_model
 
 
-def build_decoder(setup: Setup, settings: DecoderChoice) -> SlotDecoder:
+def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
     """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
     settings.check_sampling(setup.sampling)
-    return decoder_class(settings)(setup, settings)
+    made = cast("Callable[[Setup, DecoderChoice], Algorithm | SlotDecoder]", _named(settings.runs))(setup, settings)
+    return Engine(setup, made) if isinstance(made, Algorithm) else made
 
 
-def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> SlotDecoder:
+def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
     scorer = cast("Callable[[Setup, DecoderChoice, Estimate], SlotDecoder]", _named(settings.scorer))
     return scorer(setup, settings, estimate)
-
-
-def decoder_class(settings: DecoderChoice) -> Callable[[Setup, DecoderChoice], SlotDecoder]:
-    """The class that runs these settings; imports its module."""
-    return cast("Callable[[Setup, DecoderChoice], SlotDecoder]", _named(settings.runs))
 
 
 def _named(place: str) -> Any:

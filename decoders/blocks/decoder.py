@@ -64,7 +64,7 @@ class BlockSlots(SlotDecoder):
 
     # ---- admission -----------------------------------------------------------------------------------------------
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         # Copies come after the last block, and a block that is cut short has as many columns as any other.
         return self.blocks.full(length) + 2 * self.size
 
@@ -72,7 +72,7 @@ class BlockSlots(SlotDecoder):
         holes = request.canvas < 0
         if bool(holes[: int(len(holes) - holes.sum())].any()):
             raise ValueError("block diffusion decodes from left to right: the holes must come after the prompt")
-        self.state.widen(self._columns(len(request.canvas)))
+        self.state.widen(self.columns(len(request.canvas)))
         super()._start(slot, request)
         self.blocks.start(slot, request)
         self.draws.noise.forget(slot)

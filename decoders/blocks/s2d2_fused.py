@@ -84,7 +84,7 @@ class FusedS2d2(BlockSlots):
         self._sure_ST = state.column(size + 1, dtype=torch.float64)
         self._hidden_STD = state.column(size + 1, self.backbone.width if by_ratio else 0, dtype=self.backbone.dtype)
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         return length + 3 * (self.size + 1)
 
     # ---- one forward ---------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class BlockScorer(BoundScorer):
             raise ValueError(f"decoder.kind: models of family {self.info.family!r} have no mask to score with")
         self.mask_id = self.info.mask_id
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         return 2 * length  # the clean text, and copies that are not longer than the whole text
 
     def _start(self, slot: int, request: Request) -> None:

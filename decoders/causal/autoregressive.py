@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from decoders.causal.decoder import CausalDecoder
+from typing import TYPE_CHECKING
+
 from decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
-from decoders.engine.setup import Setup
-from decoders.engine.state import Group
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.asks import JUST_ONE, TARGET, Decoding
+from decoders.engine.samples import Sample
+
+if TYPE_CHECKING:
+    from decoders.engine.setup import Setup
 
 
-class Autoregressive(CausalDecoder):
+def autoregressive(s: Sample) -> Decoding:
     """The first forward runs the prompt and gives the first token; NFE equals the number of generated tokens."""
+    while s.decided < s.length:
+        _, tokens, log_ps = yield s.causal(s.decided, 1, TARGET, JUST_ONE)
+        s.cached = s.decided
+        s.commit(tokens, log_ps, 1)
 
-    def __init__(self, setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> None:
-        super().__init__(setup)
 
-    def _advance(self, group: Group) -> None:
-        self._advance_by_one(group)
+def algorithm(setup: Setup, settings: AutoregressiveSettings | SpeculativeSettings) -> Algorithm:
+    """How the engine runs it; settings do not matter."""
+    return Algorithm(decode=autoregressive, shared=prompt_but_one)
+
+
+def prompt_but_one(s: Sample) -> int:
+    """The columns of a prompt that another sample can take over: the row of its last token predicts the first hole."""
+    return s.prompt - 1

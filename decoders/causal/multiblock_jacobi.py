@@ -91,7 +91,7 @@ class MultiblockJacobi(JacobiDecoder):
         super()._start(slot, request)
         self._opened_S[slot] = 1
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         # Candidates come after the chain.
         return length + self.most_candidates * self.block_size
 

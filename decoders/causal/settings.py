@@ -22,7 +22,7 @@ class AutoregressiveSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.autoregressive:Autoregressive"
+        return "decoders.causal.autoregressive:algorithm"
 
 
 class DrafterPlace(Settings):
@@ -67,7 +67,7 @@ class SpeculativeSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice; without drafts it is the baseline."""
-        return "decoders.causal." + ("autoregressive:Autoregressive" if self.k == 0 else "speculative:Speculative")
+        return "decoders.causal." + ("autoregressive:algorithm" if self.k == 0 else "speculative:algorithm")
 
 
 class SpecDiffSettings(DecoderChoice):

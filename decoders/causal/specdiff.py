@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Final
 
 from decoders.causal.diffusion_drafter import DiffusionDrafter, Revealing
+from decoders.causal.draft_and_verify import DraftAndVerify
 from decoders.causal.settings import SpecDiffSettings
-from decoders.causal.speculative import DraftAndVerify
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.setup import Setup

@@ -5,162 +5,121 @@
     committed   .. the   cat  sat  on |            two drafts accepted, `in` replaced; with `in` accepted, `.` would be the bonus
 
 The first forward runs the prompt and the first drafts together, so a sample never needs more forwards than `autoregressive`.
-A slot with fewer drafts has fewer rows; a step without drafts is an autoregressive one. Drafts never reach the canvas's end:
-there is always a place for the token after them. Under `coupled` acceptance the text is the sequential one whatever is drafted;
-under `rejection` it has the sequential distribution.
+A sample with fewer drafts has fewer rows. Drafts never reach the canvas's end: there is always a place for the token after them.
+Under `coupled` acceptance the text is the sequential one whatever is drafted; under `rejection` it has the sequential
+distribution.
 
-DraftAndVerify does all of this for any source of drafts (drafters.py; specdiff.py uses diffusion_drafter.py).
+A drafting model has its own cache, and is behind by what was accepted last:
 
-Sources: Leviathan et al., 2023; Chen et al., 2023. Legend: A = most drafts + 1.
+    column               .. D-2  D-1 | D    D+1  D+2           D decided tokens, three drafts
+    drafter's forwards   [catch up.. ]  [D]  [D+1]             the last draft is run only when it was accepted: then it is
+    target's forward              [D-1   D    D+1  D+2]        caught up with the bonus in the drafter's next forward
+
+Sources: Leviathan et al., 2023, Algorithm 1; Chen et al., 2023.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Literal
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
-
-from decoders.backbones.base import TokenBackbone
-from decoders.base import ModelInfo, Outcome, Request
-from decoders.causal.decoder import CausalDecoder
-from decoders.causal.drafters import CausalDrafter, ModelDrafter, PromptLookup
+from decoders.causal.autoregressive import prompt_but_one
+from decoders.causal.lookup import Lookup
 from decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
-from decoders.engine.acceptance import Window
-from decoders.engine.budget import MOST_AUTO, DraftBudget
-from decoders.engine.cost import CostTable
-from decoders.engine.setup import Setup
-from decoders.engine.state import Group, Resident
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.asks import JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
+from decoders.engine.samples import Sample
+
+if TYPE_CHECKING:
+    from decoders.engine.setup import Setup
+
+MOST_AUTO: Final = 16
+"""The most drafts that `k: auto` gives to a sample."""
+
+Drafting = Generator[Any, Any, list[int]]
+Drafter = Callable[[int], Drafting]
+"""Drafts at most so many tokens after the decided ones of its sample, by asking a model or not."""
+Allot = Callable[[int], Generator[Any, Any, int]]
+"""How many drafts a sample could have -> how many it gets."""
 
 
-class DraftAndVerify(CausalDecoder):
-    """Verifies the drafts of `drafter`, which a subclass sets: up to `asked` tokens per iteration, with 'auto' `most_auto`."""
+def speculative(s: Sample, k: int, drafter: Callable[[Sample], Drafter], kind: int, *, searches: bool) -> Decoding:
+    """Draft, verify, commit the drafts that hold and the token after them. With `searches`, drafting may be left out."""
+    draft = drafter(s)
+    while s.decided < s.length:
+        n, drafts = s.decided, list[int]()
+        if not searches or (yield SEARCH):
+            drafts = yield from draft(min(k, s.length - n - 1))
+        s.tokens[n : n + len(drafts)] = drafts
+        accepted, tokens, log_ps = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
+        s.cached = n + accepted
+        s.cached_draft = min(s.cached_draft, s.cached)
+        s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
 
-    drafter: CausalDrafter
 
-    def __init__(self, setup: Setup, asked: int | Literal["auto"], *, most_auto: int = MOST_AUTO) -> None:
-        self.k = most_auto if asked == "auto" else asked
-        super().__init__(setup, window=self.k + 1, max_commit=self.k + 1)
+def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
+    """A smaller model drafts, one token after the other; it takes texts of `max_length` tokens, longer ones get no drafts."""
 
-    def _draw_draft(self, logits_RV: Tensor, slots_R: Tensor, ranks_R: Tensor, when_R: Tensor) -> tuple[Tensor, Tensor]:
-        law_RV = self._law(self._suppress(logits_RV), slots_R)
-        return law_RV, self.acceptance.draft(law_RV, slots_R, ranks_R, when_R)
+    def draft(most: int) -> Drafting:
+        n = s.decided
+        if max_length is not None:
+            most = min(most, max(max_length + 1 - n, 0))
+        count = yield from allot(most)
+        for rank in range(n, n + count):
+            _, tokens, _ = yield s.draft_next(rank)
+            s.tokens[rank] = tokens[0]
+            s.nfe_draft += 1
+        return s.tokens[n : n + count]
 
-    # ---- one step ------------------------------------------------------------------------------------------------
+    return draft
 
-    def _advance(self, group: Group) -> None:
-        if self.budget is not None and not self.budget.open(fresh=group.fresh):
-            # Drafts don't pay: the step is then exactly that of the baseline.
-            self.budget.pass_by()
-            with self._timed(group):
-                self._advance_by_one(group)
-            return
-        state, slots_B = self.state, group.index_B
-        decided_B, start_B = state.decided_S[slots_B], state.cached_S[slots_B]
-        began_s = time.perf_counter()
-        counts_B, q_BKV = self._draft(group, decided_B)
-        if self.budget is not None:
-            self.budget.spent(time.perf_counter() - began_s)
-        with self._timed(group):
-            hidden_BTD = self._forward(group, decided_B + counts_B)
-            window = self._window(slots_B, decided_B, counts_B)
-            hidden_BAD = self._rows_at(hidden_BTD, start_B, window.ranks_BA - 1)
-            self._settle(group, hidden_BAD[window.valid_BA], q_BKV, window)
 
-    def _draft(self, group: Group, decided_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        most_B = (self.state.length_S[group.index_B] - decided_B - 1).clamp(max=self.k)
-        return self.drafter.draft(group, most_B, lambda most_B: self._allot(group, most_B))
+def by_lookup(s: Sample, max_n: int, min_n: int, allot: Allot) -> Drafter:
+    """The text so far drafts. A look-up is no forward, but is counted as one of the drafter's."""
+    lookup = Lookup(max_n, min_n)
 
-    def _window(self, slots_B: Tensor, decided_B: Tensor, counts_B: Tensor) -> Window:
-        """The drafts of every slot, and one more row for the token after them."""
-        offsets_A = torch.arange(int(counts_B.max()) + 1, device=slots_B.device)
-        valid_BA = offsets_A <= counts_B.unsqueeze(1)
-        ranks_BA = decided_B.unsqueeze(1) + torch.where(valid_BA, offsets_A, 0)
-        return Window(
-            slots_B=slots_B,
-            when_B=decided_B,
-            num_drafts_B=counts_B,
-            drafts_BA=self.state.tokens_SW[slots_B].gather(1, ranks_BA),
-            ranks_BA=ranks_BA,
-            valid_BA=valid_BA,
+    def draft(most: int) -> Drafting:
+        found = list[int]()
+        if most:
+            s.nfe_draft += 1
+            found = lookup.drafts(s.tokens, s.decided, most)
+        count = yield from allot(len(found))
+        return found[:count]
+
+    return draft
+
+
+def all_of(most: int) -> Generator[Any, Any, int]:
+    """As many as there can be."""
+    yield from ()
+    return most
+
+
+def those_that_pay(most: int) -> Generator[Any, Any, int]:
+    """As many as the budget gives."""
+    count: int = yield Offer(most)
+    return count
+
+
+def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
+    """How the engine runs these settings."""
+    is_auto = settings.k == "auto"
+    k = MOST_AUTO if settings.k == "auto" else settings.k
+    allot = those_that_pay if is_auto else all_of
+    if isinstance(settings.drafter, NgramDrafterSettings):
+        drafter, kind = (
+            partial(by_lookup, max_n=settings.drafter.max_n, min_n=settings.drafter.min_n, allot=allot),
+            SURE,
         )
-
-    def _settle(self, group: Group, hidden_RD: Tensor, q_BKV: Tensor | None, window: Window) -> None:
-        """Commit the accepted drafts and the token after them, up to the first stop."""
-        accepted_B, tokens_BA, log_p_BA = self._judge(hidden_RD, q_BKV, window)
-        counts_B = self._commit_until_stop(group, tokens_BA, accepted_B + 1, log_p_BA)
-        self.state.cached_S[group.index_B] = window.when_B + accepted_B
-        self.drafter.known(group.index_B, window.when_B + accepted_B)
-        self._close(group, window, counts_B, accepted_B)
-
-    def _close(self, group: Group, window: Window, counts_B: Tensor, accepted_B: Tensor) -> None:
-        """Count the iteration. A stop drops everything after it, also from the count of proposed drafts."""
-        stopped_B = self._finish_S[group.index_B] != 0
-        proposed_B = torch.where(stopped_B, torch.minimum(window.num_drafts_B, counts_B), window.num_drafts_B)
-        accepted_B = torch.minimum(accepted_B, counts_B)
-        every_B = torch.ones_like(stopped_B)
-        self._close_iteration(group, counts_B, proposed_B, accepted_B, every_B)
-        self._trace(group, window.drafts_BA, proposed_B, window.when_B, every_B)
-        if self.budget is not None:
-            self.budget.learn(group.index_B, proposed_B, accepted_B)
-
-    # ---- the drafter's slots and counts --------------------------------------------------------------------------
-
-    def _start(self, slot: int, request: Request) -> None:
-        super()._start(slot, request)
-        self.drafter.start(slot)
-
-    def slot_bytes(self, num_columns: int) -> int:
-        """See SlotDecoder; adds the drafter's bytes."""
-        return super().slot_bytes(num_columns) + self.drafter.slot_bytes(num_columns)
-
-    def _allocate(self, num_slots: int, num_columns: int) -> None:
-        self.drafter.make_room(num_slots, num_columns)
-        super()._allocate(num_slots, num_columns)
-
-    def _move(self, source: int, target: int) -> None:
-        super()._move(source, target)
-        self.drafter.move(source, target)
-
-    def _count(self, group: Group) -> None:
-        """Add the drafter's forwards and seconds; its rows and lanes do not count."""
-        super()._count(group)
-        self.stats.forward_s += self.drafter.forward_s
-
-    def _outcome(self, slot: int, resident: Resident) -> Outcome:
-        outcome = super()._outcome(slot, resident)
-        outcome.nfe_draft, drafting_s = self.drafter.spent(slot)
-        outcome.device_s += drafting_s
-        return outcome
-
-
-class Speculative(DraftAndVerify):
-    """`drafter` is the small model if the settings name one; `drafter_info` gives the longest text that it takes."""
-
-    def __init__(self, setup: Setup, settings: SpeculativeSettings) -> None:
-        super().__init__(setup, settings.k)
-        costs = None if isinstance(settings.drafter, NgramDrafterSettings) else CostTable()
-        self.drafter = self._make_drafter(settings, setup.drafter, setup.drafter_info, costs)
-        if settings.k == "auto":
-            self.budget = DraftBudget(self.state, self.k, drafter=costs)
-
-    def _make_drafter(
-        self,
-        settings: SpeculativeSettings,
-        backbone: TokenBackbone | None,
-        info: ModelInfo | None,
-        costs: CostTable | None,
-    ) -> CausalDrafter:
-        if isinstance(settings.drafter, NgramDrafterSettings):
-            return PromptLookup(self.state, settings.drafter)
-        assert backbone is not None, "decoder.drafter names a model, but none was loaded"
-        return ModelDrafter(
-            backbone,
-            self.state,
-            self._draw_draft,
-            vocab_size=self.info.vocab_size,
-            keep_laws=not self.acceptance.coupled,
-            max_length=None if info is None else info.max_length,
-            costs=costs,
-        )
+    else:
+        assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
+        longest = None if setup.drafter_info is None else setup.drafter_info.max_length
+        drafter, kind = partial(by_model, max_length=longest, allot=allot), JUDGE
+    return Algorithm(
+        decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
+        window=k + 1,
+        most_auto=k if is_auto else 0,
+        keeps_laws=kind == JUDGE,
+        shared=prompt_but_one,
+    )

@@ -65,16 +65,28 @@ def nth_key(key: int, number: int) -> int:
 
 def uniforms(key: int, positions: NDArray[np.int64], purpose: int, draw: int = 0) -> NDArray[np.float64]:
     """Return one uniform in (0, 1) for each position of one sample, float64 [len(positions)]; for planners."""
-    where = np.ascontiguousarray(positions, dtype=np.int64).astype(np.uint64)
-    word_0, word_1, word_2, word_3 = (
-        np.zeros_like(where), where & np.uint64(MASK32), np.full_like(where, purpose), np.full_like(where, draw)
-    )  # fmt: skip
-    low, high = key & MASK32, key >> 32
+    where = np.ascontiguousarray(positions, dtype=np.int64)
+    keys = np.broadcast_to(np.array(split_key(key), dtype=np.int64), (len(where), 2))
+    return uniform_rows(keys, where, purpose, np.full_like(where, draw))
+
+
+def split_key(key: int) -> tuple[int, int]:
+    """The low and the high 32 bits of a key."""
+    return key & MASK32, key >> 32
+
+
+def uniform_rows(
+    keys_R2: NDArray[np.int64], positions_R: NDArray[np.int64], purpose: int, draws_R: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return one uniform in (0, 1) a row, float64 [R]; keys are (low, high) words. noise.uniform_rows, on the host."""
+    word_1 = positions_R.astype(np.uint64) & np.uint64(MASK32)
+    word_0, word_2, word_3 = np.zeros_like(word_1), np.full_like(word_1, purpose), draws_R.astype(np.uint64)
+    low, high = keys_R2[:, 0].astype(np.uint64), keys_R2[:, 1].astype(np.uint64)
     for _ in range(ROUNDS):
         product_0, product_1 = word_0 * np.uint64(MULTIPLIERS[0]), word_2 * np.uint64(MULTIPLIERS[1])
-        word_0, word_2 = _high(product_1) ^ word_1 ^ np.uint64(low), _high(product_0) ^ word_3 ^ np.uint64(high)
+        word_0, word_2 = _high(product_1) ^ word_1 ^ low, _high(product_0) ^ word_3 ^ high
         word_1, word_3 = product_1 & np.uint64(MASK32), product_0 & np.uint64(MASK32)
-        low, high = (low + WEYL[0]) & MASK32, (high + WEYL[1]) & MASK32
+        low, high = (low + np.uint64(WEYL[0])) & np.uint64(MASK32), (high + np.uint64(WEYL[1])) & np.uint64(MASK32)
     return (word_0.astype(np.float64) + 0.5) * 2.0**-32
 
 

@@ -129,13 +129,13 @@ class SlotDecoder(ABC):
         """How many slots of the cache a sample has."""
         return 1
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes, those of all of its slots together."""
         return length
 
     def _columns_at(self, length: int) -> int:
         """How many columns each slot of the cache has if the longest canvas has this length."""
-        return rounded(-(-self._columns(length) // self._slots_each), self._multiple)
+        return rounded(-(-self.columns(length) // self._slots_each), self._multiple)
 
     def _longest_with(self, length: int) -> int:
         return max([length, 1, *(len(r.request.canvas) for r in self._residents if r is not None)])

@@ -69,7 +69,7 @@ class SelfSpeculative(MaskedDecoder):
         # Without a cache each node is a separate canvas; a budget makes room for the actual nodes.
         return self.most_nodes if self.cache == "none" and self.budget is None else 1
 
-    def _columns(self, length: int) -> int:
+    def columns(self, length: int) -> int:
         # The nodes of a budget get the remaining room.
         return length if self.budget is not None else self._columns_of(length, self.most_nodes)
 

@@ -138,7 +138,7 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
 def test_cleared_and_moved_slots_carry_nothing_over(table):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
     for settings in (jacobi(3), multi(2, 3, pool=3)):
-        decoder = build_decoder(
+        decoder: Any = build_decoder(
             Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
         )
         decoder.admit(requests[:4])
@@ -160,7 +160,7 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
     table = patterned()
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=13)
     expected = texts(decode(table, INFO, AR, Sampling(), requests))
-    decoder = build_decoder(
+    decoder: Any = build_decoder(
         Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=3, max_tokens=1 << 20), settings
     )
     found: dict[int, Any] = {}

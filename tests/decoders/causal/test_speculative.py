@@ -338,17 +338,28 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
 
 def test_times_and_rows_add_up_with_the_drafter_in_the_time_alone():
     requests = toy_prompts(30, vocab_size=VOCAB, longest=LENGTH, seed=11)
+    target, computed = table(), list[int]()
+    forward = target.forward
+
+    def counted(rows):
+        hidden = forward(rows)
+        computed.append(target.num_rows_computed)
+        return hidden
+
+    target.forward = counted
     decoder: Any = build_decoder(
-        Setup(backbone=table(), info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
+        Setup(backbone=target, info=INFO, sampling=Sampling(), max_rows=4, max_tokens=99, drafter=blend()),
         spec(2, MODEL),
     )
     outcomes, stats = run_all(decoder, requests), decoder.stats
     assert sum(o.device_s for o in outcomes.values()) == pytest.approx(stats.forward_s)
-    assert stats.forward_s == pytest.approx(decoder.counting.forward_s + decoder.drafter.forward_s)
-    assert decoder.drafter.forward_s > 0
+    own, drafter = decoder.lanes
+    assert stats.forward_s == pytest.approx(own.forward_s + drafter.forward_s)
+    assert drafter.forward_s > 0
     assert sum(o.nfe for o in outcomes.values()) == stats.active_slot_steps
     assert stats.committed == sum(len(o.tokens) for o in outcomes.values())
-    assert 0 < stats.useful_rows <= stats.computed_rows == decoder.counting.computed_rows
+    assert sum(o.pad_fraction for o in outcomes.values()) > 0
+    assert 0 < stats.useful_rows <= stats.computed_rows == sum(computed)
 
 
 # ---- vocabularies and lengths ------------------------------------------------------------------------------------

@@ -1,0 +1,40 @@
+"""What an engine must know of a decoder: its generator, and how its samples share a batch. Pure: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from decoders.base import Request
+from decoders.engine.asks import Decoding
+from decoders.engine.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """`decode` makes the generator of a sample that has at least one hole.
+
+    `window` is how many ranks from the first undecided one on may be asked about at one time, and `most_auto` the most drafts of
+    a sample where their number is chosen by time (0 where it is not). `keeps_laws`: its drafts have a distribution, which the
+    rejection rule reads. With `joins_prompts` the first forward of a few new samples may run along with the others' forward.
+    `side_columns` come after a canvas's own. `shared` is how many leading columns of a prompt another sample with the same
+    canvas can take over.
+    """
+
+    decode: Callable[[Sample], Decoding]
+    kind: Literal["causal"] = "causal"
+    window: int = 1
+    most_auto: int = 0
+    keeps_laws: bool = False
+    joins_prompts: bool = True
+    side_columns: int = 0
+    shared: Callable[[Sample], int] = lambda sample: 0
+
+
+def check_completion(request: Request) -> None:
+    """Raise ValueError unless the canvas is a prompt of at least one token, and then holes."""
+    holes = request.canvas < 0
+    num_prompt = int(len(holes) - holes.sum())
+    if num_prompt == 0 or bool(holes[:num_prompt].any()):
+        raise ValueError("a causal model completes a prompt of at least one token; the holes must come after it")

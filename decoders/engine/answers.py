@@ -1,0 +1,294 @@
+"""From the hidden states of answered rows to answers: draws tokens by each sample's noise, and judges drafts.
+
+Two acceptance rules, of which decoders know nothing. Coupled: drafts and target read the same noise, each token is the target's
+own, and a draft holds if it equals it. Rejection: a draft drawn from q holds with probability min(1, p/q); after the first that
+does not, a token is drawn from the residual, and after the last one the bonus from p. Every draw has a random number of its own,
+addressed by (key, position, purpose, number of decided tokens).
+
+    rows of a sample     JUDGE a   JUDGE b   JUDGE c   JUDGE -           three drafts, and the row after them
+    coupled              x         y         z         w                 all are drawn; a = x and b = y hold: (2, [x, y, z, w])
+    rejection            holds     holds     residual                    (2, [a, b, r, ...])
+
+One transfer to the host an answer. Sources: Leviathan et al., 2023; Chen et al., 2023; ASSD, Algorithm 1.
+
+Legend: R answered rows, D rows that draft, J rows that judge, C samples that judge, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from decoders.common_settings import Sampling
+from decoders.draws import keys
+from decoders.draws.sampling import inverse_cdf_draw, residual
+from decoders.engine.asks import DRAFT, NO_DRAFT, SURE, TARGET, Answer
+from decoders.engine.lanes import Lane
+from decoders.engine.memory import Account
+from decoders.engine.packing import Asked, Ints, count_leading
+from decoders.engine.rings import NoiseRing, Places, Ring
+from decoders.engine.row_laws import RowLaws
+from decoders.engine.samples import Sample
+
+Told = tuple[Ints | None, Ints, NDArray[np.float64]]
+"""(accepted drafts of each sample, [B], or None if none were judged; tokens [R]; log-probabilities [R])."""
+
+
+class Answers(Protocol):
+    """Answers asks; the engine's part that enumerations replace."""
+
+    def start(self, sample: Sample) -> None:
+        """Begin with a new sample, in its slot."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """A sample moves from one slot to another."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """A slot has become free."""
+        ...
+
+    def use(self, num_slots: int) -> None:
+        """Make room for this many slots; if memory runs out, nothing changes."""
+        ...
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that are kept for a slot, apart from noise."""
+        ...
+
+    def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
+        """The answers of all samples that asked, in their order."""
+        ...
+
+
+def by_sample(told: Told, size_B: Ints) -> Iterator[Answer]:
+    """Cut the rows' results into answers."""
+    accepted_B, token_R, log_p_R = told
+    tokens, log_ps, first = token_R.tolist(), log_p_R.tolist(), 0
+    accepted: Sequence[int] = [0] * len(size_B) if accepted_B is None else accepted_B.tolist()
+    for good, size in zip(accepted, size_B.tolist(), strict=True):
+        end = first + size
+        yield Answer(good, tokens[first:end], log_ps[first:end])
+        first = end
+
+
+class NoiseAnswers:
+    """Answers by the samples' own noise, for all rows of a forward at once. `account` says what fits into memory."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        suppressed: Sequence[int],
+        *,
+        num_slots: int,
+        window: int,
+        vocab_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        account: Callable[[], Account],
+        drafts: bool,
+    ) -> None:
+        self._coupled, self._device, self._vocab_size, self._account = (
+            sampling.acceptance == "coupled",
+            device,
+            vocab_size,
+            account,
+        )
+        self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device)
+        self._rows, self._places = RowLaws(sampling, num_slots, device), Places(num_slots)
+        self._window = window
+        # Made when a token is first drawn by it: at temperature 0 there is none.
+        self._noise: NoiseRing | None = None
+        self._num_used = 0
+        # The distributions of drafts, until they are judged.
+        self._laws = Ring(window, vocab_size, self._law_dtype, device) if drafts and not self._coupled else None
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def start(self, sample: Sample) -> None:
+        """See Answers."""
+        self._rows.start(sample.slot, sample.request.settings)
+        self._places.start(sample)
+        if self._noise is not None:
+            self._noise.start(sample)
+
+    def _noise_ring(self) -> NoiseRing:
+        if self._noise is None:
+            made = NoiseRing(self._places, window=self._window, vocab_size=self._vocab_size, device=self._device)
+            made.take(made.use(self._num_used, self._account().noise))
+            self._noise = made
+        return self._noise
+
+    def move(self, source: int, target: int) -> None:
+        """See Answers."""
+        self._rows.move(source, target)
+        self._places.move(source, target)
+        if self._noise is not None:
+            self._noise.move(source, target)
+        if self._laws is not None:
+            self._laws.move(source, target)
+
+    def release(self, slot: int) -> None:
+        """See Answers."""
+        self._rows.release(slot)
+
+    def use(self, num_slots: int) -> None:
+        """See Answers."""
+        noise = None if self._noise is None else self._noise.use(num_slots, self._account().noise)
+        laws = None if self._laws is None else self._laws.resized(num_slots)
+        self._num_used = num_slots
+        if self._noise is not None and noise is not None:
+            self._noise.take(noise)
+        if self._laws is not None and laws is not None:
+            self._laws.data_CV = laws
+
+    @property
+    def slot_bytes(self) -> int:
+        """See Answers; twice, since both sizes exist while slots are added."""
+        return 0 if self._laws is None else 2 * self._laws.slot_bytes
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
+        """See Answers."""
+        judges = not self._coupled and bool((asked.kind_R != TARGET).any())
+        told = self._by_ratio(lane, hidden_RD, asked) if judges else self._by_noise(lane, hidden_RD, asked)
+        return by_sample(told, asked.size_B)
+
+    def _by_noise(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Told:
+        first_R = asked.when_B[asked.owner_R]
+        parts = [self._drawn(lane, hidden_RD, asked, first_R, part) for part in self._parts(asked.num_rows)]
+        token_R, log_p_R = torch.cat(parts, 1).cpu().numpy()
+        tokens = token_R.astype(np.int64)
+        accepted_B = None
+        if (asked.drafts_R != NO_DRAFT).any():
+            accepted_B = count_leading(tokens == asked.drafts_R, asked.size_B)
+        return accepted_B, tokens, log_p_R
+
+    def _drawn(self, lane: Lane, hidden_RD: Tensor, asked: Asked, first_R: Ints, part: slice) -> Tensor:
+        """Tokens and log-probabilities of some rows, float64 [2, R]; ids are far below what float64 can't hold."""
+        logits_RV, slot_R = self._logits(lane, hidden_RD[part]), asked.slot_R[part]
+        law_RV = self._rows.law(logits_RV, slot_R)
+        gumbel_RV = None
+        if not self._rows.greedy:
+            gumbel_RV = self._noise_ring().rows(slot_R, asked.rank_R[part], first_R[part])
+        token_R = self._rows.draw(law_RV, gumbel_RV, slot_R)
+        log_p_R = self._log_p(asked, part, logits_RV, law_RV, token_R)
+        return torch.stack([token_R.to(torch.float64), log_p_R])
+
+    def _log_p(self, asked: Asked, part: slice, logits_RV: Tensor, law_RV: Tensor, token_R: Tensor) -> Tensor:
+        if (asked.kind_R[part] == DRAFT).all():
+            return torch.zeros(len(token_R), dtype=torch.float64, device=self._device)
+        return self._rows.log_p(logits_RV, law_RV, token_R)
+
+    def _logits(self, lane: Lane, hidden_RD: Tensor) -> Tensor:
+        """Logits in which ids that are never generated are impossible."""
+        logits_RV = lane.logits(hidden_RD)
+        return logits_RV.index_fill_(-1, self._suppressed, -torch.inf) if len(self._suppressed) else logits_RV
+
+    def _parts(self, num_rows: int) -> Iterator[slice]:
+        return self._account().parts(num_rows, self._vocab_size * self._law_dtype.itemsize)
+
+    # ---- the rejection rule --------------------------------------------------------------------------------------
+
+    def _by_ratio(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Told:
+        """Draw the drafts and judge the others; a sample has rows of one sort only."""
+        drafts_R = asked.kind_R == DRAFT
+        if drafts_R.all():
+            return None, *self._drafted(lane, hidden_RD, asked)
+        assert not drafts_R.any(), "drafts are drawn in one forward and judged in another"
+        return self._judged(lane, hidden_RD, asked)
+
+    def _uniform(self, asked: Asked, index_N: Ints | slice, purpose: int) -> Tensor:
+        """One uniform a row, float64 [N]; computed on the host."""
+        slot_N, rank_N = asked.slot_R[index_N], asked.rank_R[index_N]
+        when_N = asked.when_B[asked.owner_R[index_N]]
+        key_N2 = self._places.key_S2[slot_N]
+        found = keys.uniform_rows(key_N2, self._places.positions(slot_N, rank_N), purpose, when_N)
+        return torch.from_numpy(found).to(self._device)
+
+    def _drafted(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> tuple[Ints, NDArray[np.float64]]:
+        """Draw drafts from q and keep it: (tokens, log-probabilities)."""
+        assert self._laws is not None, "this decoder does not draft"
+        cells, found = self._cells(asked, slice(None)), []
+        for part in self._parts(asked.num_rows):
+            logits_RV = self._logits(lane, hidden_RD[part])
+            law_RV = self._rows.law(logits_RV, asked.slot_R[part])
+            self._laws.data_CV[cells[part]] = law_RV
+            token_R = inverse_cdf_draw(law_RV.exp(), self._uniform(asked, part, keys.DRAFT))
+            log_p_R = self._log_p(asked, part, logits_RV, law_RV, token_R)
+            found.append(torch.stack([token_R.to(torch.float64), log_p_R]))
+        token_R, log_p_R = torch.cat(found, 1).cpu().numpy()
+        return token_R.astype(np.int64), log_p_R
+
+    def _cells(self, asked: Asked, index_N: Ints | slice) -> Tensor:
+        assert self._laws is not None, "no distributions are kept"
+        assert (asked.rank_R - asked.when_B[asked.owner_R] <= self._window).all(), "a rank beyond the window"
+        return torch.from_numpy(self._laws.cells(asked.slot_R[index_N], asked.rank_R[index_N])).to(self._device)
+
+    def _judged(self, lane: Lane, hidden_JD: Tensor, asked: Asked) -> Told:
+        """Judge the drafts of each sample; where one is refused, or none is left, draw the token that comes there."""
+        is_draft_J = torch.from_numpy(asked.drafts_R != NO_DRAFT).to(self._device)
+        draft_J = torch.from_numpy(np.maximum(asked.drafts_R, 0)).to(self._device)
+        sure = bool((asked.kind_R == SURE).any())
+        sampled, plain, held = [], [], None
+        for part in self._parts(asked.num_rows):
+            logits_RV = self._logits(lane, hidden_JD[part])
+            law_RV = self._rows.law(logits_RV, asked.slot_R[part])
+            sampled.append(law_RV.gather(-1, draft_J[part].unsqueeze(-1)).squeeze(-1).to(torch.float64))
+            plain.append(self._rows.log_p(logits_RV, law_RV, draft_J[part]))
+            held = (logits_RV, law_RV) if len(law_RV) == asked.num_rows else None
+        log_ratio_J = torch.cat(sampled)
+        if not sure:
+            assert self._laws is not None, "no distributions are kept"
+            q_J = self._laws.data_CV[self._cells(asked, slice(None)), draft_J]
+            log_ratio_J = log_ratio_J - torch.where(is_draft_J, q_J.to(torch.float64), 0.0)
+        good_J = is_draft_J & (self._uniform(asked, slice(None), keys.ACCEPT) < log_ratio_J.exp())
+        size_C = torch.from_numpy(asked.size_B).to(self._device)
+        owner_J = torch.from_numpy(asked.owner_R).to(self._device)
+        first_C = size_C.cumsum(0) - size_C
+        step_J = torch.arange(asked.num_rows, device=self._device) - first_C[owner_J]
+        accepted_C = size_C.scatter_reduce(0, owner_J, torch.where(good_J, size_C[owner_J], step_J), "amin")
+        # Where every draft of a sample holds and no row is left, the token drawn means nothing.
+        last_C = first_C + torch.minimum(accepted_C, size_C - 1)
+        refused_C, draft_C = is_draft_J[last_C], draft_J[last_C]
+        recovering_J, bonus_J = (self._uniform(asked, slice(None), purpose) for purpose in (keys.RESIDUAL, keys.BONUS))
+        uniform_C = torch.where(refused_C, recovering_J[last_C], bonus_J[last_C])
+        cells_C = None if sure else self._cells(asked, slice(None))[last_C]
+        ends = []
+        for part in self._parts(len(last_C)):
+            logits_NV, p_NV = self._again(lane, hidden_JD, asked, last_C[part], held)
+            if cells_C is None:
+                q_NV = torch.full_like(p_NV, -torch.inf).scatter_(1, draft_C[part].unsqueeze(1), 0.0)
+            else:
+                assert self._laws is not None, "no distributions are kept"
+                q_NV = self._laws.data_CV[cells_C[part]]
+            mass_NV = torch.where(refused_C[part].unsqueeze(1), residual(p_NV, q_NV), p_NV.exp())
+            token_N = inverse_cdf_draw(mass_NV, uniform_C[part])
+            ends.append(torch.stack([token_N.to(torch.float64), self._rows.log_p(logits_NV, p_NV, token_N)]))
+        token_C, log_p_C = torch.cat(ends, 1)
+        token_J, log_p_J = draft_J.to(torch.float64), torch.cat(plain)
+        over_C = accepted_C < size_C
+        token_J[last_C] = torch.where(over_C, token_C, token_J[last_C])
+        log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
+        told = torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)]).cpu().numpy()
+        num_rows = asked.num_rows
+        tokens, accepted = told[:num_rows].astype(np.int64), told[2 * num_rows :].astype(np.int64)
+        return accepted, tokens, told[num_rows : 2 * num_rows]
+
+    def _again(
+        self, lane: Lane, hidden_JD: Tensor, asked: Asked, row_N: Tensor, held: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and distributions of some rows again: the held ones, else computed once more, which gives the same bits."""
+        if held is not None:
+            return held[0][row_N], held[1][row_N]
+        logits_NV = self._logits(lane, hidden_JD[row_N])
+        return logits_NV, self._rows.law(logits_NV, asked.slot_R[row_N.cpu().numpy()])

@@ -1,0 +1,84 @@
+"""What a decoder asks the engine: rows of one sample for the next forward, and what shall be drawn from them.
+
+A decoder is a generator over one sample. It yields an `Ask` and is sent an `Answer`; the engine runs the asks of all samples
+together. Rows come as *spans*: runs of rows with consecutive columns and positions. A span is nine numbers:
+
+    COUNT      rows of the span
+    COLUMN     the column that its first row writes (the rows after it: the columns after it)
+    POSITION   the position of its first row
+    FLOOR,LAG  a row at column c sees the columns below max(FLOOR, c + 1 - LAG)
+    OWN        and the columns from OWN up to its own
+    ASKED      its last so many rows are answered
+    RANK       the rank that the first answered row speaks of (the rows after it: the ranks after it)
+    KIND       how a token is drawn there
+
+    rule                                    FLOOR    LAG   OWN
+    causal                                  0        0     FAR
+    the whole canvas, in both directions    length   FAR   FAR
+    a candidate beside the chain            prefix   FAR   its first column
+
+Pure: imports no torch. Sources: docs/engine.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Final, NamedTuple
+
+COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
+FIELDS: Final = 9
+
+FAR: Final = 1 << 40
+"""As LAG: only FLOOR counts. As OWN: there are no such columns."""
+
+TARGET, DRAFT, JUDGE, SURE = range(4)
+"""Kinds of answered rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
+distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that had no alternative (q is a point mass)."""
+
+NO_DRAFT: Final = -1
+"""In `Ask.drafts`: the row judges no draft."""
+JUST_ONE: Final = (NO_DRAFT,)
+
+Spans = tuple[int, ...]
+"""FIELDS numbers a span."""
+
+
+class Ask(NamedTuple):
+    """One sample's part of a forward of the model `model`: 0 is the target, 1 the drafting model.
+
+    `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
+    """
+
+    model: int
+    tokens: list[int]
+    spans: Spans
+    drafts: list[int] | tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """`accepted` is how many leading drafts hold. `tokens` and `log_ps` have an entry for each answered row.
+
+    Under coupled acceptance each token is the target's own. Under the rejection rule the first `accepted` tokens are the drafts,
+    the next one comes from the residual or is the bonus, and the others mean nothing. `log_ps` are log-probabilities under the
+    model itself (temperature 1, no truncation); those of a drafting model are not computed and are 0.
+    """
+
+    accepted: int
+    tokens: list[int]
+    log_ps: list[float]
+
+
+class Search(NamedTuple):
+    """Asks whether drafting may pay in this step at all (draft lengths `auto`); answered with a bool before the forward."""
+
+
+class Offer(NamedTuple):
+    """Offers up to `most` drafts (draft lengths `auto`); answered with the number to take, before the forward."""
+
+    most: int
+
+
+SEARCH: Final = Search()
+
+Decoding = Generator[Ask | Search | Offer, Any, None]
+"""A decoder at work on one sample: it is sent an Answer for an Ask, else a number, and ends when the sample is decoded."""

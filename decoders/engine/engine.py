@@ -1,0 +1,374 @@
+"""The engine: keeps one generator a slot, runs what all of them ask as one forward, and sends each its answer.
+
+    admit        a sample gets a slot; its generator starts with its first turn
+    step         whose turn is it: the new samples alone, or all
+                 how many drafts may each take (lengths `auto` only)
+                 the drafting model's forwards, as long as anyone asks for one
+                 the target's forward: pack the asks, run, draw or judge, answer
+                 samples whose generators end give their outcomes and free their slots
+
+Occupied slots are kept dense ([0, active)), so that a forward reads the cache in place: a freed slot is refilled by the next
+admission, or else the last slot moves into it. Of a sample, only its cache, its noise and the distributions of its drafts are on
+the device. See decoders.base.Decoder, and docs/engine.md for the design.
+
+Legend: B samples of a forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from decoders.base import EngineStats, Outcome, Request
+from decoders.engine.algorithm import Algorithm, check_completion
+from decoders.engine.answers import Answers, NoiseAnswers
+from decoders.engine.asks import FIELDS, Answer, Ask
+from decoders.engine.counters import Counters
+from decoders.engine.ends import Stops
+from decoders.engine.lanes import Lane, TokenLane
+from decoders.engine.lengths import Lengths
+from decoders.engine.memory import Account, column_multiple
+from decoders.engine.packing import Asked, Ints, Table
+from decoders.engine.room import Room
+from decoders.engine.samples import Sample, Times
+from decoders.engine.setup import Setup
+
+# At most one new sample in this many joins the others: more of them fill a forward of their own.
+_FEW_PROMPTS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The samples of one step. `fresh`: it is the first one of all of them; `joined`: of some of them."""
+
+    samples: list[Sample]
+    fresh: bool
+    joined: bool
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the time of the step says something about later ones: prompts take longer."""
+        return not (self.fresh or self.joined)
+
+
+class Engine:
+    """Runs an algorithm for up to `max_rows` samples at once; `answers` replaces the samples' own noise in enumerations."""
+
+    def __init__(self, setup: Setup, algorithm: Algorithm, *, answers: Answers | None = None) -> None:
+        self.backbone, self.info, self.algorithm = setup.backbone, setup.info, algorithm
+        self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
+        self.stops, self.joins_prompts = setup.stops or Stops(), algorithm.joins_prompts
+        self.lanes: list[Lane] = [
+            TokenLane(model, setup.info.vocab_size) for model in (setup.backbone, setup.drafter) if model
+        ]
+        self.account = Account.unmeasured(setup.backbone.device)
+        self.answers = answers or NoiseAnswers(
+            setup.sampling,
+            setup.info.suppressed,
+            num_slots=setup.max_rows,
+            window=algorithm.window,
+            vocab_size=setup.info.vocab_size,
+            device=setup.backbone.device,
+            dtype=setup.backbone.dtype,
+            account=lambda: self.account,
+            drafts=algorithm.keeps_laws,
+        )
+        self.stats = EngineStats()
+        self.counters = Counters(setup.max_rows, self.stats)
+        self.lengths = (
+            Lengths(setup.max_rows, algorithm.most_auto, has_drafter=len(self.lanes) > 1)
+            if algorithm.most_auto
+            else None
+        )
+        self._space = Room(
+            max_rows=setup.max_rows,
+            max_tokens=setup.max_tokens,
+            account=self.account,
+            multiple=column_multiple(setup.backbone),
+            columns=self.columns,
+            slot_bytes=self.slot_bytes,
+        )
+        self._shape = (0, 0)
+        self._slots: list[Sample | None] = []
+        self._holes: list[int] = []
+        self._fresh: list[Sample] = []
+        self._instant: list[Outcome] = []
+        self._all_slots: Ints = np.arange(setup.max_rows)
+
+    # ---- admission -----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Number of samples inside: in a slot, or finished without needing one."""
+        return len(self._slots) - len(self._holes) + len(self._instant)
+
+    def columns(self, length: int) -> int:
+        """How many cached columns a canvas of this length takes."""
+        return length + self.algorithm.side_columns
+
+    def slot_bytes(self, num_columns: int) -> int:
+        """Bytes of a sample with this many columns in its slot of each model's cache."""
+        return num_columns * sum(lane.cell_bytes for lane in self.lanes) + self.answers.slot_bytes
+
+    def room(self, length: int) -> int:
+        """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
+        inside = len(self._slots) - len(self._holes)
+        most = self._space.most_rows(self._space.columns(self._longest_with(length)))
+        return max(most - inside, 1 if inside == 0 else 0)
+
+    def most_rows(self, length: int) -> int:
+        """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
+        columns = self._space.columns(length)
+        return max(self._space.most_rows(columns), int(self._space.fits(1, columns)))
+
+    def fit(self, free_bytes: int) -> None:
+        """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
+        row_bytes = int(getattr(self.backbone, "row_bytes", 0))
+        self.account = self._space.account = Account.of(self.backbone.device, free_bytes, row_bytes=row_bytes)
+
+    def _longest_with(self, length: int) -> int:
+        return max([length, 1, *(len(sample.request.canvas) for sample in self._slots if sample is not None)])
+
+    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
+        """Give each request a slot; a canvas without holes is finished at once."""
+        now = time.perf_counter()
+        queued = [now] * len(requests) if queued_at_s is None else queued_at_s
+        waiting = []
+        for request, queued_s in zip(requests, queued, strict=True):
+            sample = self._made(request, Times(queued_s, now, time.time()))
+            if sample.prompt == sample.length:
+                self._instant.append(sample.outcome(None))
+            else:
+                waiting.append(sample)
+        if waiting:
+            self._make_room(len(waiting), max(sample.length for sample in waiting))
+        for sample in waiting:
+            self._place(sample)
+
+    def _made(self, request: Request, times: Times) -> Sample:
+        prompt = int((request.canvas >= 0).sum())
+        if prompt < len(request.canvas):
+            check_completion(request)
+        return Sample(request, None, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing)
+
+    def _make_room(self, count: int, length: int) -> None:
+        needed = len(self._slots) - len(self._holes) + count
+        shape = self._space.shape(self._shape, needed=needed, longest=self._longest_with(length))
+        if shape != self._shape:
+            if shape[0] < self._shape[0]:
+                self._close_holes()
+            self._allocate(*shape)
+
+    def _allocate(self, num_slots: int, num_columns: int) -> None:
+        self._shape = (0, 0)  # until the resize has succeeded
+        self.answers.use(min(num_slots, self.max_rows))
+        for lane in reversed(self.lanes):
+            lane.resize(num_slots, num_columns)
+        self._shape = (num_slots, num_columns)
+
+    def _place(self, sample: Sample) -> None:
+        slot = sample.slot = self._holes.pop() if self._holes else len(self._slots)
+        assert slot < self.max_rows, "admit called without room"
+        if slot == len(self._slots):
+            self._slots.append(None)
+        self._slots[slot] = sample
+        self.answers.start(sample)
+        self.counters.start(slot)
+        if self.lengths is not None:
+            self.lengths.start(slot)
+        sample.decoding = self.algorithm.decode(sample)
+        self._fresh.append(sample)
+
+    def clear(self) -> list[int]:
+        """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
+        dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
+        for slot in range(len(self._slots)):
+            self.answers.release(slot)
+        self._slots, self._holes, self._fresh, self._instant = [], [], [], []
+        self._allocate(0, 0)
+        return dropped
+
+    # ---- whose turn it is ----------------------------------------------------------------------------------------
+
+    def _close_holes(self) -> None:
+        for hole in sorted(self._holes, reverse=True):
+            last = len(self._slots) - 1
+            sample = self._slots[last]
+            if hole != last:
+                assert sample is not None, "the last slot is not a hole: those were closed before"
+                self._move(sample, hole)
+            self._slots.pop()
+        self._holes.clear()
+
+    def _move(self, sample: Sample, target: int) -> None:
+        source, sample.slot = sample.slot, target
+        for lane in self.lanes:
+            lane.move(source, target)
+        self.answers.move(source, target)
+        self.counters.move(source, target)
+        if self.lengths is not None:
+            self.lengths.move(source, target)
+        self._slots[target] = sample
+
+    def _turn(self) -> Turn:
+        """Prompts go together: their many rows would let the others wait. A few go with the others."""
+        everyone = [sample for sample in self._slots if sample is not None]
+        few = 0 < _FEW_PROMPTS * len(self._fresh) <= len(everyone)
+        joins = few and self.joins_prompts and self.backbone.device.type == "cpu"
+        if not self._fresh:
+            return Turn(everyone, fresh=False, joined=False)
+        waiting = self._share_prompts(everyone)
+        new = sorted((sample for sample in self._fresh if sample.slot not in waiting), key=lambda sample: sample.slot)
+        if joins:
+            self._fresh = [sample for sample in self._fresh if sample.slot in waiting]
+            return Turn([sample for sample in everyone if sample.slot not in waiting], fresh=False, joined=True)
+        count = self._fitting(new)
+        self._fresh = new[count:] + [sample for sample in self._fresh if sample.slot in waiting]
+        return Turn(new[:count], fresh=True, joined=False)
+
+    def _fitting(self, new: list[Sample]) -> int:
+        """How many prompts fit into the memory of one forward; at least one."""
+        most, num_rows = self.account.prompt_rows, 0
+        for count, sample in enumerate(new):
+            num_rows += len(sample.request.canvas)
+            if most is not None and count and num_rows > most:
+                return count
+        return len(new)
+
+    def _share_prompts(self, everyone: list[Sample]) -> set[int]:
+        """Copy computed prompts into the slots of new samples with the same canvas; returns those whose prompt is computed next.
+
+        The samples of a row (`sampling.n`) have one canvas: the first of them runs its prompt, the others wait for that forward
+        and run only what the prompt's columns do not hold.
+        """
+        new = {sample.slot for sample in self._fresh}
+        computed = {canvas_of(sample.request): sample.slot for sample in everyone if sample.slot not in new}
+        first, waiting = set[tuple[bytes, bytes]](), set[int]()
+        for sample in sorted(self._fresh, key=lambda sample: sample.slot):
+            shared, canvas = self.algorithm.shared(sample), canvas_of(sample.request)
+            if not shared:
+                continue
+            if canvas in computed:
+                self.lanes[0].move(computed[canvas], sample.slot)
+                sample.cached = shared
+            elif canvas in first:
+                waiting.add(sample.slot)
+            else:
+                first.add(canvas)
+        return waiting
+
+    # ---- one step ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Outcome]:
+        """Run the target once for the samples whose turn it is; return the outcomes of those that ended."""
+        done, self._instant = self._instant, []
+        self._close_holes()
+        if not self._slots:
+            return done
+        turn = self._turn()
+        for sample in turn.samples:
+            if sample.ask is None:
+                assert sample.decoding is not None, "a sample in a slot has a generator"
+                sample.ask = next(sample.decoding)
+        if self.lengths is not None:
+            self.lengths.settle(turn.samples, fresh=turn.fresh, joined=turn.joined)
+        self._draft(turn)
+        began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
+        ended = self._run(turn.samples, self.lanes[0], is_new=turn.fresh or turn.joined)
+        if self.lengths is not None:
+            seconds = time.perf_counter() - began_s
+            self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
+        self.stats.steps += 1
+        self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes
+        return done + [self._finish(sample) for sample in ended]
+
+    def _draft(self, turn: Turn) -> None:
+        """Run the drafting model as long as any sample asks for it; all of them then meet at the target."""
+        began_s = time.perf_counter()
+        while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
+            forward_s, kv = time.perf_counter(), sum(sample.cached_draft for sample in asking)
+            self._run(asking, self.lanes[1], is_new=False)
+            if self.lengths is not None and turn.is_usual:
+                self.lengths.drafted(self.lanes[1].useful, kv, time.perf_counter() - forward_s)
+        if self.lengths is not None:
+            self.lengths.spent(time.perf_counter() - began_s)
+
+    def _run(self, samples: list[Sample], lane: Lane, *, is_new: bool) -> list[Sample]:
+        """One forward of one model for these samples, and their answers; returns the samples that ended."""
+        is_target = lane is self.lanes[0]
+        tokens: list[int] = []
+        spans: list[int] = []
+        drafts: list[int] = []
+        sizes, whens, more = [], [], []
+        for index, sample in enumerate(samples):
+            ask = sample.ask
+            assert isinstance(ask, Ask), "offers were answered before"
+            tokens += ask.tokens
+            spans += ask.spans
+            drafts += ask.drafts
+            sizes.append(len(ask.drafts))
+            whens.append(sample.decided)
+            if len(ask.spans) != FIELDS:
+                more.append((index, len(ask.spans) // FIELDS))
+        slot_B = self._all_slots[: len(samples)]
+        if len(samples) != len(self._slots):
+            slot_B = np.array([sample.slot for sample in samples])
+        table = Table(spans, self._owners(len(samples), more), len(samples))
+        asked = Asked(table, slot_B, drafts, sizes, whens)
+        before_s = lane.forward_s
+        hidden_RD = lane.forward(table, slot_B, tokens)  # type: ignore[attr-defined]
+        first_s = lane.first_s
+        answers = self.answers.answer(lane, hidden_RD, asked)
+        self._count(samples, lane, slot_B, lane.forward_s - before_s, is_target=is_target)
+        if is_target:
+            self.stats.verified += len(drafts)
+            if is_new:
+                self.counters.first([sample.slot for sample in samples if sample.nfe == 1], first_s)
+        return self._resume(samples, answers)
+
+    def _owners(self, num_samples: int, more: list[tuple[int, int]]) -> Ints:
+        """The sample of each span; `more` are (sample, number of spans) where these are not one."""
+        if not more:
+            return self._all_slots[:num_samples]
+        counts = np.ones(num_samples, dtype=np.int64)
+        for index, count in more:
+            counts[index] = count
+        return np.repeat(self._all_slots[:num_samples], counts)
+
+    def _count(self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, *, is_target: bool) -> None:
+        """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those)."""
+        if not is_target:
+            self.counters.drafted(slot_B, seconds)
+            return
+        self.counters.ran(slot_B, useful=lane.useful, computed=lane.computed, seconds=seconds)
+        for sample in samples:
+            sample.nfe += 1
+
+    def _resume(self, samples: list[Sample], answers: Iterator[Answer]) -> list[Sample]:
+        """Send every sample its answer and take its next ask; returns the samples that ended."""
+        ended = []
+        for sample, answer in zip(samples, answers, strict=True):
+            try:
+                sample.ask = sample.decoding.send(answer)  # type: ignore[union-attr]
+            except StopIteration:
+                ended.append(sample)
+        return ended
+
+    def _finish(self, sample: Sample) -> Outcome:
+        outcome = sample.outcome(self.counters.spent(sample.slot))
+        self.answers.release(sample.slot)
+        self._slots[sample.slot] = None
+        self._holes.append(sample.slot)
+        return outcome
+
+
+def canvas_of(request: Request) -> tuple[bytes, bytes]:
+    """A canvas and its order of decoding, as a key."""
+    order = b"" if request.hole_order is None else request.hole_order.tobytes()
+    return request.canvas.tobytes(), order

@@ -1,0 +1,113 @@
+"""A lane is one model of an engine: it runs packed rows, and times what it runs. One transfer down a forward.
+
+Legend: B samples of a forward, T rows of a sample, W columns, R answered rows, N rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.engine.asks import FAR
+from decoders.engine.memory import give
+from decoders.engine.packing import Ints, Table
+
+
+class Lane:
+    """A backbone, its cache's size, and the seconds of its forwards. `vocab_size` is the target's: logits get that width."""
+
+    def __init__(self, backbone: Any, vocab_size: int) -> None:
+        self.backbone, self.device = backbone, backbone.device
+        self._vocab_size = vocab_size
+        self._shape = (0, 0)
+        self.forward_s = 0.0
+        """Seconds of all forwards so far, output layers included."""
+        self.first_s = 0.0
+        """Seconds of the network in the last forward."""
+        self.useful = self.computed = 0
+        """Rows of the last forward: those asked for, and those computed with padding."""
+
+    # ---- the cache -----------------------------------------------------------------------------------------------
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """Give the cache this many slots and columns."""
+        had, self._shape = self._shape, (0, 0)  # until the resize has succeeded
+        give(self.backbone, num_slots, num_columns, had)
+        self._shape = (num_slots, num_columns)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy all that a slot holds onto another."""
+        self.backbone.move_slot(source, target)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of a column of a slot."""
+        return int(getattr(self.backbone, "cell_bytes", 0))
+
+    # ---- a forward -----------------------------------------------------------------------------------------------
+
+    def put(self, numbers: Ints) -> Tensor:
+        """Bring integers to the device."""
+        held = torch.from_numpy(numbers)
+        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
+        logits_RV = self._timed(lambda: self.backbone.logits(hidden_RD))
+        missing = self._vocab_size - logits_RV.shape[1]
+        if missing > 0:
+            return functional.pad(logits_RV, (0, missing), value=-torch.inf)
+        return logits_RV[:, : self._vocab_size] if missing else logits_RV
+
+    def _run(self, rows: Any, useful: int) -> Tensor:
+        hidden = self._timed(lambda: self.backbone.forward(rows))
+        self.useful, self.computed = useful, self.backbone.num_rows_computed
+        return hidden
+
+    def _timed(self, function: Callable[[], Tensor]) -> Tensor:
+        began_s = time.perf_counter()
+        result = function()
+        if result.is_cuda:
+            torch.cuda.synchronize(result.device)
+        self.first_s = time.perf_counter() - began_s
+        self.forward_s += self.first_s
+        return result
+
+
+class TokenLane(Lane):
+    """A model in which every row is a token."""
+
+    backbone: TokenBackbone
+
+    def forward(self, table: Table, slot_B: Ints, tokens: list[int]) -> Tensor:
+        """Run the rows of a table whose samples are in these slots; returns the answered rows' hidden states, [R, D].
+
+        `tokens` are those of all rows. An id that only another model has is replaced by one of this model's.
+        """
+        column_N = table.columns()
+        limit_N, own_N = table.limits(column_N), table.own()
+        token_N = np.array(tokens, dtype=np.int64)
+        if self.backbone.vocab_size < self._vocab_size:
+            token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
+        fields = [token_N, table.positions(), column_N, limit_N, np.ones_like(column_N)]
+        width = int(limit_N.max())
+        if int(own_N.min()) < FAR:
+            fields.append(own_N)
+            width = max(width, int(column_N.max()) + 1)
+        grid = self.put(table.rectangle(*fields))
+        tokens_BT, positions_BT, columns_BT, limits_BT = grid[0], grid[1], grid[2], grid[3].unsqueeze(2)
+        columns_W = torch.arange(width, device=self.device)
+        visible_BTW = columns_W < limits_BT
+        if len(fields) == 6:
+            visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W <= columns_BT.unsqueeze(2))
+        rows = TokenRows(self.put(slot_B), tokens_BT, positions_BT, columns_BT, grid[4] > 0, visible_BTW)
+        hidden_ND = self._run(rows, table.num_rows).flatten(0, 1)
+        places = table.asked_places()
+        return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))

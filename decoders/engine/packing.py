@@ -1,0 +1,122 @@
+"""Expands the spans of all samples to the rows of one forward, in numpy: columns, positions, limits, places in the rectangle.
+
+Legend: P spans, N rows, B samples, T rows of the sample with the most, R answered rows, F fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from decoders.engine.asks import ASKED, COLUMN, COUNT, FIELDS, FLOOR, KIND, LAG, OWN, POSITION, RANK
+
+Ints = NDArray[np.int64]
+
+
+def repeated(starts: Ints, counts: Ints) -> Ints:
+    """0 .. count-1 for each entry, one after the other; `starts` are the running sums before each entry."""
+    return np.arange(int(counts.sum())) - np.repeat(starts, counts)
+
+
+class Table:
+    """The spans of one forward, int64 [P, FIELDS], sample after sample, and the rows that they stand for.
+
+    `rows_NF` holds each row's span, `step_N` its place in it, `owner_N` the sample (0 .. B-1) that it belongs to.
+    """
+
+    __slots__ = (
+        "num_lines",
+        "num_rows",
+        "num_samples",
+        "owner_N",
+        "owner_P",
+        "place_N",
+        "rows_NF",
+        "spans_PF",
+        "step_N",
+    )
+
+    def __init__(self, spans: Sequence[int], owner_P: Ints, num_samples: int) -> None:
+        self.spans_PF: Ints = np.array(spans, dtype=np.int64).reshape(-1, FIELDS)
+        self.owner_P, self.num_samples = owner_P, num_samples
+        count_P = self.spans_PF[:, COUNT]
+        self.num_rows = int(count_P.sum())
+        if self.num_rows == len(self.spans_PF):
+            self.rows_NF, self.owner_N = self.spans_PF, owner_P
+            self.step_N: Ints = np.zeros(self.num_rows, dtype=np.int64)
+        else:
+            self.step_N = repeated(count_P.cumsum() - count_P, count_P)
+            self.rows_NF, self.owner_N = np.repeat(self.spans_PF, count_P, axis=0), np.repeat(owner_P, count_P)
+        rows_B = np.bincount(self.owner_N, minlength=num_samples)
+        # T, and the place of each row in the rectangle [B, T] as one number; None if the rows fill it.
+        self.num_lines = int(rows_B.max())
+        self.place_N: Ints | None = None
+        if self.num_lines * num_samples != self.num_rows:
+            first_B = rows_B.cumsum() - rows_B
+            self.place_N = self.owner_N * self.num_lines + np.arange(self.num_rows) - first_B[self.owner_N]
+
+    def columns(self) -> Ints:
+        """The column that each row writes, [N]."""
+        return self.rows_NF[:, COLUMN] + self.step_N
+
+    def positions(self) -> Ints:
+        """The position of each row, [N]."""
+        return self.rows_NF[:, POSITION] + self.step_N
+
+    def limits(self, column_N: Ints) -> Ints:
+        """Each row sees the columns below its limit, [N]."""
+        return np.maximum(self.rows_NF[:, FLOOR], column_N + 1 - self.rows_NF[:, LAG])
+
+    def own(self) -> Ints:
+        """And those from here up to its own column, [N]."""
+        return self.rows_NF[:, OWN]
+
+    def rectangle(self, *fields_N: Ints) -> Ints:
+        """Numbers of the rows as [F, B, T]; 0 where there is no row."""
+        shape = (len(fields_N), self.num_samples, self.num_lines)
+        if self.place_N is None:
+            return np.stack(fields_N).reshape(shape)
+        flat = np.zeros((len(fields_N), self.num_samples * self.num_lines), dtype=np.int64)
+        flat[:, self.place_N] = fields_N
+        return flat.reshape(shape)
+
+    def asked_places(self) -> Ints | None:
+        """Where the answered rows are in the flattened rectangle, [R]; None if they are all of it, in order."""
+        asked = self.step_N >= self.rows_NF[:, COUNT] - self.rows_NF[:, ASKED]
+        if self.place_N is None:
+            return None if asked.all() else np.flatnonzero(asked)
+        return self.place_N[asked]
+
+
+class Asked:
+    """The answered rows of one forward, sample after sample: slot, rank and kind of each, [R] each.
+
+    `drafts_R` are the drafts that they judge, `owner_R` their samples (0 .. B-1), `size_B` how many rows each sample has and
+    `when_B` how many of its tokens were decided when it asked.
+    """
+
+    __slots__ = ("drafts_R", "kind_R", "num_rows", "owner_R", "rank_R", "size_B", "slot_R", "when_B")
+
+    def __init__(
+        self, table: Table, slot_B: Ints, drafts: Sequence[int], sizes: Sequence[int], whens: Sequence[int]
+    ) -> None:
+        asked_P = table.spans_PF[:, ASKED]
+        self.num_rows = len(drafts)
+        assert int(asked_P.sum()) == self.num_rows, "an ask has one draft entry for each answered row"
+        self.rank_R: Ints = np.repeat(table.spans_PF[:, RANK], asked_P) + repeated(asked_P.cumsum() - asked_P, asked_P)
+        self.kind_R: Ints = np.repeat(table.spans_PF[:, KIND], asked_P)
+        self.owner_R: Ints = np.repeat(table.owner_P, asked_P)
+        self.slot_R: Ints = slot_B[self.owner_R]
+        self.drafts_R: Ints = np.array(drafts, dtype=np.int64)
+        self.size_B: Ints = np.array(sizes, dtype=np.int64)
+        self.when_B: Ints = np.array(whens, dtype=np.int64)
+
+
+def count_leading(good_R: NDArray[np.bool_], size_B: Ints) -> Ints:
+    """How many rows of each sample are good before the first that is not, [B]; every sample has at least one row."""
+    first_B = size_B.cumsum() - size_B
+    step_R = repeated(first_B, size_B)
+    worst_R = np.where(good_R, np.iinfo(np.int64).max, step_R)
+    return np.minimum(np.minimum.reduceat(worst_R, first_B), size_B)

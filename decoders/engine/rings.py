@@ -1,0 +1,179 @@
+"""Rings over the next ranks of every slot, on the device: target noise that is kept, and the distributions of drafts.
+
+A ring of n cells holds rank r of a slot in cell r % n. What a cell holds is known on the host, so that nothing is asked of the
+device. Ranks below those that a sample has decided are never read again.
+
+Legend: R rows, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.draws import noise
+from decoders.draws.keys import split_key
+from decoders.engine.packing import Ints, repeated
+from decoders.engine.samples import Sample
+
+_AHEAD: Final = 1 << 16
+"""How many noise values to compute at once: for a few values the overhead dominates."""
+
+
+class Places:
+    """The key and the position of every rank of every slot, on the host."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.key_S2: Ints = np.zeros((num_slots, 2), dtype=np.int64)
+        self.length_S: Ints = np.zeros(num_slots, dtype=np.int64)
+        self._order_SW: Ints | None = None
+
+    def start(self, sample: Sample) -> None:
+        """Note a new sample's."""
+        slot = sample.slot
+        self.key_S2[slot], self.length_S[slot] = split_key(sample.key), sample.length
+        if sample.order is None:
+            return
+        width = 0 if self._order_SW is None else self._order_SW.shape[1]
+        if sample.length > width:
+            wider = np.zeros((len(self.length_S), sample.length), dtype=np.int64)
+            if self._order_SW is not None:
+                wider[:, :width] = self._order_SW
+            self._order_SW = wider
+        assert self._order_SW is not None, "an order has a place"
+        self._order_SW[slot, : sample.length] = sample.order
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample's along."""
+        for column in (self.key_S2, self.length_S, self._order_SW):
+            if column is not None:
+                column[target] = column[source]
+
+    def positions(self, slot_R: Ints, rank_R: Ints) -> Ints:
+        """The position of each rank, [R]."""
+        return rank_R if self._order_SW is None else self._order_SW[slot_R, rank_R]
+
+
+class Ring:
+    """`num_cells` rows of V numbers for each of the first slots; grows and shrinks with the slots in use."""
+
+    def __init__(self, num_cells: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.num_cells, self._vocab_size = num_cells, vocab_size
+        self.data_CV = torch.zeros(0, vocab_size, dtype=dtype, device=device)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's cells."""
+        return self.num_cells * self._vocab_size * self.data_CV.element_size()
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots have cells."""
+        return len(self.data_CV) // self.num_cells
+
+    def resized(self, num_slots: int) -> Tensor:
+        """The cells for so many slots; what they hold stays."""
+        cells = num_slots * self.num_cells
+        if cells == len(self.data_CV):
+            return self.data_CV
+        data_CV = self.data_CV.new_zeros(cells, self._vocab_size)
+        both = min(cells, len(self.data_CV))
+        data_CV[:both] = self.data_CV[:both]
+        return data_CV
+
+    def cells(self, slot_R: Ints, rank_R: Ints) -> Ints:
+        """The rows of `data_CV` that hold these ranks, [R]."""
+        return slot_R * self.num_cells + rank_R % self.num_cells
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample's cells along."""
+        if source < self.num_slots:
+            own, other = source * self.num_cells, target * self.num_cells
+            self.data_CV[other : other + self.num_cells] = self.data_CV[own : own + self.num_cells]
+
+
+class NoiseRing:
+    """Target noise of the next ranks of every slot, each rank computed once however often it is read.
+
+    `window` is the number of ranks of a slot that may be read at one time. Where few ranks are wanted and the vocabulary is
+    small, more of them are computed along. The first slots have a ring, as many as `most_bytes` allow; for the others the noise
+    of each rank is computed once a call.
+    """
+
+    def __init__(self, places: Places, *, window: int, vocab_size: int, device: torch.device) -> None:
+        self._places, self._vocab_size, self._device = places, vocab_size, device
+        self._ahead = min(15, _AHEAD // vocab_size)
+        self.ring = Ring(window + self._ahead, vocab_size, torch.float32, device)
+        self.window, self.num_used = window, 0
+        # The ring holds the ranks below this one, from the sample's decided ones on.
+        self._until_S: Ints = np.zeros(len(places.length_S), dtype=np.int64)
+
+    def start(self, sample: Sample) -> None:
+        """A new sample's cells are empty."""
+        self._until_S[sample.slot] = sample.prompt
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample's noise along, or compute it again if its new place has a ring and its old one had none."""
+        self.ring.move(source, target)
+        self._until_S[target] = self._until_S[source] if source < self.ring.num_slots else 0
+
+    def use(self, num_slots: int, most_bytes: int) -> tuple[int, Tensor]:
+        """The cells for so many slots, as far as they fit; `take` makes them the ring's."""
+        return num_slots, self.ring.resized(min(num_slots, most_bytes // max(1, self.ring.slot_bytes)))
+
+    def take(self, used: tuple[int, Tensor]) -> None:
+        """Take the cells from `use`; slots that lost theirs hold nothing."""
+        self.num_used, self.ring.data_CV = used
+        self._until_S[self.ring.num_slots :] = 0
+
+    def rows(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> Tensor:
+        """The noise at each (slot, rank), [R, V]; `first_R` is the first rank of the slot that may still be read."""
+        num_kept = self.ring.num_slots
+        if num_kept >= self.num_used:
+            return self._kept(slot_R, rank_R, first_R)
+        near_R = slot_R < num_kept
+        noise_RV = torch.empty(len(slot_R), self._vocab_size, dtype=torch.float32, device=self._device)
+        near, far = (torch.from_numpy(np.flatnonzero(part)).to(self._device) for part in (near_R, ~near_R))
+        noise_RV[near] = self._kept(slot_R[near_R], rank_R[near_R], first_R[near_R])
+        noise_RV[far] = self._passing(slot_R[~near_R], rank_R[~near_R])
+        return noise_RV
+
+    def _kept(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> Tensor:
+        assert (rank_R - first_R < self.window).all(), (
+            "a rank beyond the window would overwrite noise that is still read"
+        )
+        if (rank_R >= self._until_S[slot_R]).any():
+            self._fill(slot_R, rank_R, first_R)
+        return self.ring.data_CV.index_select(0, torch.from_numpy(self.ring.cells(slot_R, rank_R)).to(self._device))
+
+    def _fill(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> None:
+        """Fill up to the highest rank of each slot; where this is cheap also the ranks after it, for all slots that ask."""
+        need_S, from_S = np.zeros_like(self._until_S), self._until_S.copy()
+        np.maximum.at(need_S, slot_R, rank_R + 1)
+        np.maximum.at(from_S, slot_R, first_R)
+        more = min(self._ahead, _AHEAD // (len(slot_R) * self._vocab_size) - 1)
+        if more > 0:
+            further_R = np.minimum(rank_R + 1 + more, self._places.length_S[slot_R])
+            np.maximum.at(need_S, slot_R, further_R)
+        slots = np.flatnonzero(need_S > from_S)
+        count = need_S[slots] - from_S[slots]
+        slot_N = np.repeat(slots, count)
+        rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
+        cells = torch.from_numpy(self.ring.cells(slot_N, rank_N)).to(self._device)
+        self.ring.data_CV[cells] = self._computed(slot_N, rank_N)
+        self._until_S[slots] = need_S[slots]
+
+    def _passing(self, slot_R: Ints, rank_R: Ints) -> Tensor:
+        """Noise that is not kept."""
+        width = int(rank_R.max(initial=0)) + 1
+        cells, which_R = np.unique(slot_R * width + rank_R, return_inverse=True)
+        found = self._computed(cells // width, cells % width)
+        return found[torch.from_numpy(which_R).to(self._device)]
+
+    def _computed(self, slot_N: Ints, rank_N: Ints) -> Tensor:
+        keys_N2, position_N = self._places.key_S2[slot_N], self._places.positions(slot_N, rank_N)
+        told = torch.from_numpy(np.column_stack([keys_N2, position_N])).to(self._device)
+        return noise.gumbel_rows(told[:, :2], told[:, 2], self._vocab_size)

@@ -1,0 +1,217 @@
+"""A sample while it is decoded: its tokens by rank, what is decided, and its counts. Plain lists and ints, no torch.
+
+    rank      0 .. prompt-1 | prompt .. decided-1 | decided .. length-1
+    holds     the prompt    | generated           | drafts and junk
+    cached    |<------ the model's columns hold what stands there ------>|
+
+In a causal model rank = column = position; in an any-subset model `order` gives the position of each rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
+from decoders.engine.asks import DRAFT, FAR, JUST_ONE, Ask, Decoding, Offer, Search
+from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
+
+FILLED: Final = "filled"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a sample came (perf_counter seconds) and when it got its slot, also as Unix time."""
+
+    queued_s: float
+    admitted_s: float
+    started_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What the engine counted for a sample: its forwards' seconds and rows. `first_s` are the seconds of the first forward."""
+
+    first_s: float
+    device_s: float
+    active_rows: int
+    used_rows: int
+    computed_rows: int
+
+
+class Sample:
+    """One request at work.
+
+    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`; all else is the engine's.
+    """
+
+    __slots__ = (
+        "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "iterations", "just", "key",
+        "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "request", "slot", "stats", "stop_ids",
+        "stop_text", "times", "tokens", "trace",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        order: list[int] | None,
+        prompt: int,
+        *,
+        stops: Stops | None,
+        times: Times,
+        stats: EngineStats,
+        traced: bool,
+    ) -> None:
+        self.request, self.key, self.times, self.stats = request, request.key, times, stats
+        self.order, self.prompt = order, prompt
+        canvas = request.canvas.tolist()
+        self.tokens: list[int] = canvas if order is None else [canvas[position] for position in order]
+        self.decided = prompt
+        self.cached = self.cached_draft = 0
+        self.length = len(self.tokens)
+        self.logprob = 0.0
+        self.log_ps: list[float] | None = [] if request.settings.token_logprobs else None
+        self.nfe = self.nfe_draft = 0
+        self.iterations = self.proposed = self.accepted = 0
+        self.histogram: list[int] = []
+        # How the sample ends where nothing stops it; None where texts have no ends.
+        self.end = None if stops is None else LENGTH
+        self.stop_ids = frozenset(stops.ids) if stops else frozenset()
+        own_text = request.settings.stop_text
+        self.stop_text: StopText | None = own_text if own_text is not None else stops.text if stops else None
+        self.trace: list[TraceStep] | None = [] if traced else None
+        # Drafts and accepted ones of the last iteration, for a budget.
+        self.just = (0, 0)
+        self.slot = -1
+        self.decoding: Decoding | None = None
+        self.ask: Ask | Search | Offer | None = None
+
+    # ---- what decoders ask ---------------------------------------------------------------------------------------
+
+    def causal(self, end: int, asked: int, kind: int, drafts: list[int] | tuple[int, ...]) -> Ask:
+        """Run the columns [cached, end) under causal visibility; the last `asked` rows are answered.
+
+        The row of column c speaks of rank c + 1. The decoder itself moves `cached`, since drafts may be refused.
+        """
+        start = self.cached
+        span = (end - start, start, start, 0, 0, FAR, asked, end - asked + 1, kind)
+        return Ask(0, self.tokens[start:end], span, drafts)
+
+    def draft_next(self, rank: int) -> Ask:
+        """Let the drafting model run its columns up to `rank`, and draft the token of that rank."""
+        start = self.cached_draft
+        self.cached_draft = rank
+        span = (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT)
+        return Ask(1, self.tokens[start:rank], span, JUST_ONE)
+
+    # ---- what decoders decide ------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        tokens: Sequence[int],
+        log_ps: Sequence[float],
+        count: int,
+        drafts: Sequence[int] = (),
+        accepted: int = 0,
+        *,
+        shown: int | None = None,
+    ) -> int:
+        """End an iteration: decide the next `count` tokens, fewer where the text ends; returns how many.
+
+        Of the `drafts` of the iteration, the first `accepted` held. A stop drops what comes after it, also from the count of
+        proposed drafts. The trace shows the first `shown` drafts; by default those that count as proposed.
+        """
+        before = self.decided
+        kept, is_over = self._until_stop(tokens, min(count, self.length - before))
+        self.tokens[before : before + kept] = tokens[:kept]
+        for log_p in log_ps[:kept]:
+            self.logprob += log_p
+        if self.log_ps is not None:
+            self.log_ps += log_ps[:kept]
+        self.decided = before + kept
+        if is_over:
+            self.length = self.decided
+        proposed = min(len(drafts), kept) if is_over else len(drafts)
+        self._close_iteration(kept, proposed, min(accepted, kept))
+        if self.trace is not None:
+            self._show(before, list(drafts[: proposed if shown is None else shown]))
+        return kept
+
+    def _until_stop(self, tokens: Sequence[int], count: int) -> tuple[int, bool]:
+        """How many of the first `count` tokens are kept, and whether the text ends with them. The first event wins."""
+        end = LENGTH
+        if self.stop_ids:
+            first = next((place for place in range(count) if tokens[place] in self.stop_ids), None)
+            if first is not None:
+                count, end = first + 1, EOS
+        if self.stop_text is not None:
+            known = self.tokens[self.prompt : self.decided]
+            # The text of an end token is not part of the completion.
+            keep = self.stop_text.find([*known, *tokens[: count - (end == EOS)]], len(known))
+            if keep is not None:
+                count, end = keep - len(known), STOP
+        if end != LENGTH:
+            self.end = end
+        return count, end != LENGTH
+
+    def _close_iteration(self, committed: int, proposed: int, accepted: int) -> None:
+        self.iterations += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.just = (proposed, accepted)
+        self.stats.committed += committed
+        histogram = self.histogram
+        if committed >= len(histogram):
+            histogram += [0] * (committed + 1 - len(histogram))
+        histogram[committed] += 1
+
+    def _show(self, before: int, proposed: list[int]) -> None:
+        assert self.trace is not None, "only a traced sample shows its iterations"
+        span = slice(before, self.decided)
+        positions = list(range(before, self.decided)) if self.order is None else self.order[span]
+        self.trace.append(TraceStep(len(self.trace), self.nfe, proposed, self.tokens[span], positions))
+
+    # ---- the result ----------------------------------------------------------------------------------------------
+
+    def outcome(self, spent: Spent | None) -> Outcome:
+        """The result; `spent` is None for a sample that needed no forward."""
+        now = time.perf_counter()
+        broken = not math.isfinite(self.logprob)
+        places = list(range(self.prompt, self.decided))
+        if self.order is not None:
+            places.sort(key=self.order.__getitem__)
+        text = [] if broken else [self.tokens[place] for place in places]
+        scores = None
+        if self.log_ps is not None and spent is not None and not broken:
+            scores = np.array([self.log_ps[place - self.prompt] for place in places], dtype=np.float32)
+        wait_s, prefill_s = self.times.admitted_s - self.times.queued_s, spent.first_s if spent else 0.0
+        decode_s = now - self.times.admitted_s - prefill_s if spent else 0.0
+        return Outcome(
+            index=self.request.index,
+            tokens=np.array(text, dtype=np.int32),
+            finish=FILLED if self.end is None or spent is None else FINISHES[self.end],
+            logprob=None if broken else self.logprob,
+            nfe=self.nfe,
+            nfe_draft=self.nfe_draft,
+            iterations=self.iterations,
+            proposed=self.proposed,
+            accepted=self.accepted,
+            accept_hist=self.histogram,
+            wait_s=wait_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            total_s=wait_s + prefill_s + decode_s,
+            device_s=spent.device_s if spent else 0.0,
+            batch_rows=spent.active_rows / self.nfe if spent else 0.0,
+            pad_fraction=1.0 - spent.used_rows / spent.computed_rows if spent else 0.0,
+            started_at_s=self.times.started_at_s,
+            error_kind="nan_logits" if broken else None,
+            error="the model gave logits that are not finite" if broken else None,
+            trace=self.trace,
+            token_logprobs=scores,
+        )
