@@ -31,6 +31,13 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
     return Engine(setup, made) if isinstance(made, Algorithm) else made
 
 
+def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
+    """What the engine runs for these settings."""
+    made = _named(settings.runs)(setup, settings)
+    assert isinstance(made, Algorithm), f"{settings.name()!r} does not run on the engine"
+    return made
+
+
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)

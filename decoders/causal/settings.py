@@ -132,7 +132,7 @@ class JacobiSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.jacobi:Jacobi"
+        return "decoders.causal.jacobi:algorithm"
 
 
 class MultiblockJacobiSettings(DecoderChoice):
@@ -152,4 +152,4 @@ class MultiblockJacobiSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.multiblock_jacobi:MultiblockJacobi"
+        return "decoders.causal.multiblock_jacobi:algorithm"

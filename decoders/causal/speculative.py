@@ -119,7 +119,8 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     return Algorithm(
         decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
         window=k + 1,
-        most_auto=k if is_auto else 0,
+        auto="drafts" if is_auto else None,
+        most_auto=k,
         keeps_laws=kind == JUDGE,
         shared=prompt_but_one,
     )

@@ -15,16 +15,17 @@ from decoders.engine.samples import Sample
 class Algorithm:
     """`decode` makes the generator of a sample that has at least one hole.
 
-    `window` is how many ranks from the first undecided one on may be asked about at one time, and `most_auto` the most drafts of
-    a sample where their number is chosen by time (0 where it is not). `keeps_laws`: its drafts have a distribution, which the
-    rejection rule reads. With `joins_prompts` the first forward of a few new samples may run along with the others' forward.
-    `side_columns` come after a canvas's own. `shared` is how many leading columns of a prompt another sample with the same
-    canvas can take over.
+    `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
+    time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all. `keeps_laws`: its drafts
+    have a distribution, which the rejection rule reads. With `joins_prompts` the first forward of a few new samples may run
+    along with the others' forward. `side_columns` come after a canvas's own. `shared` is how many leading columns of a prompt
+    another sample with the same canvas can take over.
     """
 
     decode: Callable[[Sample], Decoding]
     kind: Literal["causal"] = "causal"
     window: int = 1
+    auto: Literal["drafts", "block_size"] | None = None
     most_auto: int = 0
     keeps_laws: bool = False
     joins_prompts: bool = True

@@ -31,7 +31,7 @@ from decoders.engine.asks import FIELDS, Answer, Ask
 from decoders.engine.counters import Counters
 from decoders.engine.ends import Stops
 from decoders.engine.lanes import Lane, TokenLane
-from decoders.engine.lengths import Lengths
+from decoders.engine.lengths import lengths_of
 from decoders.engine.memory import Account, column_multiple
 from decoders.engine.packing import Asked, Ints, Table
 from decoders.engine.room import Room
@@ -80,11 +80,7 @@ class Engine:
         )
         self.stats = EngineStats()
         self.counters = Counters(setup.max_rows, self.stats)
-        self.lengths = (
-            Lengths(setup.max_rows, algorithm.most_auto, has_drafter=len(self.lanes) > 1)
-            if algorithm.most_auto
-            else None
-        )
+        self.lengths = lengths_of(algorithm, setup.max_rows, has_drafter=len(self.lanes) > 1)
         self._space = Room(
             max_rows=setup.max_rows,
             max_tokens=setup.max_tokens,
@@ -106,6 +102,11 @@ class Engine:
     def active(self) -> int:
         """Number of samples inside: in a slot, or finished without needing one."""
         return len(self._slots) - len(self._holes) + len(self._instant)
+
+    @property
+    def samples(self) -> list[Sample]:
+        """The samples in slots."""
+        return [sample for sample in self._slots if sample is not None]
 
     def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes."""
@@ -217,7 +218,7 @@ class Engine:
 
     def _turn(self) -> Turn:
         """Prompts go together: their many rows would let the others wait. A few go with the others."""
-        everyone = [sample for sample in self._slots if sample is not None]
+        everyone = self.samples
         few = 0 < _FEW_PROMPTS * len(self._fresh) <= len(everyone)
         joins = few and self.joins_prompts and self.backbone.device.type == "cpu"
         if not self._fresh:

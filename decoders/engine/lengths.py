@@ -6,14 +6,16 @@ All offers of a step are settled together by the budget (budget.py), since all s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import Ask, Offer, Search
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
+from decoders.engine.jacobi_size import JacobiSizes
 from decoders.engine.samples import Sample
 
 
@@ -40,8 +42,36 @@ class HostColumns:
             column[target] = column[source]
 
 
-class Lengths:
-    """Settles the offers of every step; `has_drafter`: each draft costs a forward of a drafting model."""
+class Lengths(Protocol):
+    """What settles the offers of every step."""
+
+    def start(self, slot: int) -> None:
+        """A new sample."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """A sample moves to another slot."""
+        ...
+
+    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
+        """Answer the samples' questions until each of them asks for a forward."""
+        ...
+
+    def drafted(self, rows: int, kv: int, seconds: float) -> None:
+        """A forward of the drafting model, with its draws: its rows, and the columns that they read."""
+        ...
+
+    def spent(self, seconds: float) -> None:
+        """What all drafting of the step took."""
+        ...
+
+    def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
+        """The target's forward of the step is done, and every sample has closed an iteration."""
+        ...
+
+
+class DraftLengths:
+    """Chooses how many drafts each sample takes; `has_drafter`: each draft costs a forward of a drafting model."""
 
     def __init__(self, num_slots: int, most: int, *, has_drafter: bool) -> None:
         self._columns = HostColumns(num_slots)
@@ -51,15 +81,15 @@ class Lengths:
         self._is_open = False
 
     def start(self, slot: int) -> None:
-        """A new sample."""
+        """See Lengths."""
         self._columns.start(slot)
 
     def move(self, source: int, target: int) -> None:
-        """A sample moves to another slot."""
+        """See Lengths."""
         self._columns.move(source, target)
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
-        """Answer the samples' questions until each of them asks for a forward."""
+        """See Lengths."""
         is_open = self._is_open = self.budget.open(fresh=fresh)
         if not is_open:
             # Drafts don't pay: the step is then exactly that of the baseline.
@@ -78,19 +108,65 @@ class Lengths:
             assert isinstance(sample.ask, Ask), "an offer is followed by an ask"
 
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
-        """A forward of the drafting model, with its draws."""
+        """See Lengths."""
         if self._costs is not None:
             self._costs.observe(rows, kv, seconds)
 
     def spent(self, seconds: float) -> None:
-        """What all drafting of the step took."""
+        """See Lengths."""
         if self._is_open:
             self.budget.spent(seconds)
 
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
-        """The target's forward of the step is done, and every sample has closed an iteration."""
+        """See Lengths."""
         if is_usual:
             self.budget.timed(rows, kv, seconds)
         if self._is_open:
             tried, gained = torch.tensor([sample.just for sample in samples]).unbind(1)
             self.budget.learn(torch.tensor([sample.slot for sample in samples]), tried, gained)
+
+
+class BlockSizes:
+    """Chooses one block size for all samples (jacobi_size.py): each yields a Search, which is answered with the size."""
+
+    def __init__(self) -> None:
+        self.sizes = JacobiSizes()
+        self._size, self._committed = 0, 0
+
+    def start(self, slot: int) -> None:
+        """See Lengths; nothing is known of a single sample."""
+
+    def move(self, source: int, target: int) -> None:
+        """See Lengths."""
+
+    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
+        """See Lengths. The time of a step with prompts says little about later steps: the size stays."""
+        if not (fresh or joined):
+            self._size = self.sizes.choose(len(samples), sum(sample.decided for sample in samples))
+        self._committed = sum(sample.decided for sample in samples)
+        for sample in samples:
+            assert isinstance(sample.ask, Search), "a sample asks for the size in every iteration"
+            sample.ask = sample.decoding.send(self._size)  # type: ignore[union-attr]
+
+    def drafted(self, rows: int, kv: int, seconds: float) -> None:
+        """See Lengths; there is no drafting model."""
+
+    def spent(self, seconds: float) -> None:
+        """See Lengths; drafts cost nothing."""
+
+    def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
+        """See Lengths."""
+        if is_usual:
+            tokens = sum(sample.decided for sample in samples) - self._committed
+            self.sizes.observe(len(samples), rows, kv, tokens=tokens, seconds=seconds)
+
+
+def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Lengths | None:
+    """What chooses an algorithm's lengths; None where they are fixed."""
+    match algorithm.auto:
+        case None:
+            return None
+        case "drafts":
+            return DraftLengths(num_slots, algorithm.most_auto, has_drafter=has_drafter)
+        case "block_size":
+            return BlockSizes()

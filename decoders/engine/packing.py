@@ -43,6 +43,7 @@ class Table:
         self.owner_P, self.num_samples = owner_P, num_samples
         count_P = self.spans_PF[:, COUNT]
         self.num_rows = int(count_P.sum())
+        assert (self.spans_PF[:, ASKED] <= count_P).all(), "more rows are answered than run: `cached` is too high"
         if self.num_rows == len(self.spans_PF):
             self.rows_NF, self.owner_N = self.spans_PF, owner_P
             self.step_N: Ints = np.zeros(self.num_rows, dtype=np.int64)

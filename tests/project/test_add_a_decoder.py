@@ -22,9 +22,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("jobs", "actors", "decoders", "storage", "infra"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     (folder / "tests" / "decoders" / "causal").mkdir(parents=True)
-    shutil.copy(ROOT / "tests" / "decoders" / "support.py", folder / "tests" / "decoders")
+    for name in ("support.py", "enumeration.py"):
+        shutil.copy(ROOT / "tests" / "decoders" / name, folder / "tests" / "decoders")
     steps = STEP.findall((ROOT / "docs" / "add-a-decoder.md").read_text())
-    assert [kind for kind, _, _ in steps] == ["append", "insert", "insert", "new", "append", "new"]
+    assert [kind for kind, _, _ in steps] == ["append", "insert", "insert", "new", "new"]
     for kind, name, text in steps:
         path = folder / name
         if kind == "new":
@@ -56,7 +57,7 @@ def run(project: Path, *arguments: str) -> str:
 
 def test_its_test_passes(project: Path) -> None:
     said = run(project, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "tests")
-    assert "4 passed" in said
+    assert "5 passed" in said
 
 
 def test_the_rest_of_the_project_knows_it(project: Path) -> None:

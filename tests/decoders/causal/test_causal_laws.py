@@ -1,117 +1,185 @@
-"""Exact output laws of speculative decoding: every branch of every random choice of the reference, summed."""
+"""Exact output laws of the causal decoders under the rejection rule: every branch of every random choice, summed.
+
+What runs is the decoder's own generator on the real engine (tests/decoders/enumeration.py): packing, cached columns, refill and
+stops are those of production.
+"""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
+from decoders.base import Request
+from decoders.causal.settings import (
+    AutoregressiveSettings,
+    ModelDrafterSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
 from decoders.common_settings import Sampling
-from decoders.references import causal as causal_reference
-from decoders.references import choosers
-from decoders.references.causal import PlainCausal, by_lookup, by_model
-from decoders.references.choosers import RejectionRule, enumerate_law
+from decoders.draws.noise import sample_key
+from decoders.engine.asks import NO_DRAFT
+from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
+from decoders.references.causal import PlainCausal
+from decoders.references.choosers import NoiseChooser
 from decoders.references.token_table import TokenTable
+from decoders.registry import algorithm_of, build_decoder
+from tests.decoders import enumeration
+from tests.decoders.enumeration import ChosenAnswers, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.support import token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 5
 PROMPTS = {"one token": [1], "a repetition": [0, 1, 0]}
+AR = AutoregressiveSettings(kind="autoregressive")
+NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
+MODEL = ModelDrafterSettings(kind="model", path="drafter")
+DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
 
 
-def plain(seed, sampling, suppressed=()):
-    backbone = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=seed)
-    return PlainCausal(backbone, length=LENGTH, sampling=sampling, suppressed=suppressed)
+def spec(k, drafter):
+    return SpeculativeSettings(kind="speculative", k=k, drafter=DRAFTERS[drafter])
 
 
-def drafting(drafter, sampling, suppressed=()):
-    if drafter == "ngram":
-        return by_lookup(VOCAB, max_n=2, min_n=1)
-    return by_model(plain(6, sampling, suppressed))
+def table(seed):
+    return TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=seed)
 
 
-def law_of(model, prompt, **settings: Any):
-    return enumerate_law(
-        lambda chooser: tuple(
-            causal_reference.speculative(model, prompt, RejectionRule(chooser), **settings).tokens[len(prompt) :]
-        )
-    )
+def setup(sampling=None, *, suppressed=(), rows=1, stops=None):
+    info = token_info(VOCAB, suppressed)
+    warp = (sampling or Sampling()).model_copy(update={"acceptance": "rejection"})
+    models: dict[str, Any] = {"backbone": table(5), "drafter": table(6), "drafter_info": info}
+    return Setup(**models, info=info, sampling=warp, max_rows=rows, max_tokens=99, stops=stops)
 
 
-def chain_rule(model, prompt):
-    """The sequential law as a plain product of conditionals, without any decoder."""
+def request(prompt, index=0):
+    canvas = np.array([*prompt, *[-1] * (LENGTH - len(prompt))], dtype=np.int32)
+    return Request(index, sample_key(0, str(index)), canvas)
+
+
+def chain_rule(prompt, sampling=None, suppressed=(), end=None):
+    """The sequential law as a plain product of conditionals, without any decoder; texts end with the token `end`."""
+    model = PlainCausal(table(5), length=LENGTH, sampling=sampling or Sampling(), suppressed=suppressed)
     law = {}
-    for fill in itertools.product(range(VOCAB), repeat=LENGTH - len(prompt)):
+    for fill in fills(VOCAB, LENGTH - len(prompt)):
         tokens, mass = list(prompt), 1.0
         for token in fill:
             mass *= float(model.law(tokens)[token].exp())
             tokens.append(token)
-        law[fill] = mass
+            if token == end:
+                break
+        law[tuple(tokens[len(prompt) :])] = mass
     return law
 
 
-def total_variation(one, other):
-    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_autoregressive_reference_follows_the_product_of_conditionals(prompt):
-    model, tokens = plain(5, Sampling()), PROMPTS[prompt]
-    law = enumerate_law(
-        lambda chooser: tuple(
-            causal_reference.autoregressive(model, tokens, RejectionRule(chooser)).tokens[len(tokens) :]
-        )
-    )
-    assert total_variation(law, chain_rule(model, tokens)) < 1e-12
+def test_the_baseline_follows_the_product_of_conditionals():
+    for prompt in PROMPTS.values():
+        assert total_variation(law_of(setup(), AR, [request(prompt)], 0), chain_rule(prompt)) < 1e-12
 
 
 # Three drafts after one token would be tens of thousands of branches.
 CASES = [
     (drafter, prompt, k)
-    for drafter, prompt, k in itertools.product(("model", "ngram"), PROMPTS, (1, 2, 3))
-    if not (drafter == "model" and prompt == "one token" and k == 3)
+    for drafter, prompt, k in itertools.product(DRAFTERS, PROMPTS, (1, 2, 3))
+    if not (drafter == "model" and prompt == "one token" and k > 1)
 ]
 
 
 @pytest.mark.parametrize(("drafter", "prompt", "k"), CASES)
 def test_speculation_has_the_autoregressive_law_to_1e_12(drafter, prompt, k):
-    model, tokens = plain(5, Sampling()), PROMPTS[prompt]
-    law = law_of(model, tokens, k=k, draft=drafting(drafter, Sampling()))
+    law = law_of(setup(), spec(k, drafter), [request(PROMPTS[prompt])], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    assert total_variation(law, chain_rule(model, tokens)) < 1e-12
+    assert total_variation(law, chain_rule(PROMPTS[prompt])) < 1e-12
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
 def test_the_warps_and_suppressed_ids_leave_the_law_alone(drafter, sampling):
-    model, tokens = plain(5, sampling, suppressed=[1]), PROMPTS["a repetition"]
-    law = law_of(model, tokens, k=2, draft=drafting(drafter, sampling, suppressed=[1]))
+    prompt = PROMPTS["a repetition"]
+    law = law_of(setup(sampling, suppressed=[1]), spec(2, drafter), [request(prompt)], 0)
     assert all(1 not in fill for fill in law)
-    assert total_variation(law, chain_rule(model, tokens)) < 1e-12
+    assert total_variation(law, chain_rule(prompt, sampling, [1])) < 1e-12
 
 
-@pytest.mark.parametrize("drafter", ["model", "ngram"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_sample_that_refills_a_slot_beside_another_has_the_law_of_one_alone(drafter):
+    prompts = [[0, 1, 0], [2, 2, 1, 0], [1, 1, 0], [0, 0, 2]]
+    requests = [request(prompt, index) for index, prompt in enumerate(prompts)]
+    law = law_of(setup(rows=2), spec(2, drafter), requests, 2)
+    assert total_variation(law, chain_rule(prompts[2])) < 1e-12
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_text_that_ends_at_a_stop_has_the_law_of_the_texts_up_to_there(drafter):
+    prompt = PROMPTS["a repetition"]
+    law = law_of(setup(stops=Stops((2,))), spec(2, drafter), [request(prompt)], 0)
+    assert total_variation(law, chain_rule(prompt, end=2)) < 1e-12
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.8)], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_batched_draws_are_those_of_a_chooser_that_reads_the_same_noise(drafter, sampling, rows):
+    requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    choosers = {each.index: NoiseChooser(each.key) for each in requests}
+    expected = decoded(engine_of(setup(sampling), spec(2, drafter), choosers), requests)
+    found = decoded(build_decoder(setup(sampling, rows=rows), spec(2, drafter)), requests)
+    for index, one in expected.items():
+        other = found[index]
+        assert (other.tokens.tolist(), other.nfe, other.accept_hist) == (one.tokens.tolist(), one.nfe, one.accept_hist)
+
+
+# ---- mistakes are found ------------------------------------------------------------------------------------------------
+
+
+def far_off(law, prompt):
+    return total_variation(law, chain_rule(prompt)) > 0.01
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_wrong_residual_is_found_out(drafter, monkeypatch):
-    monkeypatch.setattr(choosers, "residual", lambda p, q: p.exp())
-    model, tokens = plain(5, Sampling()), PROMPTS["a repetition"]
-    law = law_of(model, tokens, k=2, draft=drafting(drafter, Sampling()))
-    assert total_variation(law, chain_rule(model, tokens)) > 0.01
+    monkeypatch.setattr(enumeration, "residual", lambda p, q: p.exp())
+    prompt = PROMPTS["a repetition"]
+    assert far_off(law_of(setup(), spec(2, drafter), [request(prompt)], 0), prompt)
 
 
-def test_a_drafter_that_hides_its_warp_is_found_out():
-    model, tokens = plain(5, Sampling()), PROMPTS["a repetition"]
-    honest = by_model(plain(6, Sampling()))
+def test_a_drafter_that_hides_its_distribution_is_found_out(monkeypatch):
+    class Liar(ChosenAnswers):
+        def answer(self, lane, hidden_RD, asked):
+            answers = super().answer(lane, hidden_RD, asked)
+            self.q = {place: law / 2 for place, law in self.q.items()}
+            return answers
 
-    def liar(*args):
-        laws, drafts = honest(*args)
-        return [law / 2 for law in laws], drafts
-
-    assert total_variation(law_of(model, tokens, k=2, draft=liar), chain_rule(model, tokens)) > 0.01
+    monkeypatch.setattr(enumeration, "ChosenAnswers", Liar)
+    prompt = PROMPTS["a repetition"]
+    assert far_off(law_of(setup(), spec(2, "model"), [request(prompt)], 0), prompt)
 
 
-def test_a_bonus_from_the_wrong_row_is_found_out(monkeypatch):
-    model, tokens = plain(5, Sampling()), PROMPTS["a repetition"]
-    monkeypatch.setattr(
-        RejectionRule,
-        "direct",
-        lambda self, p_V, position, when, direct=RejectionRule.direct: direct(self, model.law(tokens), position, when),
-    )
-    law = law_of(model, tokens, k=1, draft=drafting("model", Sampling()))
-    assert total_variation(law, chain_rule(model, tokens)) > 0.01
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_decoder_that_counts_refused_drafts_as_cached_is_stopped(keeps, monkeypatch):
+    def careless(s, k, drafter, kind, *, searches):
+        draft = drafter(s)
+        while s.decided < s.length:
+            n = s.decided
+            drafts = yield from draft(min(k, s.length - n - 1))
+            s.tokens[n : n + len(drafts)] = drafts
+            accepted, tokens, log_ps = yield s.causal(n + len(drafts), len(drafts) + 1, kind, [*drafts, NO_DRAFT])
+            s.cached = n + (len(drafts) if keeps else accepted)
+            s.cached_draft = min(s.cached_draft, s.cached)
+            s.commit(tokens, log_ps, accepted + 1, drafts, accepted)
+
+    prompt = PROMPTS["a repetition"]
+    made = algorithm_of(setup(), spec(2, "model"))
+    assert isinstance(made.decode, partial)
+    wrong = replace(made, decode=partial(careless, **made.decode.keywords))
+    monkeypatch.setattr(enumeration, "algorithm_of", lambda *_: wrong)
+    if keeps:
+        with pytest.raises(AssertionError, match="more rows are answered than run"):
+            law_of(setup(), spec(2, "model"), [request(prompt)], 0)
+    else:
+        assert not far_off(law_of(setup(), spec(2, "model"), [request(prompt)], 0), prompt)

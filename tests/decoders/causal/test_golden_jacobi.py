@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import pytest
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
+from decoders.causal import jacobi, multiblock_jacobi
+from decoders.causal.jacobi import fill_with_prompt
 from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
@@ -54,22 +57,11 @@ class Golden:
             settings,
         )
         requests = [_request(index, case) for index, case in enumerate(cases)]
-        if drafts:
-            decoder.admit(requests)
-            for slot, case in enumerate(cases):
-                _use_public_drafts(decoder, slot, case)
-            requests = []
-        return _until_empty(decoder, requests, len(cases))
-
-
-def _until_empty(decoder, requests, num):
-    if requests:
-        return run_all(decoder, requests)
-    outcomes: dict[int, Any] = {}
-    while decoder.active:
-        outcomes |= {outcome.index: outcome for outcome in decoder.step()}
-    assert set(outcomes) == set(range(num))
-    return outcomes
+        with pytest.MonkeyPatch.context() as patch:
+            if drafts:
+                for module in (jacobi, multiblock_jacobi):
+                    patch.setattr(module, "fill_with_prompt", partial(_use_public_drafts, cases))
+            return run_all(decoder, requests)
 
 
 def _request(index, case):
@@ -77,16 +69,17 @@ def _request(index, case):
     return Request(index, sample_key(0, case["name"]), np.array(case["prompt"] + [-1] * new, dtype=np.int32))
 
 
-def _use_public_drafts(decoder, slot, case):
+def _use_public_drafts(cases, sample):
     """The first token of a call's draft is the right one, known from the call before; that place keeps our own draft."""
-    prompt, length = int(decoder.state.prompt_S[slot]), int(decoder.state.length_S[slot])
+    fill_with_prompt(sample)
+    case = cases[sample.request.index]
     size = case["settings"]["n_token_seq_len"]
     for number, call in enumerate(case["calls"]):
         line = call["draft_in"] if number else case["prefill_draft"]
         for step, token in enumerate(line):
-            place = prompt + number * size + step
-            if place < length and (step or not number):
-                decoder.state.tokens_SW[slot, place] = token
+            place = sample.prompt + number * size + step
+            if place < sample.length and (step or not number):
+                sample.tokens[place] = token
 
 
 @pytest.fixture(scope="module", params=["jacobi", "jacobi_copy"])

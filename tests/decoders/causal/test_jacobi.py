@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.causal import multiblock_jacobi
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
@@ -169,32 +170,41 @@ def test_nothing_is_read_from_columns_that_hold_no_decided_token(settings):
         while queue and decoder.room(len(queue[0].canvas)):
             decoder.admit([queue.pop(0)])
         found |= {outcome.index: outcome.tokens.tolist() for outcome in decoder.step()}
-        dead = torch.arange(table.tokens_SW.shape[1]) >= decoder.state.cached_S.unsqueeze(1)
+        cached_S1 = torch.zeros(len(table.tokens_SW), 1, dtype=torch.int64)
+        for sample in decoder.samples:
+            cached_S1[sample.slot] = sample.cached
+        dead = torch.arange(table.tokens_SW.shape[1]) >= cached_S1
         table.tokens_SW[dead] = torch.randint(0, VOCAB, (int(dead.sum()),))
         table.positions_SW[dead] = torch.randint(0, LENGTH, (int(dead.sum()),))
     assert found == expected
 
 
 @pytest.mark.parametrize("settings", [multi(8, 1, pool=8), multi(4, 2, ratio=0.25, pool=8), multi(3, 3, ratio=0.3)])
-def test_what_the_tables_exercise_is_the_whole_algorithm(settings):
+def test_what_the_tables_exercise_is_the_whole_algorithm(settings, monkeypatch):
     """Candidates win, their tokens are run again in columns of their own, and blocks accept provisionally."""
+    held, hold = list[int](), multiblock_jacobi.Blocks.hold
+
+    def watched(blocks, *told):
+        hold(blocks, *told)
+        held.extend(count for count in blocks._held.values() if count)
+
+    monkeypatch.setattr(multiblock_jacobi.Blocks, "hold", watched)
     table, info = patterned(2, 11), token_info(2)
-    requests = toy_prompts(80, vocab_size=2, longest=11, seed=17)
+    requests = toy_prompts(160, vocab_size=2, longest=11, seed=17)
     expected = decode(table, info, AR, Sampling(), requests)
     decoder: Any = build_decoder(
         Setup(backbone=table, info=info, sampling=Sampling(), max_rows=8, max_tokens=1 << 20), settings
     )
     found: dict[int, Any] = {}
-    queue, behind, held = list(requests), 0, 0
+    queue, behind = list(requests), 0
     while queue or decoder.active:
         while queue and decoder.room(11):
             decoder.admit([queue.pop(0)])
         found |= {outcome.index: outcome for outcome in decoder.step()}
-        behind += int((decoder.state.decided_S > decoder.state.cached_S + 1).sum())
-        held += int((decoder._held_SK > 0).sum())
+        behind += sum(sample.decided > sample.cached + 1 for sample in decoder.samples)
     agree(found, expected)
     assert behind > 10
-    assert held > 10 or settings.blocks == 1
+    assert len(held) > 10 or settings.blocks == 1
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from decoders.base import Request
-from decoders.causal.drafters import last_match
+from decoders.causal.lookup import Lookup
 from decoders.causal.settings import (
     AutoregressiveSettings,
     ModelDrafterSettings,
@@ -261,14 +261,37 @@ def scripted(wrong_at=None):
     return backbone
 
 
+def followed(text, *, max_n, min_n, most=1):
+    """What a look-up drafts after a text, whether it has seen its beginnings before or not."""
+    fresh, growing = (Lookup(max_n, min_n) for _ in range(2))
+    for length in range(1, len(text)):
+        growing.drafts(text, length, most)
+    drafts = fresh.drafts(text, len(text), most)
+    assert growing.drafts(text, len(text), most) == drafts
+    return drafts
+
+
+def test_prompt_lookup_drafts_what_followed_the_longest_match_that_came_last():
+    assert followed([0, 1, 2, 0, 1, 2], max_n=3, min_n=1, most=2) == [0, 1], "after 0 1 2 came 0"
+    assert followed([1, 4, 1, 5, 2, 1], max_n=4, min_n=1) == [5], "the last of two matches"
+    assert followed([3, 1, 4, 2, 1, 5, 3, 1], max_n=2, min_n=1) == [4], "a longer match beats a later one"
+    assert followed([3, 1, 4, 2, 1, 5, 3, 1], max_n=1, min_n=1) == [5]
+    assert followed([1, 2, 3, 4], max_n=3, min_n=1) == []
+    assert followed([7], max_n=3, min_n=1) == [], "a text of one token has nothing before it"
+    assert followed([5, 5, 5], max_n=3, min_n=3) == []
+
+
 def test_prompt_lookup_reads_on_into_its_own_drafts():
-    text = torch.tensor([[0, 1, 2, 0, 1, 2, 9, 9], [5, 5, 5, 9, 9, 9, 9, 9], [1, 2, 3, 4, 9, 9, 9, 9], [7] * 8])
-    ends = last_match(text, torch.tensor([6, 3, 4, 1]), max_n=3, min_n=1)
-    # After "0 1 2" came column 3; after "5 5", column 2; never; a text of one token has nothing before it.
-    assert ends.tolist() == [3, 2, 0, 0]
-    assert last_match(text, torch.tensor([6, 3, 4, 1]), max_n=3, min_n=3).tolist() == [3, 0, 0, 0]
-    recent = torch.tensor([[1, 4, 1, 5, 2, 1]])
-    assert last_match(recent, torch.tensor([6]), max_n=4, min_n=1).tolist() == [3]
+    assert followed([5, 5, 5], max_n=3, min_n=1, most=4) == [5, 5, 5, 5]
+    assert followed([9, 0, 1, 2, 0, 1], max_n=2, min_n=1, most=7) == [2, 0, 1, 2, 0, 1, 2]
+
+
+def test_prompt_lookup_equals_a_plain_search():
+    rng = np.random.default_rng(0)
+    plain = causal_reference.by_lookup(VOCAB, max_n=3, min_n=2)
+    for _ in range(200):
+        text = rng.integers(0, VOCAB, int(rng.integers(1, 14))).tolist()
+        assert followed(text, max_n=3, min_n=2, most=5) == plain(text, None, 5)[1]
 
 
 def test_prompt_lookup_copies_a_period_for_as_long_as_it_holds():

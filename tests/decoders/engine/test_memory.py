@@ -17,6 +17,7 @@ from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
 from decoders.engine.acceptance import NoiseWindow
 from decoders.engine.memory import Account
+from decoders.engine.rings import NoiseRing, Places
 from decoders.engine.setup import Setup
 from decoders.engine.state import SlotState
 from decoders.masked.settings import SelfSpeculativeSettings
@@ -176,8 +177,10 @@ def test_a_sample_that_can_not_fit_fails_by_name_and_the_next_one_is_decoded():
 
 def test_what_is_kept_for_a_draft_counts():
     info = ModelInfo("table", 1000, None, None, "any_subset", 0)
-    one = {
-        acceptance: build_decoder(
+    one = {}
+    acceptances: tuple[Any, ...] = ("coupled", "rejection")
+    for acceptance in acceptances:
+        decoder: Any = build_decoder(
             Setup(
                 backbone=TableBackbone(vocab_size=3, num_positions=3),
                 info=info,
@@ -186,9 +189,8 @@ def test_what_is_kept_for_a_draft_counts():
                 max_tokens=100,
             ),
             AssdSettings(kind="assd", k=5),
-        ).slot_bytes(10)
-        for acceptance in ("coupled", "rejection")
-    }
+        )
+        one[acceptance] = decoder.slot_bytes(10)
     assert one["rejection"] - one["coupled"] == 2 * 5 * 1000 * 8
 
 
@@ -382,14 +384,45 @@ def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int)
     assert torch.equal(window.rows(slots, ranks), gumbel_rows(state.key_S2[slots], ranks, 10))
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2, 9])
+def test_noise_of_an_engine_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int):
+    places = Places(4)
+    places.key_S2[:], places.length_S[:] = key_words([5, 6, 7, 8]).numpy(), 20
+    noise = NoiseRing(places, window=3, vocab_size=10, device=torch.device("cpu"))
+    rng = np.random.default_rng(0)
+
+    def use(num_slots: int, num_kept: int) -> None:
+        noise.take(noise.use(num_slots, num_kept * noise.ring.slot_bytes))
+        assert noise.ring.num_slots == min(num_slots, num_kept)
+
+    def check(first: int) -> None:
+        slots, ranks = rng.integers(0, 4, 9), first + rng.integers(0, 3, 9)
+        keys = torch.from_numpy(places.key_S2[slots])
+        expected = gumbel_rows(keys, torch.from_numpy(ranks), 10)
+        assert torch.equal(noise.rows(slots, ranks, np.full(9, first)), expected)
+
+    use(4, kept)
+    for first in range(0, 8, 2):
+        check(first)
+    # Slots lose their cells and get others: what these held is forgotten.
+    use(4, 1)
+    check(8)
+    use(4, kept)
+    for first in range(9, 15):
+        check(first)
+    places.move(3, 0)
+    noise.move(3, 0)
+    check(15)
+
+
 def test_noise_never_takes_more_than_its_bytes():
     table = Cached()
     decoder: Any = build_decoder(
         Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), jacobi(4)
     )
     decoder.fit(20_000)
-    ring = decoder.acceptance._window._ring
     run_all(decoder, toys())
     decoder.admit([prompt(index, 3) for index in range(decoder.room(3))])
-    assert decoder.state.num_used > len(ring.data)
-    assert ring.data.numel() * 4 <= decoder.account.noise == 20_000 // 16
+    noise = decoder.answers._noise
+    assert noise.num_used > noise.ring.num_slots
+    assert noise.ring.data_CV.numel() * 4 <= decoder.account.noise == 20_000 // 16
