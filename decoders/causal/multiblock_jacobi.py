@@ -36,7 +36,7 @@ from decoders.causal.jacobi import fill_with_prompt
 from decoders.causal.ngram_pool import NgramPool
 from decoders.causal.settings import MultiblockJacobiSettings
 from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding
+from decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Spans
 from decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ def multiblock_jacobi(s: Sample, n: int, blocks: int, spawn_at: int, most: int, 
 def window(s: Sample, end: int, drafts: list[int], candidates: list[list[int]]) -> Ask:
     """The chain in its own columns [cached, end), and the candidates behind it at the positions of the first drafts."""
     d, start = s.decided, s.cached
-    tokens, spans = s.tokens[start:end], (end - start, start, start, 0, 0, FAR, end - d + 1, d, TARGET)
+    tokens = s.tokens[start:end]
+    spans: Spans = (end - start, start, start, 0, 0, FAR, end - d + 1, d, TARGET)
     judged, column = [*drafts, NO_DRAFT], end
     for candidate in candidates:
         count = len(candidate)

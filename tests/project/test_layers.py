@@ -40,6 +40,7 @@ BREACHES = [
     ("decoders/backbones/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
     ("storage/__init__.py", "import torch", "storage knows nothing of models"),
     ("decoders/settings.py", "import decoders.backbones.heads", "the decoders' nouns and settings load without torch"),
+    ("decoders/causal/jacobi.py", "import torch", "decoders on the engine are plain Python"),
     ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
     ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
     ("decoders/causal/jacobi.py", "import decoders.masked.canvases", ROOMS),

@@ -288,7 +288,7 @@ def test_prompt_lookup_reads_on_into_its_own_drafts():
 
 def test_prompt_lookup_equals_a_plain_search():
     rng = np.random.default_rng(0)
-    plain = causal_reference.by_lookup(VOCAB, max_n=3, min_n=2)
+    plain: Any = causal_reference.by_lookup(VOCAB, max_n=3, min_n=2)
     for _ in range(200):
         text = rng.integers(0, VOCAB, int(rng.integers(1, 14))).tolist()
         assert followed(text, max_n=3, min_n=2, most=5) == plain(text, None, 5)[1]

@@ -1,0 +1,72 @@
+"""Spans expand to the rows that they stand for: against a plain loop over spans and rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from decoders.engine.asks import FAR, FIELDS, NO_DRAFT, TARGET
+from decoders.engine.packing import Asked, Table, count_leading
+
+
+def drawn_spans(rng: np.random.Generator, num_samples: int) -> list[list[tuple[int, ...]]]:
+    """One to three spans a sample, of one to five rows."""
+    found = []
+    for _ in range(num_samples):
+        spans: list[tuple[int, ...]] = []
+        for _ in range(int(rng.integers(1, 4))):
+            count, first = int(rng.integers(1, 6)), int(rng.integers(0, 50))
+            own = FAR if rng.random() < 0.5 else first
+            asked = int(rng.integers(0, count + 1))
+            floor, lag = (int(number) for number in rng.integers(0, (9, 3)))
+            spans.append((count, first, first + 3, floor, lag, own, asked, first + 1, TARGET))
+        if not sum(span[6] for span in spans):
+            spans[-1] = (*spans[-1][:6], 1, *spans[-1][7:])
+        found.append(spans)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_has_the_rows_of_a_plain_loop(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    samples = drawn_spans(rng, int(rng.integers(1, 6)))
+    flat = [number for spans in samples for span in spans for number in span]
+    owners = np.array([index for index, spans in enumerate(samples) for _ in spans])
+    table = Table(flat, owners, len(samples))
+    rows, answered = [], []
+    for owner, spans in enumerate(samples):
+        line = 0
+        for count, column, position, floor, lag, own, asked, rank, _ in spans:
+            for step in range(count):
+                at = column + step
+                rows.append((owner, line, at, position + step, max(floor, at + 1 - lag), own))
+                if step >= count - asked:
+                    answered.append((owner, line, rank + step - (count - asked)))
+                line += 1
+    assert table.num_rows == len(rows) and table.num_lines == max(line for _, line, *_ in rows) + 1
+    columns = table.columns()
+    assert [*zip(columns, table.positions(), table.limits(columns), table.own(), strict=True)] == [
+        row[2:] for row in rows
+    ]
+    grid = table.rectangle(columns, np.ones_like(columns))
+    assert grid.shape == (2, len(samples), table.num_lines) and int(grid[1].sum()) == len(rows)
+    assert all(grid[0, owner, line] == column and grid[1, owner, line] for owner, line, column, *_ in rows)
+    places = table.asked_places()
+    expected = [owner * table.num_lines + line for owner, line, _ in answered]
+    assert (list(range(len(samples) * table.num_lines)) if places is None else places.tolist()) == expected
+    sizes = [sum(span[6] for span in spans) for spans in samples]
+    slots = 10 + np.arange(len(samples))
+    asked_rows = Asked(table, slots, [NO_DRAFT] * len(answered), sizes, [0] * len(samples))
+    assert [*zip(asked_rows.owner_R, asked_rows.rank_R, strict=True)] == [(owner, rank) for owner, _, rank in answered]
+    assert (asked_rows.slot_R == 10 + asked_rows.owner_R).all()
+
+
+def test_an_ask_that_answers_more_rows_than_it_runs_is_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="more rows are answered than run"):
+        Table([1, 0, 0, 0, 0, FAR, 2, 1, TARGET], np.array([0]), 1)
+    assert len([1, 0, 0, 0, 0, FAR, 2, 1, TARGET]) == FIELDS
+
+
+def test_leading_rows_are_counted_sample_by_sample() -> None:
+    good = np.array([True, True, False, True, False, True, True])
+    assert count_leading(good, np.array([3, 1, 1, 2])).tolist() == [2, 1, 0, 2]
