@@ -44,6 +44,8 @@ _LOST = (
     "cublas_status_execution_failed",
     "cudnn_status_execution_failed",
     "cudnn_status_internal_error",
+    # decoders/backbones/split.py: without the other processes of its model, this one can decode nothing.
+    "group of processes of this model is lost",
 )
 # Only one call failed: the device still works.
 _REFUSED = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.task import Columns, Side, Task
+from decoders.backbones.families.shares import Share
 from decoders.common_settings import Sampling
 from decoders.settings import DecoderSettings
 from storage.inputs.reader import InputFile
@@ -25,6 +26,8 @@ class ModelPlace:
     device: str
     trust_remote_code: bool
     adapter: str | None = None
+    share: Share | None = None
+    """This process's part of the model, if several have one of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Seat:
     """What each worker of a kind gets: Ray CPUs and GPUs (`gpus` may be a fraction), and torch threads.
 
     `labels` selects nodes, as pairs of Ray's label selectors. `max_rows` and `max_tokens` replace the job's, unless None.
+    The model is split over `processes`, which share the CPUs and GPUs; `threads` are those of each.
     """
 
     cpus: float
@@ -71,11 +75,12 @@ class Seat:
     labels: tuple[tuple[str, str], ...] = ()
     max_rows: int | None = None
     max_tokens: int | None = None
+    processes: int = 1
 
     @property
     def place(self) -> tuple[Any, ...]:
         """What Ray is asked for: a worker can take over another one's place if it is the same."""
-        return self.cpus, self.gpus, self.labels
+        return self.cpus, self.gpus, self.labels, self.processes
 
     def job(self, job: Job) -> Job:
         """The job with this kind's own limits of a batch."""

@@ -64,7 +64,7 @@ def load_networks(
     keys = network_keys(folder, place, decoder, found)
     shelf.keep_only(keys)
     how = {"dtype": place.dtype, "device": place.device}
-    backbone = shelf.take("model", keys, lambda: load_backbone(folder, family=place.family, **how))
+    backbone = shelf.take("model", keys, lambda: load_model(folder, place))
     if found is None:
         return Networks(backbone, shelf.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
     how["device"] = str(backbone.device)
@@ -74,6 +74,22 @@ def load_networks(
     return Networks(backbone, heads, drafter, inspect_model(found))
 
 
+def load_model(folder: Path, place: ModelPlace) -> Model:
+    """Load a model, or this process's share of it: rank 0 then leads the other processes."""
+    from decoders.backbones.load import load_backbone
+
+    how = {"family": place.family, "dtype": place.dtype, "device": place.device}
+    if place.share is None:
+        return load_backbone(folder, **how)
+    from decoders.backbones.split import SplitBackbone
+
+    backbone = load_backbone(folder, **how, share=place.share)
+    assert isinstance(backbone, SplitBackbone)
+    if place.share.rank == 0:
+        backbone.lead()
+    return backbone
+
+
 def network_keys(
     folder: Path, place: ModelPlace, decoder: DecoderSettings, drafter: Path | None
 ) -> dict[str, Hashable]:
@@ -81,7 +97,7 @@ def network_keys(
 
     `folder` and `drafter` are the local folders of the checkpoints.
     """
-    how = (place.dtype, place.device)
+    how = (place.dtype, place.device, place.share)
     keys: dict[str, Hashable] = {"model": (folder, place.family, *how)}
     if drafter is not None:
         keys["drafter"] = (drafter, *how)

@@ -17,8 +17,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
+from ray.util import remove_placement_group
 
 from actors.faults import DeviceLostError
+from actors.group import open_group
 from actors.job import Crew, Job, Seat
 from actors.messages import Died, PoolNews, Reported, TurnReport, Up, WorkUnit
 from actors.notices import Notices
@@ -56,6 +58,8 @@ class Member:
     place: tuple[str, int] | None = None
     """Its node and process, once it is up."""
     kind: int = 0
+    group: Any = None
+    """The placement group of a worker with several processes: removing it ends all of them."""
 
 
 class RayPool:
@@ -79,6 +83,10 @@ class RayPool:
         seat = self._crew.seats[kind]
         share = {"gpus": seat.gpus} if 0 < seat.gpus < 1 else {}
         self._kinds[name] = kind
+        if seat.processes > 1:
+            group, actor = open_group(name, self._jobs[kind], seat)
+            self._members[name] = Member(actor, actor.where.remote(), kind=kind, group=group)
+            return
         fitting = next((spare for spare in self._early if spare[0] == seat.place), None)
         if fitting is not None:
             self._early.remove(fitting)
@@ -135,6 +143,8 @@ class RayPool:
         member = self._members.pop(name, None)
         if member is not None:
             ray.kill(member.actor, no_restart=True)
+            if member.group is not None:
+                remove_placement_group(member.group)
 
     def close(self) -> None:
         """End all workers; returns when those on this node have ended, so that none writes after the job's end."""
@@ -151,8 +161,10 @@ class RayPool:
         """Hand the workers over for another pool, with the networks that they have in memory; this pool then has none.
 
         When it returns, no worker that was up writes anything more for this job: those that take longer than REST_S are
-        killed. A worker that is still loading rests as soon as it is up.
+        killed, and so are workers with several processes. A worker that is still loading rests as soon as it is up.
         """
+        for name in [name for name, member in self._members.items() if member.group is not None]:
+            self.kill(name)
         members = list(self._members.values())
         self._members.clear()
         resting = {member.actor.rest.remote(): member for member in members}
@@ -222,6 +234,8 @@ def early_workers(crew: Crew, family: str, decoder: str) -> list[Spare]:
     """Start workers that import what a model family and a decoder (`module:class`) need, before they receive a job."""
     found: list[Spare] = []
     for seat, count in zip(crew.seats, crew.counts, strict=True):
+        if seat.processes > 1:
+            continue
         worker = actor_class(EarlyWorker, seat)
         found += [(seat.place, worker.remote(family, decoder)) for _ in range(count)]
     return found

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError, safe_open
 
 from decoders.backbones.families.blocks import MASK_KEYS
-from decoders.backbones.families.table import Family, describe, find_family, turn_ends
+from decoders.backbones.families.shares import check_shares
+from decoders.backbones.families.table import FAMILIES, Family, describe, find_family, turn_ends
 from decoders.base import ModelInfo
 
 T = TypeVar("T")
@@ -91,6 +92,11 @@ def _mask_by_name(family: Family, config: Mapping[str, Any], folder: Path) -> in
 def header_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor by its name in the files; ValueError where a file is missing or damaged."""
     return each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()), "np")
+
+
+def check_split(family: str, folder: Path, count: int) -> None:
+    """ValueError, with the field's path, if a model can't be split over so many processes."""
+    check_shares(FAMILIES[family].causal, family, read_config(folder), count)
 
 
 def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> dict[str, T]:

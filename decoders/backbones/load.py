@@ -22,6 +22,7 @@ from decoders.backbones.checkpoint import (
     read_config,
     stop_ids,
 )
+from decoders.backbones.families.shares import Share, check_shares
 from decoders.backbones.families.table import Family, find_family
 from decoders.backbones.families.xlnet import xlnet_shape
 from decoders.backbones.xlnet import XLNetBackbone
@@ -63,11 +64,16 @@ def pick_device(device: str) -> str:
 
 
 def load_backbone(
-    folder: Path, *, family: str = "auto", dtype: str = "auto", device: str = "auto"
+    folder: Path,
+    *,
+    family: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    share: Share | None = None,
 ) -> Backbone | TokenBackbone:
-    """Load a checkpoint onto a device and test it there.
+    """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py).
 
-    Raises ValueError as `inspect_model` does, and what `check_masking` raises.
+    All processes of a split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises.
     """
     config = read_config(folder)
     found = find_family(config, family)
@@ -78,6 +84,8 @@ def load_backbone(
     if not found.rows_are_tokens:
         weights = load_weights(folder, dtype=number, device=where)
         return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
+    if share is not None:
+        return _load_split(found, config, folder, share, number, where)
     return _load_module(found, config, folder, number, where)
 
 
@@ -101,5 +109,24 @@ def _load_module(
     else:
         assert family.causal is not None
         backbone = TransformerBackbone(family.causal, config, weights, dtype=dtype, device=device)
+    check_masking(backbone)
+    return backbone
+
+
+def _load_split(
+    family: Family, config: Mapping[str, Any], folder: Path, share: Share, dtype: torch.dtype, device: str
+) -> TokenBackbone:
+    from decoders.backbones.self_test import check_masking
+    from decoders.backbones.split import SplitBackbone, share_of_weight
+
+    check_shares(family.causal, family.name, config, share.count)
+    assert family.causal is not None
+    full = family.full_names(header_shapes(folder))
+
+    def take(file: Any, name: str) -> Tensor:
+        return share_of_weight(full[name], file.get_tensor(name), share).to(device=device, dtype=dtype)
+
+    weights = {full[name]: tensor for name, tensor in each_tensor(folder, take, "pt").items()}
+    backbone = SplitBackbone(family.causal, config, weights, share=share, dtype=dtype, device=device)
     check_masking(backbone)
     return backbone

@@ -60,8 +60,7 @@ def _most(shape: WorkerShape) -> int:
 
 def _just(shape: WorkerShape, now: Sequence[NodeRoom]) -> NodeRoom:
     has_gpus = any(node.gpus for node in now if node.has(shape.labels.items()))
-    gpus = float(has_gpus) if shape.gpus == "auto" else shape.gpus
-    return NodeRoom(shape.cpus, math.ceil(gpus), None)
+    return NodeRoom(shape.cpus, math.ceil(shape.gpus_if(has_gpus)), None)
 
 
 def _node_types() -> Iterable[str]:

@@ -23,7 +23,7 @@ def crew(
 
     A worker fits on a node if the node alone has its CPUs and GPUs; a fraction of a GPU never spans two of them. Kinds with a
     `count` are served first, then the others fill what is left, in their order. `gpus: auto` is one GPU each if a node that
-    the labels select has any. The CPUs of a node are divided among its workers as torch threads. Raises UserError if no worker
+    the labels select has any (`gpus_per_model` of them, if the model is split). The CPUs of a node are divided among its workers as torch threads. Raises UserError if no worker
     of any kind fits, with the reason and the nodes, or if `device` is a GPU and workers have none. `listed` says that the spec
     has a list, so that errors name the kind.
     """
@@ -43,6 +43,7 @@ def crew(
         reasons = [f"{_field(i, listed=True)}: {reason(seat, nodes)}" for i, seat in enumerate(seats)]
         raise UserError(f"no worker fits on any node: {'; '.join(reasons)}", field="workers")
     threads = [min((node.threads for node in part), default=1) for part in used]
+    threads = [max(1, many // seat.processes) for seat, many in zip(seats, threads, strict=True)]
     return Crew(tuple(replace(seat, threads=many) for seat, many in zip(seats, threads, strict=True)), tuple(counts))
 
 
@@ -109,8 +110,8 @@ def _placed(seat: Seat, free: Sequence[_Free], most: int) -> list[_Free]:
 def _seat(shape: WorkerShape, nodes: Sequence[NodeRoom]) -> Seat:
     labels = tuple(sorted(shape.labels.items()))
     has_gpus = any(node.gpus for node in nodes if node.has(labels))
-    gpus = float(has_gpus) if shape.gpus == "auto" else shape.gpus
-    return Seat(shape.cpus, gpus, 1, labels, shape.max_rows, shape.max_tokens)
+    gpus = shape.gpus_if(has_gpus)
+    return Seat(shape.cpus, gpus, 1, labels, shape.max_rows, shape.max_tokens, shape.gpus_per_model)
 
 
 def _field(index: int, *, listed: bool) -> str:
@@ -132,8 +133,8 @@ def _check_device(seat: Seat, device: str, nodes: Sequence[NodeRoom]) -> None:
         num_gpus = sum(node.gpus for node in nodes)
         raise UserError(f"{device!r}, but workers get no GPU (Ray has {num_gpus})", field="model.device")
     number = int(device.partition(":")[2] or 0)
-    if number >= max(1, int(gpus)):
-        seen = "its own, as cuda:0" if gpus <= 1 else f"its own {int(gpus)}, as cuda:0 and so on"
+    if number >= max(1, int(gpus / seat.processes)):
+        seen = "its own, as cuda:0" if gpus <= seat.processes else f"its own {int(gpus)}, as cuda:0 and so on"
         raise UserError(
             f"{device!r} is not available: Ray chooses the GPUs, and a worker sees only {seen}; allowed: cuda "
             f"(to choose the GPU yourself, start with CUDA_VISIBLE_DEVICES={number})",

@@ -193,7 +193,7 @@ def _seats(site: Site, spec: JobSpec, ready: Ready, units: int) -> tuple[int, Se
     """As many workers as the run's own `workers` allow, of one kind; they get GPUs only if there is a judge."""
     if any(metric.place is not None for metric in ready.metrics):
         return site.crew(spec, units=units).largest
-    workers = spec.shapes[0].model_copy(update={"gpus": 0, "labels": {}})
+    workers = spec.shapes[0].model_copy(update={"gpus": 0, "gpus_per_model": 1, "labels": {}})
     bare = spec.model_copy(update={"workers": workers, "model": spec.model.model_copy(update={"device": "cpu"})})
     return site.crew(bare, units=units).largest
 

@@ -82,10 +82,8 @@ def _check_room(job: Job, workers: WorkerShape, worker_gpus: float) -> None:
 
 
 def _gpus(job: Job, workers: WorkerShape) -> float:
-    """The GPUs of a worker; `auto` is one if the model or the nodes are said to have one."""
-    if workers.gpus != "auto":
-        return workers.gpus
-    return 1.0 if job.spec.model.device.startswith("cuda") or job.options.gpus_per_node else 0.0
+    """The GPUs of a worker; `auto` is one a process if the model or the nodes are said to have one."""
+    return workers.gpus_if(job.spec.model.device.startswith("cuda") or bool(job.options.gpus_per_node))
 
 
 def _room(job: Job, workers: WorkerShape, worker_gpus: float) -> int | None:

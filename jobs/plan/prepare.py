@@ -143,12 +143,14 @@ def weight_bytes(folder: Path) -> int:
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     """Describe the checkpoint; checks that its family supports the task and the decoder."""
-    from decoders.backbones.checkpoint import inspect_model
+    from decoders.backbones.checkpoint import check_split, inspect_model
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
         check_task(spec.task, info)
         check_model(spec.decoder, info, spec.task.kind)
+        for shape in spec.shapes:
+            check_split(info.family, folder, shape.gpus_per_model)
     except UserError:
         raise
     except ValueError as error:

@@ -243,6 +243,16 @@ class JobSpec(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _all_workers_split_the_model_alike(self) -> JobSpec:
+        counts = [shape.gpus_per_model for shape in self.shapes]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"workers: gpus_per_model is {', '.join(map(str, counts))}; allowed: the same for all kinds of workers, "
+                "since it changes how sums are rounded"
+            )
+        return self
+
     def results_key(self) -> dict[str, Any]:
         """The part of the spec that changes results, as JSON data; only this part enters the fingerprint.
 
@@ -263,7 +273,8 @@ class JobSpec(Settings):
             "sampling": {key: value for key, value in full["sampling"].items() if (key, value) != ("n", 1)},
             "input": {key: full["input"][key] for key in ("columns", "limit", "chunk_chars")}
             | {key: full["input"][key] for key in NEWER_INPUT_KEYS if full["input"][key]},
-            "model": {"dtype": self.model.dtype},
+            "model": {"dtype": self.model.dtype}
+            | ({"gpus_per_model": split} if (split := self.shapes[0].gpus_per_model) > 1 else {}),
         }
 
 

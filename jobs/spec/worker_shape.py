@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from actors.task import as_tuple
 from decoders.common_settings import Settings
@@ -30,6 +30,7 @@ def _labels(labels: dict[str, str]) -> dict[str, str]:
 class WorkerShape(Settings):
     """Workers of one kind: how many, and the resources of each; a fraction of a GPU is allowed.
 
+    `gpus_per_model` splits the model over so many processes, each with its share of the worker's resources, all on one node.
     `labels` selects nodes as Ray's label selectors do. `max_rows` and `max_tokens` replace those of `batching`.
     A worker that makes no progress for `stall_s` seconds is killed, and its units are assigned to others. So is a worker that
     is not up after `start_s` seconds, which include waiting for resources and loading the model. `price_per_hour` is what an
@@ -38,6 +39,7 @@ class WorkerShape(Settings):
 
     count: Literal["auto"] | Positive = "auto"
     gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
+    gpus_per_model: Positive = 1
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(default_factory=dict)
     max_rows: Positive | None = None
@@ -53,10 +55,22 @@ class WorkerShape(Settings):
             raise ValueError(f"{gpus:g} is not allowed; allowed: auto, 0, a fraction below 1, or a whole number")
         return gpus
 
+    @model_validator(mode="after")
+    def _one_gpu_for_each_part(self) -> WorkerShape:
+        if self.gpus_per_model > 1 and self.gpus not in {"auto", 0, self.gpus_per_model}:
+            raise ValueError(
+                f"gpus: {self.gpus:g}, but gpus_per_model is {self.gpus_per_model}; allowed: auto, 0, {self.gpus_per_model}"
+            )
+        return self
+
+    def gpus_if(self, has_gpus: bool) -> float:
+        """GPUs of each worker, where `has_gpus` says what `auto` finds."""
+        return float(has_gpus * self.gpus_per_model) if self.gpus == "auto" else self.gpus
+
     @property
     def resources(self) -> tuple[Any, ...]:
         """What Ray is asked for: a worker of one kind can take over another one's place if this is the same."""
-        return self.cpus, self.gpus, tuple(sorted(self.labels.items()))
+        return self.cpus, self.gpus, self.gpus_per_model, tuple(sorted(self.labels.items()))
 
 
 def _form(value: Any) -> str:

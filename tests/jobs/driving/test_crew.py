@@ -23,6 +23,9 @@ from storage.errors import UserError
         ({"gpus": 0.0}, 8, 2, 99, (8, Seat(1, 0.0, 1))),
         ({"count": 3, "cpus": 2.0}, 8, 0, 99, (3, Seat(2.0, 0.0, 2))),
         ({"count": 50}, 4, 0, 99, (4, Seat(1, 0.0, 1))),
+        ({"gpus_per_model": 2, "cpus": 2.0}, 8, 0, 99, (4, Seat(2.0, 0.0, 1, processes=2))),
+        ({"gpus_per_model": 2}, 16, 4, 99, (2, Seat(1, 2.0, 4, processes=2))),
+        ({"gpus_per_model": 4, "gpus": 0.0, "cpus": 8.0}, 16, 4, 99, (2, Seat(8.0, 0.0, 2, processes=4))),
     ],
 )
 def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, cpus, gpus, units, expected):
@@ -35,6 +38,8 @@ def test_workers_fill_the_gpus_or_else_the_cpus_and_share_the_threads(settings, 
     [
         ({"gpus": 2.0}, [(8, 1), (8, 1)], None),  # two GPUs on two nodes are no room for a worker with two
         ({"gpus": 2.0}, [(8, 3), (8, 2)], 2),
+        ({"gpus_per_model": 2}, [(8, 1), (8, 1)], None),
+        ({"gpus_per_model": 2}, [(8, 3), (8, 2)], 2),
         ({"gpus": 0.4}, [(8, 1), (8, 4)], 10),  # two on each GPU; a fifth of each is left
         ({"gpus": 0.5}, [(1, 4)], 1),
         ({"cpus": 5.0}, [(4, 0), (4, 0)], None),

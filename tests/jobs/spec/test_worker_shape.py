@@ -71,3 +71,18 @@ def test_a_label_that_is_allowed_is_one_of_rays(value):
 def test_no_kind_of_worker_changes_what_a_run_is():
     kinds = [{}, {"count": 2, "gpus": 0.5, "labels": {"a": "b"}, "max_rows": 3}, [{}, {"max_tokens": 9, "cpus": 2.0}]]
     assert len({repr(spec(workers).results_key()) for workers in kinds}) == 1
+
+
+@pytest.mark.parametrize("gpus", [1, 0.5, 3])
+def test_the_parts_of_a_split_model_have_a_gpu_each_or_none(gpus):
+    with pytest.raises(UserError, match=r"gpus: .* but gpus_per_model is 2; allowed: auto, 0, 2"):
+        spec({"gpus_per_model": 2, "gpus": gpus})
+    for allowed in ("auto", 0, 2):
+        assert spec({"gpus_per_model": 2, "gpus": allowed}).shapes[0].gpus_per_model == 2
+
+
+def test_a_split_model_is_another_run_and_the_same_for_all_kinds_of_workers():
+    assert spec({"gpus_per_model": 1}).results_key() == spec({}).results_key()
+    assert spec({"gpus_per_model": 2}).results_key()["model"]["gpus_per_model"] == 2
+    with pytest.raises(UserError, match="gpus_per_model is 2, 1; allowed: the same for all kinds of workers"):
+        spec([{"gpus_per_model": 2}, {}])

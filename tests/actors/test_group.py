@@ -1,0 +1,92 @@
+"""Workers with two processes on a real Ray: the texts of one process; a killed process ends its group, and the unit goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import ray
+
+from actors.job import Crew, Job, Seat
+from actors.messages import Died, PoolNews, Receipt, Reported, Up, WorkUnit
+from actors.pool import RayPool, is_running
+from jobs.driving.progress import Silence
+from jobs.plan.plan import Plan
+from jobs.plan.prepare import make_plan, prepare
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec
+from storage.stores.store import open_store
+from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+
+ROWS = [{"id": f"r{number}", "text": f"row {number}"} for number in range(16)]
+
+
+def planned(spec: JobSpec) -> tuple[Job, Plan]:
+    store = open_store(spec.output.path)
+    plan = make_plan(prepare(spec, store), store, Silence())
+    return make_job(spec, plan, conditional=True), plan
+
+
+def units_of(plan: Plan) -> list[WorkUnit]:
+    return [WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows) for size in plan.sizes()]
+
+
+def news_until(pool: RayPool, wanted: type) -> Any:
+    """Poll until there is news of this kind, or a receipt of this kind; returns it."""
+    until_s = time.monotonic() + 120
+    while time.monotonic() < until_s:
+        for item in pool.poll(0.2):
+            if isinstance(item, wanted):
+                return item
+            if isinstance(item, Reported) and any(isinstance(one, wanted) for one in item.report.news):
+                return item
+            assert not isinstance(item, Died), item
+    raise AssertionError(f"no {wanted}")
+
+
+def ends(node: str, pid: int) -> bool:
+    for _ in range(300):
+        if not is_running(node, pid):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(ray_session: ModuleType, tmp_path: Path) -> None:
+    save_model(tmp_path / "model", ends=[2])
+    spec = job_spec(tmp_path, ROWS, workers={"gpus_per_model": 2, "gpus": 0, "cpus": 2, "count": 1})
+    job, plan = planned(spec)
+    first, *others = units_of(plan)
+    pool = RayPool(job, Crew((Seat(cpus=2, gpus=0, threads=1, processes=2),), (1,)))
+    try:
+        pool.start("w0")
+        up = news_until(pool, Up)
+        (second,) = ray.get(pool._members["w0"].actor.members.remote())
+        assert second != up.pid and is_running(up.node, second)
+        os.kill(second, signal.SIGKILL)
+        pool.assign("w0", first)
+        died = news_until(pool, Died)
+        assert died.worker == "w0"
+        assert ends(up.node, up.pid)
+
+        pool.start("w1")  # has room only if Ray has back what the first group had
+        up = news_until(pool, Up)
+        (second,) = ray.get(pool._members["w1"].actor.members.remote())
+        for unit in (first, *others):
+            pool.assign("w1", unit)
+            news_until(pool, Receipt)
+    finally:
+        pool.close()
+    assert ends(up.node, up.pid) and ends(up.node, second)
+    found = results_of(spec)
+    alone = run_here(job_spec(tmp_path, ROWS, output={"path": str(tmp_path / "alone"), "unit_rows": 8}))
+    assert len(found) == len(ROWS)
+    assert {key: row["text"] for key, row in found.items()} == {key: row["text"] for key, row in alone.items()}

@@ -1,0 +1,113 @@
+"""A model in two processes: the same texts as in one, half of the cache, and refusals of what can't be split."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import transformers
+from torch import distributed
+
+from decoders.backbones.checkpoint import check_split, read_config
+from decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
+from decoders.backbones.load import load_backbone
+from decoders.backbones.split import GroupLostError, SplitBackbone, dismiss, find_meeting, follow, join, open_meeting
+from decoders.causal.settings import AutoregressiveSettings
+from decoders.common_settings import Sampling
+from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.support import decode, texts, token_info, toy_prompts
+
+AR = AutoregressiveSettings(kind="autoregressive")
+CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+MODELS = {"llama": {}, "llama-3": {"num_attention_heads": 8}, "mistral": {}, "qwen2": {}, "qwen3": {"num_key_value_heads": 2}}
+"""Models of causal_models.py, with other sizes where theirs can't be halved."""
+
+
+def follower(port: int, folders: list[Path], end: bool) -> None:
+    """Rank 1: follows the first one for each model; ends itself in the middle of the last one if asked to."""
+    join(find_meeting(port, 2), Share(1, 2))
+    for folder in folders:
+        backbone = load_backbone(folder, device="cpu", share=Share(1, 2))
+        assert isinstance(backbone, SplitBackbone)
+        if end:
+            return
+        follow(backbone)
+
+
+@pytest.fixture
+def second_process():
+    """Starts rank 1 and makes this process rank 0; ends both."""
+    started = []
+
+    def start(folders, end=False):
+        meeting = open_meeting(2)
+        process = multiprocessing.get_context("spawn").Process(target=follower, args=(meeting.port, folders, end))
+        process.start()
+        started.append(process)
+        join(meeting, Share(0, 2))
+
+    yield start
+    distributed.destroy_process_group()
+    for process in started:
+        process.join(10)
+        process.kill()
+
+
+def leader(folder):
+    backbone = load_backbone(folder, device="cpu", share=Share(0, 2))
+    assert isinstance(backbone, SplitBackbone)
+    backbone.lead()
+    return backbone
+
+
+def test_two_processes_write_the_texts_of_one_on_a_hundred_prompts_of_each_family(tmp_path, second_process):
+    folders = [tmp_path / name for name in MODELS]
+    for folder in folders:
+        save_random(folder, folder.name, **MODELS[folder.name])
+    second_process(folders)
+    requests = toy_prompts(100, vocab_size=61, longest=24)
+    for folder, temperature in zip(folders, (1.0, 0.0, 1.0, 0.0, 1.0), strict=True):
+        split, whole = leader(folder), load_backbone(folder, device="cpu")
+        settings = token_info(61), AR, Sampling(temperature=temperature), requests
+        found = texts(decode(split, *settings, rows=20))
+        assert found == texts(decode(whole, *settings, rows=20))
+        positions = 8
+        assert split.cell_bytes - positions == (whole.cell_bytes - positions) // 2
+        assert found == texts(decode(split, *settings, rows=50)), "a batch of another size"
+        assert split.exact
+        dismiss()
+
+
+def test_without_its_second_process_a_model_raises_and_says_why(tmp_path, second_process):
+    save_random(tmp_path, "llama")
+    second_process([tmp_path], end=True)
+    backbone = leader(tmp_path)
+    with pytest.raises(GroupLostError, match="the group of processes of this model is lost"):
+        decode(backbone, token_info(61), AR, Sampling(), toy_prompts(2, vocab_size=61, longest=24))
+
+
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_the_split_is_the_plan_of_transformers(family):
+    plan = getattr(transformers, f"{CLASSES[family]}Config").base_model_tp_plan
+    kinds = {name.rpartition(".")[2]: kind for name, kind in plan.items()}
+    assert {name for name, kind in kinds.items() if kind == "colwise"} == set(COLUMNS)
+    assert {name for name, kind in kinds.items() if kind == "rowwise"} == set(ROWS)
+    whole = {kind for name, kind in kinds.items() if name not in COLUMNS + ROWS}
+    assert whole <= {"replicated_with_grad_allreduce"}  # a norm of each head, the same for all heads
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "count", "message"),
+    [
+        ("gpt2", "gpt2", 2, "workers.gpus_per_model: 2, but models of family 'gpt2' can't be split; allowed: 1 "),
+        ("llama", "llama", 3, "workers.gpus_per_model: 3 does not divide this model's num_attention_heads = 4, "),
+        ("llama", "llama", 4, "4 does not divide this model's num_key_value_heads = 2; allowed: 1, 2$"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name_from_the_config(name, family, count, message, tmp_path):
+    save_random(tmp_path, name)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert read_config(tmp_path)
+    check_split(family, tmp_path, 1)
+    with pytest.raises(ValueError, match=message):
+        check_split(family, tmp_path, count)
