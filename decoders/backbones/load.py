@@ -73,7 +73,8 @@ def load_backbone(
 ) -> Backbone | TokenBackbone:
     """Load a checkpoint onto a device and test it there; with `share`, this process's part of it (split.py).
 
-    All processes of a split model load it at the same time. Raises ValueError as `inspect_model` does, and what `check_masking` raises.
+    All processes of a split model load it at the same time. Raises ValueError as `inspect_model` does, and what
+    `check_masking` raises.
     """
     config = read_config(folder)
     found = find_family(config, family)

@@ -151,7 +151,7 @@ class SplitBackbone(TransformerBackbone):
                 return super().forward(rows)
             try:
                 return super().forward(rows)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others wait in the middle of it
                 raise GroupLostError(f"{_LOST}: {type(error).__name__}: {error}") from None
 
     @contextmanager

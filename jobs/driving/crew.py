@@ -22,10 +22,11 @@ def crew(
     """How many workers of each kind run on these nodes, at most one per unit, and the seat of each kind.
 
     A worker fits on a node if the node alone has its CPUs and GPUs; a fraction of a GPU never spans two of them. Kinds with a
-    `count` are served first, then the others fill what is left, in their order. `gpus: auto` is one GPU each if a node that
-    the labels select has any (`gpus_per_model` of them, if the model is split). The CPUs of a node are divided among its workers as torch threads. Raises UserError if no worker
-    of any kind fits, with the reason and the nodes, or if `device` is a GPU and workers have none. `listed` says that the spec
-    has a list, so that errors name the kind.
+    `count` are served first, then the others fill what is left, in their order. `gpus: auto` is one GPU each, or one for each
+    process of a split model, if a node that the labels select has any. The CPUs of a node are divided among its workers as
+    torch threads, and those of a worker among its processes. Raises UserError if no worker of any kind fits, with the reason
+    and the nodes, or if `device` is a GPU and workers have none. `listed` says that the spec has a list, so that errors name
+    the kind.
     """
     free = [_Free(node) for node in nodes]
     seats = [_seat(shape, nodes) for shape in shapes]

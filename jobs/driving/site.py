@@ -123,7 +123,9 @@ class LocalSite:
         if workers.count not in {"auto", 1}:
             raise UserError(f"{workers.count} workers, but --local has one; allowed: auto, 1", field="workers.count")
         if workers.gpus_per_model > 1:
-            message = f"{workers.gpus_per_model}, but --local runs a model in one process; allowed: 1, or run without --local"
+            message = (
+                f"{workers.gpus_per_model}, but --local runs a model in one process; allowed: 1, or run without --local"
+            )
             raise UserError(message, field="workers.gpus_per_model")
         if workers.gpus != "auto" and workers.gpus > 1:
             raise UserError(f"{workers.gpus:g} GPUs, but --local uses one; allowed: auto, 0, 1", field="workers.gpus")

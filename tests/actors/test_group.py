@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import ray
 
 from actors.job import Crew, Job, Seat
-from actors.messages import Died, PoolNews, Receipt, Reported, Up, WorkUnit
+from actors.messages import Died, Receipt, Reported, Up, WorkUnit
 from actors.pool import RayPool, is_running
 from jobs.driving.progress import Silence
 from jobs.plan.plan import Plan
@@ -60,7 +59,9 @@ def ends(node: str, pid: int) -> bool:
     return False
 
 
-def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(ray_session: ModuleType, tmp_path: Path) -> None:
+def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
+    ray_session: ModuleType, tmp_path: Path
+) -> None:
     save_model(tmp_path / "model", ends=[2])
     spec = job_spec(tmp_path, ROWS, workers={"gpus_per_model": 2, "gpus": 0, "cpus": 2, "count": 1})
     job, plan = planned(spec)
