@@ -1,4 +1,4 @@
-"""Jobs whose model is split over two processes: whole runs on a real Ray, one of which loses a process; refusals before loading."""
+"""Jobs with a model split over two processes: a whole run on a real Ray that loses a process; refusals before loading."""
 
 from __future__ import annotations
 
