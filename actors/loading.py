@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from actors.job import ModelPlace
 from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
@@ -63,7 +63,7 @@ def load_networks(
     found = fetch_drafter(decoder, s3)
     keys = network_keys(folder, place, decoder, found)
     shelf.keep_only(keys)
-    how = {"dtype": place.dtype, "device": place.device}
+    how: dict[str, Any] = {"dtype": place.dtype, "device": place.device}
     backbone = shelf.take("model", keys, lambda: load_model(folder, place))
     if found is None:
         return Networks(backbone, shelf.take("heads", keys, lambda: find_heads(decoder, folder, backbone)), None)
@@ -78,7 +78,7 @@ def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
     from decoders.backbones.load import load_backbone
 
-    how = {"family": place.family, "dtype": place.dtype, "device": place.device}
+    how: dict[str, Any] = {"family": place.family, "dtype": place.dtype, "device": place.device}
     if place.share is None:
         return load_backbone(folder, **how)
     from decoders.backbones.split import SplitBackbone

@@ -29,23 +29,24 @@ from decoders.backbones.transformer import TransformerBackbone
 # An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection.
 _PATIENCE: Final = timedelta(days=30)
 _HERE: Final = "127.0.0.1"
+_TORCH: Any = distributed  # its types leave out TCPStore
 
 
 class GroupLostError(RuntimeError):
     """Another process of the model has ended, or the processes disagree: none of them can go on."""
 
 
-def open_meeting(count: int) -> distributed.TCPStore:
+def open_meeting(count: int) -> Any:
     """On rank 0: the place where the processes of a model find each other, on this machine only; its `port` is free."""
-    return distributed.TCPStore(_HERE, 0, count, is_master=True, wait_for_workers=False)
+    return _TORCH.TCPStore(_HERE, 0, count, is_master=True, wait_for_workers=False)
 
 
-def find_meeting(port: int, count: int) -> distributed.TCPStore:
+def find_meeting(port: int, count: int) -> Any:
     """On the other ranks: the place that rank 0 has opened."""
-    return distributed.TCPStore(_HERE, port, count, is_master=False)
+    return _TORCH.TCPStore(_HERE, port, count, is_master=False)
 
 
-def join(meeting: distributed.TCPStore, share: Share) -> None:
+def join(meeting: Any, share: Share) -> None:
     """Connect this process with the others; returns when all have come."""
     if sys.platform == "linux":  # not over the network: all are on one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

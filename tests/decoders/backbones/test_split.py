@@ -13,7 +13,7 @@ from decoders.backbones.load import load_backbone
 from decoders.backbones.split import GroupLostError, SplitBackbone, dismiss, find_meeting, follow, join, open_meeting
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
-from tests.decoders.backbones.causal_models import save_random
+from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")
@@ -68,16 +68,16 @@ def leader(folder):
 def test_two_processes_write_the_texts_of_one_on_a_hundred_prompts(tmp_path, second_process):
     save_random(tmp_path, "llama")
     second_process([tmp_path])
-    split, whole = leader(tmp_path), load_backbone(tmp_path, device="cpu")
+    split, whole = leader(tmp_path), load(tmp_path)
     assert split.exact
     positions = 8
     assert split.cell_bytes - positions == (whole.cell_bytes - positions) // 2
     requests = toy_prompts(100, vocab_size=61, longest=16)
-    for temperature in (0.0, 1.0):
-        settings = token_info(61), AR, Sampling(temperature=temperature)
-        found = texts(decode(split, *settings, requests, rows=50))
-        assert found == texts(decode(whole, *settings, requests, rows=50))
-    assert texts(decode(split, *settings, requests[:8], rows=3)) == {index: found[index] for index in range(8)}
+    greedy, sampled = ((token_info(61), AR, Sampling(temperature=temperature)) for temperature in (0.0, 1.0))
+    assert texts(decode(split, *greedy, requests, rows=50)) == texts(decode(whole, *greedy, requests, rows=50))
+    found = texts(decode(split, *sampled, requests, rows=50))
+    assert found == texts(decode(whole, *sampled, requests, rows=50))
+    assert texts(decode(split, *sampled, requests[:8], rows=3)) == {index: found[index] for index in range(8)}
     dismiss()
 
 
