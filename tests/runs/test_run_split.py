@@ -30,8 +30,8 @@ def written(spec: JobSpec, folder: Path) -> str:
     return str(path)
 
 
-def kill_one_after_the_first_unit(data: Path, killed: list[int]) -> None:
-    """Kill a second process of a group that this process's own Ray started, once a unit is there."""
+def kill_one_while_the_first_unit_is_written(data: Path, killed: list[int]) -> None:
+    """Kill a second process of a group that this process's own Ray started, once a file of a unit is there."""
     until_s = time.monotonic() + 200
     while not killed and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -53,13 +53,13 @@ def test_a_job_with_a_split_model_that_loses_a_process_writes_the_texts_of_one_p
     killed: list[int] = []
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = job_spec(tmp_path, ROWS, workers=SPLIT, output=output, batching={"max_rows": 2})
-    killer = threading.Thread(target=kill_one_after_the_first_unit, args=(tmp_path / "run" / "data", killed))
+    killer = threading.Thread(target=kill_one_while_the_first_unit_is_written, args=(tmp_path / "run" / "data", killed))
     killer.start()
     assert main(["run", written(spec, tmp_path), "--quiet"]) == 0
     killer.join()
     assert len(killed) == 1
     lines = [line for file in (tmp_path / "run" / "attempts").rglob("*") if file.is_file() for line in file.open()]
-    events = [json.loads(line)["event"] for line in lines]
+    events = [json.loads(line)["what"] for line in lines]
     assert events.count("worker_up") >= 2 and "worker_died" in events
     found = results_of(spec)
     alone = run_here(job_spec(tmp_path, ROWS, output={"path": str(tmp_path / "alone"), "unit_rows": 8}))
