@@ -39,8 +39,8 @@ class WorkerShape(Settings):
 
     count: Literal["auto"] | Positive = "auto"
     gpus: Literal["auto"] | Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = "auto"
-    gpus_per_model: Positive = 1
     cpus: Annotated[float, Field(gt=0.0, allow_inf_nan=False)] = 1
+    gpus_per_model: Positive = 1
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = Field(default_factory=dict)
     max_rows: Positive | None = None
     max_tokens: Positive | None = None

@@ -25,7 +25,7 @@ from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-ROWS = [{"id": f"r{number}", "text": f"row {number}"} for number in range(16)]
+ROWS = [{"id": f"r{number}", "prompt": f"row {number}"} for number in range(16)]
 
 
 def planned(spec: JobSpec) -> tuple[Job, Plan]:
