@@ -68,10 +68,6 @@ class LeadWorker(DecodeWorker):
         join(meeting, Share(0, processes))
         super().__init__(name, replace(job, model=_with_share(job.model, 0, processes)), threads)
 
-    def members(self) -> list[int]:
-        """The process ids of the other processes."""
-        return list(ray.get([other.pid.remote() for other in self._others]))
-
     def _die_with_them(self) -> None:
         ended, _ = ray.wait(self._serving, num_returns=1)
         try:
@@ -84,9 +80,6 @@ class LeadWorker(DecodeWorker):
 
 class Follower:
     """Another process of a group: has its share of the model and repeats the first one's calls."""
-
-    def __init__(self) -> None:
-        self._pid = os.getpid()
 
     def serve(self, place: ModelPlace, s3: S3Options, port: int, threads: int) -> None:
         """Load the share and follow until the first process is gone."""

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import ray
 
 from actors.job import Crew, Job, Seat
 from actors.messages import Died, Receipt, Reported, Up, WorkUnit
@@ -21,6 +20,7 @@ from jobs.plan.prepare import make_plan, prepare
 from jobs.plan.worker_job import make_job
 from jobs.spec.job_spec import JobSpec
 from storage.stores.store import open_store
+from tests.actors.group_processes import followers
 from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -70,7 +70,7 @@ def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
     try:
         pool.start("w0")
         up = news_until(pool, Up)
-        (second,) = ray.get(pool._members["w0"].actor.members.remote())
+        (second,) = followers()
         assert second != up.pid and is_running(up.node, second)
         os.kill(second, signal.SIGKILL)
         pool.assign("w0", first)
@@ -80,7 +80,7 @@ def test_a_killed_process_ends_its_group_and_another_one_decodes_its_unit(
 
         pool.start("w1")  # has room only if Ray has back what the first group had
         up = news_until(pool, Up)
-        (second,) = ray.get(pool._members["w1"].actor.members.remote())
+        (second,) = followers()
         for unit in (first, *others):
             pool.assign("w1", unit)
             news_until(pool, Receipt)

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from jobs.cli import main
 from jobs.spec.job_spec import JobSpec
+from tests.actors.group_processes import followers
 from tests.decoders.backbones.causal_models import save_random
 from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model
 
@@ -37,11 +37,9 @@ def kill_one_while_the_first_unit_is_written(data: Path, killed: list[int]) -> N
         time.sleep(0.01)
         if not any(data.glob("*")):
             continue
-        for process in psutil.Process().children(recursive=True):
-            if "Follower" in process.name() or "Follower" in " ".join(process.cmdline()):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.append(process.pid)
-                return
+        for pid in followers()[:1]:
+            os.kill(pid, signal.SIGKILL)
+            killed.append(pid)
 
 
 @pytest.mark.ray
