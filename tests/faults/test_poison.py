@@ -129,6 +129,7 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 0.5})
     monkeypatch.setattr("actors.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
+    monkeypatch.setattr("actors.pool.early_workers", lambda *_: [])  # they would be of the usual class
     limits = Limits(deaths=1, lease_s=3.0 if fate == ENDLESS else 600.0)  # fewer workers have to die
     monkeypatch.setattr(jobs_run, "limits_of", lambda spec: limits)
     assert main(["run", str(spec), "--quiet"]) == 0
