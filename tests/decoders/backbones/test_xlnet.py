@@ -14,7 +14,7 @@ from decoders.backbones.load import inspect_model, load_backbone
 from decoders.backbones.xlnet import xlnet_rules
 from decoders.base import Request
 from decoders.common_settings import Sampling
-from decoders.engine.state import decoding_order
+from decoders.engine.orders import decoding_order
 from decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 
