@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,18 +16,22 @@ class Algorithm:
     """`decode` makes the generator of a sample that has at least one hole.
 
     `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
-    time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all. `keeps_laws`: its drafts
-    have a distribution, which the rejection rule reads. With `joins_prompts` the first forward of a few new samples may run
-    along with the others' forward. `side_columns` come after a canvas's own. `shared` is how many leading columns of a prompt
-    another sample with the same canvas can take over.
+    time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all; `auto_rows` and
+    `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). `keeps_laws`: its drafts have a distribution,
+    which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
+    `joins_prompts` the first forward of a few new samples may run along with the others' forward. `side_columns` come after a
+    canvas's own. `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
     """
 
     decode: Callable[[Sample], Decoding]
-    kind: Literal["causal"] = "causal"
+    kind: Literal["causal", "any_subset"] = "causal"
     window: int = 1
     auto: Literal["drafts", "block_size"] | None = None
     most_auto: int = 0
+    auto_rows: Sequence[int] | None = None
+    auto_forwards: Sequence[int] | None = None
     keeps_laws: bool = False
+    knows_logprob: bool = True
     joins_prompts: bool = True
     side_columns: int = 0
     shared: Callable[[Sample], int] = lambda sample: 0

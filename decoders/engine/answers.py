@@ -24,14 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from decoders.backbones.heads import DraftHeads
 from decoders.common_settings import Sampling
 from decoders.draws import keys
 from decoders.draws.sampling import inverse_cdf_draw, residual
-from decoders.engine.asks import DRAFT, NO_DRAFT, SURE, TARGET, Answer
+from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Weights
 from decoders.engine.lanes import Lane
 from decoders.engine.memory import Account
 from decoders.engine.packing import Asked, Ints, count_leading
 from decoders.engine.rings import NoiseRing, Places, Ring
+from decoders.engine.rolls import Rolling
 from decoders.engine.row_laws import RowLaws
 from decoders.engine.samples import Sample
 
@@ -65,6 +67,14 @@ class Answers(Protocol):
 
     def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
         """The answers of all samples that asked, in their order."""
+        ...
+
+    def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
+        """The drafts of the windows that a head rolls over, in their order."""
+        ...
+
+    def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
+        """Drafts from distributions that decoders name."""
         ...
 
 
@@ -159,13 +169,12 @@ class NoiseAnswers:
 
     def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
         """See Answers."""
-        judges = not self._coupled and bool((asked.kind_R != TARGET).any())
+        judges = not self._coupled and not np.isin(asked.kind_R, (TARGET, LOOSE)).all()
         told = self._by_ratio(lane, hidden_RD, asked) if judges else self._by_noise(lane, hidden_RD, asked)
         return by_sample(told, asked.size_B)
 
     def _by_noise(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Told:
-        first_R = asked.when_B[asked.owner_R]
-        parts = [self._drawn(lane, hidden_RD, asked, first_R, part) for part in self._parts(asked.num_rows)]
+        parts = [self._drawn(lane, hidden_RD, asked, part) for part in self._parts(asked.num_rows)]
         token_R, log_p_R = torch.cat(parts, 1).cpu().numpy()
         tokens = token_R.astype(np.int64)
         accepted_B = None
@@ -173,69 +182,123 @@ class NoiseAnswers:
             accepted_B = count_leading(tokens == asked.drafts_R, asked.size_B)
         return accepted_B, tokens, log_p_R
 
-    def _drawn(self, lane: Lane, hidden_RD: Tensor, asked: Asked, first_R: Ints, part: slice) -> Tensor:
+    def _drawn(self, lane: Lane, hidden_RD: Tensor, asked: Asked, part: slice) -> Tensor:
         """Tokens and log-probabilities of some rows, float64 [2, R]; ids are far below what float64 can't hold."""
         logits_RV, slot_R = self._logits(lane, hidden_RD[part]), asked.slot_R[part]
         law_RV = self._rows.law(logits_RV, slot_R)
         gumbel_RV = None
         if not self._rows.greedy:
-            gumbel_RV = self._noise_ring().rows(slot_R, asked.rank_R[part], first_R[part])
+            loose = (asked.kind_R[part] == LOOSE).all()
+            gumbel_RV = self._noise_ring().rows(slot_R, asked.rank_R[part], None if loose else asked.when_R[part])
         token_R = self._rows.draw(law_RV, gumbel_RV, slot_R)
-        log_p_R = self._log_p(asked, part, logits_RV, law_RV, token_R)
-        return torch.stack([token_R.to(torch.float64), log_p_R])
+        return torch.stack([token_R.to(torch.float64), self._log_p(lane, logits_RV, law_RV, token_R)])
 
-    def _log_p(self, asked: Asked, part: slice, logits_RV: Tensor, law_RV: Tensor, token_R: Tensor) -> Tensor:
-        if (asked.kind_R[part] == DRAFT).all():
+    def _log_p(self, lane: Lane, logits_RV: Tensor, law_RV: Tensor, token_R: Tensor) -> Tensor:
+        if not lane.is_target:
             return torch.zeros(len(token_R), dtype=torch.float64, device=self._device)
         return self._rows.log_p(logits_RV, law_RV, token_R)
 
     def _logits(self, lane: Lane, hidden_RD: Tensor) -> Tensor:
         """Logits in which ids that are never generated are impossible."""
-        logits_RV = lane.logits(hidden_RD)
+        return self._suppress(lane.logits(hidden_RD))
+
+    def _suppress(self, logits_RV: Tensor) -> Tensor:
         return logits_RV.index_fill_(-1, self._suppressed, -torch.inf) if len(self._suppressed) else logits_RV
 
     def _parts(self, num_rows: int) -> Iterator[slice]:
         return self._account().parts(num_rows, self._vocab_size * self._law_dtype.itemsize)
 
+    # ---- drafts that need no forward of their own ------------------------------------------------------------------
+
+    def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
+        """See Answers."""
+
+        def draw(logits_RV: Tensor, slot_R: Ints, rank_R: Ints, when_R: Ints) -> Tensor:
+            return self._draft(self._suppress(logits_RV), Asked.drafting(slot_R, rank_R, when_R))
+
+        drafts = rolling.drawn(lane, heads, draw).tolist()
+        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
+
+    def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
+        """See Answers."""
+        weights_BV = np.zeros((len(asks), self._vocab_size))
+        for row_V, ask in zip(weights_BV, asks, strict=True):
+            row_V[ask.tokens or slice(None)] = ask.weights or 1.0
+        log_BV = torch.from_numpy(weights_BV).to(self._device).log().to(self._law_dtype)
+        slots, whens = ([getattr(sample, name) for sample in samples] for name in ("slot", "decided"))
+        asked = Asked.drafting(np.array(slots), np.array([ask.rank for ask in asks]), np.array(whens))
+        return (Answer(0, [token], [0.0]) for token in self._draft(self._suppress(log_BV), asked).tolist())
+
+    def _draft(self, logits_RV: Tensor, asked: Asked) -> Tensor:
+        """Draw a draft from each row's distribution, which the rejection rule keeps, [R]."""
+        law_RV = self._rows.law(logits_RV, asked.slot_R)
+        if not self._coupled:
+            return self._keep_and_draw(law_RV, asked, slice(None))
+        gumbel_RV = None
+        if not self._rows.greedy:
+            gumbel_RV = self._noise_ring().rows(asked.slot_R, asked.rank_R, asked.when_R)
+        return self._rows.draw(law_RV, gumbel_RV, asked.slot_R)
+
     # ---- the rejection rule --------------------------------------------------------------------------------------
 
     def _by_ratio(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Told:
-        """Draw the drafts and judge the others; a sample has rows of one sort only."""
+        """Draw the drafts and judge the others, in one record; a sample has rows of one sort only."""
         drafts_R = asked.kind_R == DRAFT
-        if drafts_R.all():
-            return None, *self._drafted(lane, hidden_RD, asked)
-        assert not drafts_R.any(), "drafts are drawn in one forward and judged in another"
-        return self._judged(lane, hidden_RD, asked)
+        accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
+        records, rows, samples = [], [], np.arange(0)
+        if drafts_R.any():
+            which = np.flatnonzero(drafts_R)
+            part = asked if drafts_R.all() else asked.part(drafts_R)[0]
+            hidden_DD = hidden_RD if drafts_R.all() else hidden_RD[torch.from_numpy(which).to(self._device)]
+            records.append(self._drafted(lane, hidden_DD, part).flatten())
+            rows.append(which)
+        if not drafts_R.all():
+            which = np.flatnonzero(~drafts_R)
+            part, samples = asked.part(~drafts_R)
+            hidden_JD = hidden_RD[torch.from_numpy(which).to(self._device)] if drafts_R.any() else hidden_RD
+            records.append(self._judged(lane, hidden_JD, part))
+            rows.append(which)
+        told = torch.cat(records).cpu().numpy()
+        token_R, log_p_R, first = np.zeros(asked.num_rows, dtype=np.int64), np.zeros(asked.num_rows), 0
+        for which in rows:
+            token_R[which] = told[first : first + len(which)].astype(np.int64)
+            log_p_R[which] = told[first + len(which) : first + 2 * len(which)]
+            first += 2 * len(which)
+        accepted_B[samples] = told[first:].astype(np.int64)
+        return accepted_B, token_R, log_p_R
 
     def _uniform(self, asked: Asked, index_N: Ints | slice, purpose: int) -> Tensor:
         """One uniform a row, float64 [N]; computed on the host."""
-        slot_N, rank_N = asked.slot_R[index_N], asked.rank_R[index_N]
-        when_N = asked.when_B[asked.owner_R[index_N]]
+        slot_N, rank_N, when_N = asked.slot_R[index_N], asked.rank_R[index_N], asked.when_R[index_N]
         key_N2 = self._places.key_S2[slot_N]
         found = keys.uniform_rows(key_N2, self._places.positions(slot_N, rank_N), purpose, when_N)
         return torch.from_numpy(found).to(self._device)
 
-    def _drafted(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> tuple[Ints, NDArray[np.float64]]:
-        """Draw drafts from q and keep it: (tokens, log-probabilities)."""
-        assert self._laws is not None, "this decoder does not draft"
-        cells, found = self._cells(asked, slice(None)), []
+    def _drafted(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Tensor:
+        """Draw drafts from q and keep it: tokens and log-probabilities, float64 [2, R]."""
+        found = []
         for part in self._parts(asked.num_rows):
             logits_RV = self._logits(lane, hidden_RD[part])
             law_RV = self._rows.law(logits_RV, asked.slot_R[part])
-            self._laws.data_CV[cells[part]] = law_RV
-            token_R = inverse_cdf_draw(law_RV.exp(), self._uniform(asked, part, keys.DRAFT))
-            log_p_R = self._log_p(asked, part, logits_RV, law_RV, token_R)
-            found.append(torch.stack([token_R.to(torch.float64), log_p_R]))
-        token_R, log_p_R = torch.cat(found, 1).cpu().numpy()
-        return token_R.astype(np.int64), log_p_R
+            token_R = self._keep_and_draw(law_RV, asked, part)
+            found.append(torch.stack([token_R.to(torch.float64), self._log_p(lane, logits_RV, law_RV, token_R)]))
+        return torch.cat(found, 1)
+
+    def _keep_and_draw(self, law_RV: Tensor, asked: Asked, part: slice) -> Tensor:
+        assert self._laws is not None, "this decoder does not draft"
+        self._laws.data_CV[self._cells(asked, part)] = law_RV
+        return inverse_cdf_draw(law_RV.exp(), self._uniform(asked, part, keys.DRAFT))
 
     def _cells(self, asked: Asked, index_N: Ints | slice) -> Tensor:
         assert self._laws is not None, "no distributions are kept"
-        assert (asked.rank_R - asked.when_B[asked.owner_R] <= self._window).all(), "a rank beyond the window"
+        assert (asked.rank_R - asked.when_R <= self._window).all(), "a rank beyond the window"
         return torch.from_numpy(self._laws.cells(asked.slot_R[index_N], asked.rank_R[index_N])).to(self._device)
 
-    def _judged(self, lane: Lane, hidden_JD: Tensor, asked: Asked) -> Told:
-        """Judge the drafts of each sample; where one is refused, or none is left, draw the token that comes there."""
+    def _judged(self, lane: Lane, hidden_JD: Tensor, asked: Asked) -> Tensor:
+        """Judge the drafts of each sample; where one is refused, or none is left, draw the token that comes there.
+
+        Tokens, log-probabilities and accepted drafts, float64 [2 R + C].
+        """
         is_draft_J = torch.from_numpy(asked.drafts_R != NO_DRAFT).to(self._device)
         draft_J = torch.from_numpy(np.maximum(asked.drafts_R, 0)).to(self._device)
         sure = bool((asked.kind_R == SURE).any())
@@ -279,10 +342,7 @@ class NoiseAnswers:
         over_C = accepted_C < size_C
         token_J[last_C] = torch.where(over_C, token_C, token_J[last_C])
         log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
-        told = torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)]).cpu().numpy()
-        num_rows = asked.num_rows
-        tokens, accepted = told[:num_rows].astype(np.int64), told[2 * num_rows :].astype(np.int64)
-        return accepted, tokens, told[num_rows : 2 * num_rows]
+        return torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)])
 
     def _again(
         self, lane: Lane, hidden_JD: Tensor, asked: Asked, row_N: Tensor, held: tuple[Tensor, Tensor] | None

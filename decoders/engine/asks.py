@@ -16,6 +16,12 @@ together. Rows come as *spans*: runs of rows with consecutive columns and positi
     causal                                  0        0     FAR
     the whole canvas, in both directions    length   FAR   FAR
     a candidate beside the chain            prefix   FAR   its first column
+    content of an any-subset canvas         prompt   0     FAR
+    a query that sees all ranks before it   0        1     FAR
+    queries that see the same n ranks       n        FAR   FAR
+
+In an any-subset model columns are ranks, and only *queries* are answered: rows without a token, in spans of their own. Rows that
+are not answered may be drawn from after all, by a `Roll` that follows.
 
 Pure: imports no torch. Sources: docs/engine.md.
 """
@@ -31,9 +37,13 @@ FIELDS: Final = 9
 FAR: Final = 1 << 40
 """As LAG: only FLOOR counts. As OWN: there are no such columns."""
 
-TARGET, DRAFT, JUDGE, SURE = range(4)
+TARGET, DRAFT, JUDGE, SURE, LOOSE = range(5)
 """Kinds of answered rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
-distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that had no alternative (q is a point mass)."""
+distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that had no alternative (q is a point mass). LOOSE: as
+TARGET, of a decoder that verifies nothing; each rank is asked about once."""
+
+BARE, MARKOV, CHAIN = range(3)
+"""What draws a Roll's drafts: the rows' own distributions, or one of the model's draft heads (decoders/backbones/heads.py)."""
 
 NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
@@ -47,12 +57,39 @@ class Ask(NamedTuple):
     """One sample's part of a forward of the model `model`: 0 is the target, 1 the drafting model.
 
     `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
+    `queries` are the spans of an any-subset model's query rows.
     """
 
     model: int
     tokens: list[int]
     spans: Spans
     drafts: list[int] | tuple[int, ...]
+    queries: Spans = ()
+
+
+class Roll(NamedTuple):
+    """Asks for drafts of the ranks `rank` .. `rank + count - 1`, from query rows of the sample's last forward.
+
+    Draft j comes from the row `row + j` (BARE); from that row, corrected with the tokens that it has not seen, those at ranks
+    from `limit` on (MARKOV); or from a state that rolls on from the row `row` (CHAIN). Answered before the next forward.
+    """
+
+    head: int
+    rank: int
+    count: int
+    row: int
+    limit: int = 0
+
+
+class Weights(NamedTuple):
+    """Asks for a draft of `rank` from a distribution of the decoder's own: `tokens` have these `weights`, all others none.
+
+    Without any tokens all are alike. The sampling settings apply as to a model's distribution. Answered before the next forward.
+    """
+
+    rank: int
+    tokens: list[int]
+    weights: list[int]
 
 
 class Answer(NamedTuple):
@@ -60,7 +97,7 @@ class Answer(NamedTuple):
 
     Under coupled acceptance each token is the target's own. Under the rejection rule the first `accepted` tokens are the drafts,
     the next one comes from the residual or is the bonus, and the others mean nothing. `log_ps` are log-probabilities under the
-    model itself (temperature 1, no truncation); those of a drafting model are not computed and are 0.
+    model itself (temperature 1, no truncation); those of drafts by another model, a Roll or Weights are not computed and are 0.
     """
 
     accepted: int
@@ -80,5 +117,6 @@ class Offer(NamedTuple):
 
 SEARCH: Final = Search()
 
-Decoding = Generator[Ask | Search | Offer, Any, None]
-"""A decoder at work on one sample: it is sent an Answer for an Ask, else a number, and ends when the sample is decoded."""
+Wish = Ask | Roll | Weights | Search | Offer
+Decoding = Generator[Wish, Any, None]
+"""A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

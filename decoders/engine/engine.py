@@ -3,8 +3,9 @@
     admit        a sample gets a slot; its generator starts with its first turn
     step         whose turn is it: the new samples alone, or all
                  how many drafts may each take (lengths `auto` only)
-                 the drafting model's forwards, as long as anyone asks for one
+                 draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
                  the target's forward: pack the asks, run, draw or judge, answer
+                 windows that a head rolls over from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 
 Occupied slots are kept dense ([0, active)), so that a forward reads the cache in place: a freed slot is refilled by the next
@@ -27,15 +28,17 @@ import torch
 from decoders.base import EngineStats, Outcome, Request
 from decoders.engine.algorithm import Algorithm, check_completion
 from decoders.engine.answers import Answers, NoiseAnswers
-from decoders.engine.asks import FIELDS, Answer, Ask
+from decoders.engine.asks import BARE, DRAFT, FIELDS, JUDGE, NO_DRAFT, SURE, TARGET, Answer, Ask, Roll, Weights
 from decoders.engine.counters import Counters
 from decoders.engine.ends import Stops
-from decoders.engine.lanes import Lane, TokenLane
+from decoders.engine.lanes import Lane, Packed, TokenLane, TwoStreamLane
 from decoders.engine.lengths import lengths_of
 from decoders.engine.memory import Account, column_multiple
+from decoders.engine.orders import decoding_order
 from decoders.engine.packing import Asked, Ints, Table
+from decoders.engine.rolls import Rolling
 from decoders.engine.room import Room
-from decoders.engine.samples import Sample, Times
+from decoders.engine.samples import Sample, Times, equal_queries
 from decoders.engine.setup import Setup
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
@@ -62,10 +65,12 @@ class Engine:
     def __init__(self, setup: Setup, algorithm: Algorithm, *, answers: Answers | None = None) -> None:
         self.backbone, self.info, self.algorithm = setup.backbone, setup.info, algorithm
         self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
-        self.stops, self.joins_prompts = setup.stops or Stops(), algorithm.joins_prompts
-        self.lanes: list[Lane] = [
-            TokenLane(model, setup.info.vocab_size) for model in (setup.backbone, setup.drafter) if model
-        ]
+        self.stops = None if algorithm.kind == "any_subset" else setup.stops or Stops()
+        self.heads, self.joins_prompts = setup.heads, algorithm.joins_prompts
+        kind, width = TwoStreamLane if algorithm.kind == "any_subset" else TokenLane, setup.info.vocab_size
+        self.lanes: list[Lane] = [kind(setup.backbone, width, is_target=True)]
+        if setup.drafter:
+            self.lanes.append(TokenLane(setup.drafter, width, is_target=False))
         self.account = Account.unmeasured(setup.backbone.device)
         self.answers = answers or NoiseAnswers(
             setup.sampling,
@@ -95,6 +100,7 @@ class Engine:
         self._fresh: list[Sample] = []
         self._instant: list[Outcome] = []
         self._all_slots: Ints = np.arange(setup.max_rows)
+        self._queries: Table | None = None  # of the last forward
 
     # ---- admission -----------------------------------------------------------------------------------------------
 
@@ -152,10 +158,11 @@ class Engine:
             self._place(sample)
 
     def _made(self, request: Request, times: Times) -> Sample:
-        prompt = int((request.canvas >= 0).sum())
-        if prompt < len(request.canvas):
+        order, prompt = decoding_order(request.canvas, request.hole_order)
+        ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
+        if ranks is None and prompt < len(request.canvas):
             check_completion(request)
-        return Sample(request, None, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing)
+        return Sample(request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing)
 
     def _make_room(self, count: int, length: int) -> None:
         needed = len(self._slots) - len(self._holes) + count
@@ -178,6 +185,8 @@ class Engine:
         if slot == len(self._slots):
             self._slots.append(None)
         self._slots[slot] = sample
+        for lane in self.lanes:
+            lane.start(sample)
         self.answers.start(sample)
         self.counters.start(slot)
         if self.lengths is not None:
@@ -285,13 +294,16 @@ class Engine:
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
+        if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
+            self._roll(rolling, turn.samples)
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes
         return done + [self._finish(sample) for sample in ended]
 
     def _draft(self, turn: Turn) -> None:
-        """Run the drafting model as long as any sample asks for it; all of them then meet at the target."""
+        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target."""
         began_s = time.perf_counter()
+        self._weigh(turn.samples)
         while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
             forward_s, kv = time.perf_counter(), sum(sample.cached_draft for sample in asking)
             self._run(asking, self.lanes[1], is_new=False)
@@ -300,35 +312,85 @@ class Engine:
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
 
+    def _weigh(self, samples: list[Sample]) -> None:
+        """Draw drafts from distributions of the samples' own, rank after rank."""
+        began_s, most, count = time.perf_counter(), 0, 0
+        while asking := [(sample, sample.ask) for sample in samples if isinstance(sample.ask, Weights)]:
+            drafting, asks = map(list, zip(*asking, strict=True))
+            most, count = most + 1, max(count, len(drafting))
+            self._resume(drafting, self.answers.weighed(self.lanes[0], drafting, asks))
+        if most and self.lengths is not None:
+            self.lengths.drew(count, most, time.perf_counter() - began_s)
+
+    def _roll(self, rolling: list[Sample], turn: list[Sample]) -> None:
+        """Draft windows from rows of the forward that `turn` has just run."""
+        began_s, lane, before_s = time.perf_counter(), self.lanes[0], self.lanes[0].forward_s
+        owner_of = {sample.slot: index for index, sample in enumerate(turn)}
+        asks = [sample.ask for sample in rolling if isinstance(sample.ask, Roll)]
+        assert self._queries is not None, "a roll follows a forward"
+        assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
+        owner_B = np.array([owner_of[sample.slot] for sample in rolling])
+        row_B = self._queries.places(owner_B, np.array([ask.row for ask in asks]))
+        if asks[0].head == BARE:
+            self._resume(rolling, self._rolled_bare(rolling, asks, row_B))
+        else:
+            assert self.heads is not None, "a roll by a head that was not loaded"
+            windows = Rolling(rolling, asks, row_B)
+            self._resume(windows.samples, self.answers.roll(lane, self.heads, windows))
+        self.counters.drafted(np.array([sample.slot for sample in rolling]), lane.forward_s - before_s)
+        if self.lengths is not None:
+            seconds = time.perf_counter() - began_s
+            self.lengths.drew(len(rolling), max(ask.count for ask in asks), seconds)
+            self.lengths.spent(seconds)
+
+    def _rolled_bare(self, rolling: list[Sample], asks: list[Roll], row_B: Ints) -> Iterator[Answer]:
+        """Drafts from the rows' own distributions: no rank waits for the one before it."""
+        spans = [number for ask in asks for number in equal_queries(ask.rank, ask.count, 0, DRAFT)]
+        table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
+        lane = self.lanes[0]
+        assert lane.hidden_ND is not None, "a roll follows a forward"
+        hidden_RD = lane.hidden_ND.index_select(0, lane.put(row_B[table.owner_N] + table.step_N))
+        slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.count for ask in asks]
+        asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
+        return self.answers.answer(lane, hidden_RD, asked)
+
     def _run(self, samples: list[Sample], lane: Lane, *, is_new: bool) -> list[Sample]:
         """One forward of one model for these samples, and their answers; returns the samples that ended."""
-        is_target = lane is self.lanes[0]
         tokens: list[int] = []
         spans: list[int] = []
+        queries: list[int] = []
         drafts: list[int] = []
-        sizes, whens, more = [], [], []
+        sizes, whens, more, more_queries = [], [], [], []
         for index, sample in enumerate(samples):
             ask = sample.ask
             assert isinstance(ask, Ask), "offers were answered before"
             tokens += ask.tokens
             spans += ask.spans
+            queries += ask.queries
             drafts += ask.drafts
             sizes.append(len(ask.drafts))
             whens.append(sample.decided)
             if len(ask.spans) != FIELDS:
                 more.append((index, len(ask.spans) // FIELDS))
+            if len(ask.queries) != FIELDS:
+                more_queries.append((index, len(ask.queries) // FIELDS))
         slot_B = self._all_slots[: len(samples)]
         if len(samples) != len(self._slots):
             slot_B = np.array([sample.slot for sample in samples])
         table = Table(spans, self._owners(len(samples), more), len(samples))
-        asked = Asked(table, slot_B, drafts, sizes, whens)
+        answered = table
+        if queries:
+            answered = self._queries = Table(queries, self._owners(len(samples), more_queries), len(samples))
+        longest = max(len(sample.tokens) for sample in samples)
+        packed = Packed(slot_B, tokens, table, answered if queries else None, longest)
+        asked = Asked.of(answered, slot_B, drafts, sizes, whens)
         before_s = lane.forward_s
-        hidden_RD = lane.forward(table, slot_B, tokens)  # type: ignore[attr-defined]
+        hidden_RD = lane.forward(packed)
         first_s = lane.first_s
         answers = self.answers.answer(lane, hidden_RD, asked)
-        self._count(samples, lane, slot_B, lane.forward_s - before_s, is_target=is_target)
-        if is_target:
-            self.stats.verified += len(drafts)
+        self._count(samples, lane, slot_B, lane.forward_s - before_s)
+        if lane.is_target:
+            self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())
             if is_new:
                 self.counters.first([sample.slot for sample in samples if sample.nfe == 1], first_s)
         return self._resume(samples, answers)
@@ -342,9 +404,9 @@ class Engine:
             counts[index] = count
         return np.repeat(self._all_slots[:num_samples], counts)
 
-    def _count(self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, *, is_target: bool) -> None:
+    def _count(self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float) -> None:
         """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those)."""
-        if not is_target:
+        if not lane.is_target:
             self.counters.drafted(slot_B, seconds)
             return
         self.counters.ran(slot_B, useful=lane.useful, computed=lane.computed, seconds=seconds)
@@ -363,6 +425,8 @@ class Engine:
 
     def _finish(self, sample: Sample) -> Outcome:
         outcome = sample.outcome(self.counters.spent(sample.slot))
+        if not self.algorithm.knows_logprob:
+            outcome.logprob = None
         self.answers.release(sample.slot)
         self._slots[sample.slot] = None
         self._holes.append(sample.slot)

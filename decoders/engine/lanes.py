@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import Backbone, Rows, TokenBackbone, TokenRows
 from decoders.engine.asks import FAR
 from decoders.engine.memory import give
 from decoders.engine.packing import Ints, Table
+from decoders.engine.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the samples of a forward ask: their rows, the tokens of these, and the query rows of an any-subset model.
+
+    `longest` is the length of the longest canvas among them.
+    """
+
+    slot_B: Ints
+    tokens: list[int]
+    table: Table
+    queries: Table | None
+    longest: int
 
 
 class Lane:
     """A backbone, its cache's size, and the seconds of its forwards. `vocab_size` is the target's: logits get that width."""
 
-    def __init__(self, backbone: Any, vocab_size: int) -> None:
-        self.backbone, self.device = backbone, backbone.device
+    def __init__(self, backbone: Any, vocab_size: int, *, is_target: bool) -> None:
+        self.backbone, self.device, self.is_target = backbone, backbone.device, is_target
         self._vocab_size = vocab_size
         self._shape = (0, 0)
         self.forward_s = 0.0
@@ -33,6 +49,8 @@ class Lane:
         """Seconds of the network in the last forward."""
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
+        self.hidden_ND: Tensor | None = None
+        """Hidden states of all query rows of the last forward, in the places of their table; a Roll reads them."""
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
@@ -46,10 +64,17 @@ class Lane:
         """Copy all that a slot holds onto another."""
         self.backbone.move_slot(source, target)
 
+    def start(self, sample: Sample) -> None:
+        """A new sample has its slot."""
+
     @property
     def cell_bytes(self) -> int:
         """Bytes of a column of a slot."""
         return int(getattr(self.backbone, "cell_bytes", 0))
+
+    def forward(self, packed: Packed) -> Tensor:
+        """Run the rows; returns the answered rows' hidden states, [R, D]."""
+        raise NotImplementedError
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 
@@ -60,18 +85,19 @@ class Lane:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
-        logits_RV = self._timed(lambda: self.backbone.logits(hidden_RD))
+        logits_RV = self.timed(lambda: self.backbone.logits(hidden_RD))
         missing = self._vocab_size - logits_RV.shape[1]
         if missing > 0:
             return functional.pad(logits_RV, (0, missing), value=-torch.inf)
         return logits_RV[:, : self._vocab_size] if missing else logits_RV
 
     def _run(self, rows: Any, useful: int) -> Tensor:
-        hidden = self._timed(lambda: self.backbone.forward(rows))
+        hidden = self.timed(lambda: self.backbone.forward(rows))
         self.useful, self.computed = useful, self.backbone.num_rows_computed
         return hidden
 
-    def _timed(self, function: Callable[[], Tensor]) -> Tensor:
+    def timed(self, function: Callable[[], Tensor]) -> Tensor:
+        """Call a network; its seconds are those of a forward."""
         began_s = time.perf_counter()
         result = function()
         if result.is_cuda:
@@ -86,14 +112,12 @@ class TokenLane(Lane):
 
     backbone: TokenBackbone
 
-    def forward(self, table: Table, slot_B: Ints, tokens: list[int]) -> Tensor:
-        """Run the rows of a table whose samples are in these slots; returns the answered rows' hidden states, [R, D].
-
-        `tokens` are those of all rows. An id that only another model has is replaced by one of this model's.
-        """
+    def forward(self, packed: Packed) -> Tensor:
+        """See Lane. An id that only another model has is replaced by one of this model's."""
+        table = packed.table
         column_N = table.columns()
         limit_N, own_N = table.limits(column_N), table.own()
-        token_N = np.array(tokens, dtype=np.int64)
+        token_N = np.array(packed.tokens, dtype=np.int64)
         if self.backbone.vocab_size < self._vocab_size:
             token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
         fields = [token_N, table.positions(), column_N, limit_N, np.ones_like(column_N)]
@@ -107,7 +131,42 @@ class TokenLane(Lane):
         visible_BTW = columns_W < limits_BT
         if len(fields) == 6:
             visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W <= columns_BT.unsqueeze(2))
-        rows = TokenRows(self.put(slot_B), tokens_BT, positions_BT, columns_BT, grid[4] > 0, visible_BTW)
+        rows = TokenRows(self.put(packed.slot_B), tokens_BT, positions_BT, columns_BT, grid[4] > 0, visible_BTW)
         hidden_ND = self._run(rows, table.num_rows).flatten(0, 1)
         places = table.asked_places()
+        return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
+
+
+class TwoStreamLane(Lane):
+    """An any-subset model: content rows carry tokens, query rows are answered; columns are ranks."""
+
+    backbone: Backbone
+
+    def start(self, sample: Sample) -> None:
+        """Tell the model the positions of the sample's ranks."""
+        self.backbone.set_order(sample.slot, torch.tensor(sample.order, dtype=torch.int64, device=self.device))
+
+    def forward(self, packed: Packed) -> Tensor:
+        """See Lane. Content rows are never answered."""
+        content, queries = packed.table, packed.queries
+        assert queries is not None, "an any-subset model is asked by queries"
+        column_N, rank_Q = content.columns(), queries.columns()
+        seen_N, limit_Q = content.limits(column_N), queries.limits(rank_Q)
+        token_N = np.array(packed.tokens, dtype=np.int64)
+        told = self.put(content.rectangle(token_N, column_N, seen_N, np.ones_like(column_N)))
+        asked = self.put(queries.rectangle(rank_Q, limit_Q, np.ones_like(rank_Q)))
+        rows = Rows(
+            slots_B=self.put(packed.slot_B),
+            content_tokens_BC=told[0],
+            content_columns_BC=told[1],
+            content_limits_BC=told[2],
+            content_valid_BC=told[3] > 0,
+            query_columns_BQ=asked[0],
+            query_limits_BQ=asked[1],
+            query_valid_BQ=asked[2] > 0,
+            num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
+            num_positions=packed.longest,
+        )
+        hidden_ND = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows).flatten(0, 1)
+        places = queries.asked_places()
         return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))

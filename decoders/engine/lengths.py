@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import Ask, Offer, Search
+from decoders.engine.asks import Offer, Search
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.jacobi_size import JacobiSizes
@@ -61,23 +61,34 @@ class Lengths(Protocol):
         """A forward of the drafting model, with its draws: its rows, and the columns that they read."""
         ...
 
+    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
+        ...
+
     def spent(self, seconds: float) -> None:
-        """What all drafting of the step took."""
+        """What all drafting before the target's forward took."""
         ...
 
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
-        """The target's forward of the step is done, and every sample has closed an iteration."""
+        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
         ...
 
 
 class DraftLengths:
     """Chooses how many drafts each sample takes; `has_drafter`: each draft costs a forward of a drafting model."""
 
-    def __init__(self, num_slots: int, most: int, *, has_drafter: bool) -> None:
+    def __init__(self, num_slots: int, algorithm: Algorithm, *, has_drafter: bool) -> None:
         self._columns = HostColumns(num_slots)
-        self._costs = CostTable() if has_drafter else None
+        self._costs, self._drawing = CostTable() if has_drafter else None, CostTable()
         columns: Any = self._columns
-        self.budget = DraftBudget(columns, most, drafter=self._costs)
+        self.budget = DraftBudget(
+            columns,
+            algorithm.most_auto,
+            rows=algorithm.auto_rows,
+            forwards=algorithm.auto_forwards,
+            drafter=self._costs,
+            drawing=self._drawing,
+        )
         self._is_open = False
 
     def start(self, slot: int) -> None:
@@ -97,7 +108,8 @@ class DraftLengths:
         for sample in samples:
             if isinstance(sample.ask, Search):
                 sample.ask = sample.decoding.send(int(is_open))  # type: ignore[union-attr]
-        if not is_open:
+        if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
+            # All are in the second forward of an iteration: what they draft is settled.
             return
         most = [sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples]
         slots, kv = torch.tensor([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
@@ -105,12 +117,16 @@ class DraftLengths:
         for sample, count in zip(samples, counts, strict=True):
             if isinstance(sample.ask, Offer):
                 sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
-            assert isinstance(sample.ask, Ask), "an offer is followed by an ask"
+            assert not isinstance(sample.ask, Search | Offer), "an offer is followed by an ask"
 
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
         """See Lengths."""
         if self._costs is not None:
             self._costs.observe(rows, kv, seconds)
+
+    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+        """See Lengths."""
+        self._drawing.observe(num_ranks, num_ranks * num_samples, seconds)
 
     def spent(self, seconds: float) -> None:
         """See Lengths."""
@@ -121,9 +137,11 @@ class DraftLengths:
         """See Lengths."""
         if is_usual:
             self.budget.timed(rows, kv, seconds)
-        if self._is_open:
-            tried, gained = torch.tensor([sample.just for sample in samples]).unbind(1)
-            self.budget.learn(torch.tensor([sample.slot for sample in samples]), tried, gained)
+        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
+        for sample in samples:
+            sample.just = None
+        if self._is_open and ended:
+            self.budget.learn(*torch.tensor(ended).unbind(1))
 
 
 class BlockSizes:
@@ -151,6 +169,9 @@ class BlockSizes:
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
         """See Lengths; there is no drafting model."""
 
+    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
+        """See Lengths; no drafts are drawn."""
+
     def spent(self, seconds: float) -> None:
         """See Lengths; drafts cost nothing."""
 
@@ -167,6 +188,6 @@ def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Le
         case None:
             return None
         case "drafts":
-            return DraftLengths(num_slots, algorithm.most_auto, has_drafter=has_drafter)
+            return DraftLengths(num_slots, algorithm, has_drafter=has_drafter)
         case "block_size":
             return BlockSizes()

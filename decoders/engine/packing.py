@@ -6,11 +6,25 @@ Legend: P spans, N rows, B samples, T rows of the sample with the most, R answer
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.asks import ASKED, COLUMN, COUNT, FIELDS, FLOOR, KIND, LAG, OWN, POSITION, RANK
+from decoders.engine.asks import (
+    ASKED,
+    COLUMN,
+    COUNT,
+    DRAFT,
+    FIELDS,
+    FLOOR,
+    KIND,
+    LAG,
+    NO_DRAFT,
+    OWN,
+    POSITION,
+    RANK,
+)
 
 Ints = NDArray[np.int64]
 
@@ -51,7 +65,7 @@ class Table:
             self.step_N = repeated(count_P.cumsum() - count_P, count_P)
             self.rows_NF, self.owner_N = np.repeat(self.spans_PF, count_P, axis=0), np.repeat(owner_P, count_P)
         rows_B = np.bincount(self.owner_N, minlength=num_samples)
-        # T, and the place of each row in the rectangle [B, T] as one number; None if the rows fill it.
+        # T (0 without rows), and the place of each row in the rectangle [B, T] as one number; None if the rows fill it.
         self.num_lines = int(rows_B.max())
         self.place_N: Ints | None = None
         if self.num_lines * num_samples != self.num_rows:
@@ -83,6 +97,10 @@ class Table:
         flat[:, self.place_N] = fields_N
         return flat.reshape(shape)
 
+    def places(self, owner_N: Ints, row_N: Ints) -> Ints:
+        """Where some samples' rows are in the flattened rectangle, given by their number among the sample's rows, [N]."""
+        return owner_N * self.num_lines + row_N
+
     def asked_places(self) -> Ints | None:
         """Where the answered rows are in the flattened rectangle, [R]; None if they are all of it, in order."""
         asked = self.step_N >= self.rows_NF[:, COUNT] - self.rows_NF[:, ASKED]
@@ -91,6 +109,7 @@ class Table:
         return self.place_N[asked]
 
 
+@dataclass(frozen=True, slots=True)
 class Asked:
     """The answered rows of one forward, sample after sample: slot, rank and kind of each, [R] each.
 
@@ -98,21 +117,52 @@ class Asked:
     `when_B` how many of its tokens were decided when it asked.
     """
 
-    __slots__ = ("drafts_R", "kind_R", "num_rows", "owner_R", "rank_R", "size_B", "slot_R", "when_B")
+    slot_R: Ints
+    rank_R: Ints
+    kind_R: Ints
+    drafts_R: Ints
+    owner_R: Ints
+    size_B: Ints
+    when_B: Ints
 
-    def __init__(
-        self, table: Table, slot_B: Ints, drafts: Sequence[int], sizes: Sequence[int], whens: Sequence[int]
-    ) -> None:
+    @classmethod
+    def of(cls, table: Table, slot_B: Ints, drafts: Sequence[int], sizes: Sequence[int], whens: Sequence[int]) -> Asked:
+        """The answered rows of a table."""
         asked_P = table.spans_PF[:, ASKED]
-        self.num_rows = len(drafts)
-        assert int(asked_P.sum()) == self.num_rows, "an ask has one draft entry for each answered row"
-        self.rank_R: Ints = np.repeat(table.spans_PF[:, RANK], asked_P) + repeated(asked_P.cumsum() - asked_P, asked_P)
-        self.kind_R: Ints = np.repeat(table.spans_PF[:, KIND], asked_P)
-        self.owner_R: Ints = np.repeat(table.owner_P, asked_P)
-        self.slot_R: Ints = slot_B[self.owner_R]
-        self.drafts_R: Ints = np.array(drafts, dtype=np.int64)
-        self.size_B: Ints = np.array(sizes, dtype=np.int64)
-        self.when_B: Ints = np.array(whens, dtype=np.int64)
+        assert int(asked_P.sum()) == len(drafts), "an ask has one draft entry for each answered row"
+        owner_R: Ints = np.repeat(table.owner_P, asked_P)
+        return cls(
+            slot_R=slot_B[owner_R],
+            rank_R=np.repeat(table.spans_PF[:, RANK], asked_P) + repeated(asked_P.cumsum() - asked_P, asked_P),
+            kind_R=np.repeat(table.spans_PF[:, KIND], asked_P),
+            drafts_R=np.array(drafts, dtype=np.int64),
+            owner_R=owner_R,
+            size_B=np.array(sizes, dtype=np.int64),
+            when_B=np.array(whens, dtype=np.int64),
+        )
+
+    @classmethod
+    def drafting(cls, slot_B: Ints, rank_B: Ints, when_B: Ints) -> Asked:
+        """Rows that draft, one a sample."""
+        ones = np.ones_like(slot_B)
+        return cls(slot_B, rank_B, ones * DRAFT, ones * NO_DRAFT, np.arange(len(slot_B)), ones, when_B)
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return len(self.slot_R)
+
+    @property
+    def when_R(self) -> Ints:  # noqa: N802
+        """How many tokens of each row's sample were decided when it asked."""
+        return self.when_B[self.owner_R]
+
+    def part(self, keep_R: NDArray[np.bool_]) -> tuple[Asked, Ints]:
+        """Some rows as if no others had been asked for, all of a sample or none; and their samples."""
+        samples = np.unique(self.owner_R[keep_R])
+        owner_R = np.searchsorted(samples, self.owner_R[keep_R])
+        rows = (column[keep_R] for column in (self.slot_R, self.rank_R, self.kind_R, self.drafts_R))
+        return Asked(*rows, owner_R, self.size_B[samples], self.when_B[samples]), samples
 
 
 def count_leading(good_R: NDArray[np.bool_], size_B: Ints) -> Ints:

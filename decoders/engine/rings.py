@@ -129,8 +129,13 @@ class NoiseRing:
         self.num_used, self.ring.data_CV = used
         self._until_S[self.ring.num_slots :] = 0
 
-    def rows(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> Tensor:
-        """The noise at each (slot, rank), [R, V]; `first_R` is the first rank of the slot that may still be read."""
+    def rows(self, slot_R: Ints, rank_R: Ints, first_R: Ints | None) -> Tensor:
+        """The noise at each (slot, rank), [R, V]; `first_R` is the first rank of the slot that may still be read.
+
+        Without it the noise is read once: nothing is kept.
+        """
+        if first_R is None:
+            return self._passing(slot_R, rank_R)
         num_kept = self.ring.num_slots
         if num_kept >= self.num_used:
             return self._kept(slot_R, rank_R, first_R)

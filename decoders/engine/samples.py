@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
-from decoders.engine.asks import DRAFT, FAR, JUST_ONE, Ask, Decoding, Offer, Search
+from decoders.engine.asks import DRAFT, FAR, JUST_ONE, Ask, Decoding, Spans, Wish
 from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 
 FILLED: Final = "filled"
@@ -44,16 +44,31 @@ class Spent:
     computed_rows: int
 
 
+def fresh_queries(rank: int, count: int, kind: int) -> Spans:
+    """Queries at `count` ranks from `rank` on, each of which sees the ranks before its own; all are answered."""
+    return (count, rank, rank, 0, 1, FAR, count, rank, kind)
+
+
+def equal_queries(rank: int, count: int, limit: int, kind: int | None = None) -> Spans:
+    """Queries at `count` ranks from `rank` on that see the ranks below `limit`; without a kind none is answered."""
+    return (
+        (count, rank, rank, limit, FAR, FAR, 0, 0, 0)
+        if kind is None
+        else (count, rank, rank, limit, FAR, FAR, count, rank, kind)
+    )
+
+
 class Sample:
     """One request at work.
 
-    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`; all else is the engine's.
+    Decoders read it, and write `tokens`, `cached`, `cached_draft` and `nfe_draft`, and `just` where lengths `auto` pay otherwise
+    than by accepted drafts; all else is the engine's.
     """
 
     __slots__ = (
         "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "iterations", "just", "key",
-        "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "request", "slot", "stats", "stop_ids",
-        "stop_text", "times", "tokens", "trace",
+        "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot", "stats",
+        "stop_ids", "stop_text", "times", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +84,8 @@ class Sample:
     ) -> None:
         self.request, self.key, self.times, self.stats = request, request.key, times, stats
         self.order, self.prompt = order, prompt
+        # The rank of each position; empty where that is the position itself.
+        self.rank_at = {} if order is None else {position: rank for rank, position in enumerate(order)}
         canvas = request.canvas.tolist()
         self.tokens: list[int] = canvas if order is None else [canvas[position] for position in order]
         self.decided = prompt
@@ -83,13 +100,13 @@ class Sample:
         self.end = None if stops is None else LENGTH
         self.stop_ids = frozenset(stops.ids) if stops else frozenset()
         own_text = request.settings.stop_text
-        self.stop_text: StopText | None = own_text if own_text is not None else stops.text if stops else None
+        self.stop_text: StopText | None = None if stops is None else stops.text if own_text is None else own_text
         self.trace: list[TraceStep] | None = [] if traced else None
-        # Drafts and accepted ones of the last iteration, for a budget.
-        self.just = (0, 0)
+        # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
+        self.just: tuple[int, int] | None = None
         self.slot = -1
         self.decoding: Decoding | None = None
-        self.ask: Ask | Search | Offer | None = None
+        self.ask: Wish | None = None
 
     # ---- what decoders ask ---------------------------------------------------------------------------------------
 
@@ -108,6 +125,16 @@ class Sample:
         self.cached_draft = rank
         span = (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT)
         return Ask(1, self.tokens[start:rank], span, JUST_ONE)
+
+    def two_stream(self, end: int, queries: Spans, drafts: list[int] | tuple[int, ...]) -> Ask:
+        """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows.
+
+        The prompt sees all of itself, every other token what was decided before it. `cached` moves to `end`: where drafts are
+        refused, the decoder moves it back.
+        """
+        start, self.cached = self.cached, end
+        content = (end - start, start, start, self.prompt, 0, FAR, 0, 0, 0) if start < end else ()
+        return Ask(0, self.tokens[start:end], content, drafts, queries)
 
     # ---- what decoders decide ------------------------------------------------------------------------------------
 

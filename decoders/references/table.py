@@ -81,8 +81,8 @@ class TableBackbone:
         return empty + ((digits * weights).unsqueeze(1) * seen_BQW).sum(-1)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Hidden states are logits."""
-        return hidden_RD
+        """Hidden states are logits; a copy, since ids are suppressed in place."""
+        return hidden_RD.clone()
 
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Random embeddings, for draft heads."""

@@ -56,7 +56,7 @@ def test_a_table_has_the_rows_of_a_plain_loop(seed: int) -> None:
     assert (list(range(len(samples) * table.num_lines)) if places is None else places.tolist()) == expected
     sizes = [sum(span[6] for span in spans) for spans in samples]
     slots = 10 + np.arange(len(samples))
-    asked_rows = Asked(table, slots, [NO_DRAFT] * len(answered), sizes, [0] * len(samples))
+    asked_rows = Asked.of(table, slots, [NO_DRAFT] * len(answered), sizes, [0] * len(samples))
     assert [*zip(asked_rows.owner_R, asked_rows.rank_R, strict=True)] == [(owner, rank) for owner, _, rank in answered]
     assert (asked_rows.slot_R == 10 + asked_rows.owner_R).all()
 

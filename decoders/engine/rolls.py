@@ -1,0 +1,160 @@
+"""Drafts a window from rows of the last forward, rank after rank, with a draft head that reads the tokens drafted before.
+
+The host knows of each rank which tokens the head reads, except those that the window itself drafts. It refers to these by number,
+so that no drafted token leaves the device before the window is complete:
+
+    rank          ..  n-1 | n    n+1  n+2           three drafts after n decided tokens
+    read before   ..      | 17   -2   -3            an id, or -2 - j: the window's own draft j; -1: unknown
+
+Legend: B samples that roll, those with the longest windows first; K ranks of the longest, F numbers that a head reads of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.backbones.head_files import MAX_DISTANCE
+from decoders.backbones.heads import DraftHeads
+from decoders.backbones.invariance import at_least_rows
+from decoders.engine.asks import CHAIN, Roll
+from decoders.engine.lanes import Lane
+from decoders.engine.packing import Ints
+from decoders.engine.samples import Sample
+
+_UNKNOWN: Final = -1
+
+Draw = Callable[[Tensor, Ints, Ints, Ints], Tensor]
+"""(logits [R, V], slot, rank and number of decided tokens of each row) -> drafts [R]."""
+
+
+class Rolling:
+    """The windows of one step that a head rolls over, all by the same head.
+
+    `row_B` are the places of their first rows, `told_BKF` what the head reads.
+    """
+
+    def __init__(self, samples: list[Sample], asks: list[Roll], row_B: Ints) -> None:
+        order = sorted(range(len(samples)), key=lambda index: -asks[index].count)
+        self.samples, self.asks = [samples[index] for index in order], [asks[index] for index in order]
+        self.row_B: Ints = row_B[order]
+        self.head = asks[0].head
+        self.slot_B: Ints = np.array([sample.slot for sample in self.samples], dtype=np.int64)
+        self.rank_B: Ints = np.array([ask.rank for ask in self.asks], dtype=np.int64)
+        self.when_B: Ints = np.array([sample.decided for sample in self.samples], dtype=np.int64)
+        self.counts = [ask.count for ask in self.asks]
+        reads = _read_by_chain if self.head == CHAIN else _read_by_markov
+        found = [reads(sample, ask) for sample, ask in zip(self.samples, self.asks, strict=True)]
+        most = self.counts[0] * len(found[0][0])
+        flat = [[number for rank in ranks for number in rank] for ranks in found]
+        told = np.array([numbers + [0] * (most - len(numbers)) for numbers in flat], dtype=np.int64)
+        self.told_BKF: Ints = told.reshape(len(flat), self.counts[0], -1)
+
+    def drawn(self, lane: Lane, heads: DraftHeads, draw: Draw) -> Tensor:
+        """Draft all windows, [B, K]; what is beyond a window means nothing."""
+        assert lane.hidden_ND is not None, "a roll follows a forward"
+        told_BKF, row_B = lane.put(self.told_BKF), lane.put(self.row_B)
+        drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
+        step = _Chain(lane, heads, row_B) if self.head == CHAIN else _Markov(lane, heads, row_B)
+        for offset in range(self.counts[0]):
+            # The samples that still draft come first.
+            going = sum(count > offset for count in self.counts)
+            hidden_RD = step(told_BKF[:going, offset], drafted_BK[:going], offset)
+            rank_R = self.rank_B[:going] + offset
+            drafted_BK[:going, offset] = draw(lane.logits(hidden_RD), self.slot_B[:going], rank_R, self.when_B[:going])
+        return drafted_BK
+
+
+# ---- on the device -----------------------------------------------------------------------------------------------
+
+
+def _embedded(lane: Lane, read_R: Tensor, drafted_RK: Tensor) -> Tensor:
+    """The embeddings of tokens that are ids or references to drafts."""
+    own_R = drafted_RK.gather(1, (-2 - read_R).clamp(min=0).unsqueeze(1)).squeeze(1)
+    embedded: Tensor = lane.backbone.embed(torch.where(read_R <= -2, own_R, read_R).clamp(min=0))
+    return embedded
+
+
+class _Markov:
+    """Each rank has a row of its own, which the head corrects with the two tokens before it."""
+
+    def __init__(self, lane: Lane, heads: DraftHeads, row_B: Tensor) -> None:
+        self._lane, self._head, self._row_B = lane, heads.markov, row_B
+
+    def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
+        lane, (prev_R, prev_distance_R, before_R, before_distance_R, num_unseen_R) = self._lane, told_RF.unbind(1)
+        assert lane.hidden_ND is not None, "a roll follows a forward"
+        hidden_RD = lane.hidden_ND.index_select(0, self._row_B[: len(told_RF)] + offset)
+        others = {
+            "prev_RD": _embedded(lane, prev_R, drafted_RK),
+            "prev_distance_R": prev_distance_R,
+            "before_RD": _embedded(lane, before_R, drafted_RK),
+            "before_distance_R": before_distance_R,
+            "num_unseen_R": num_unseen_R,
+        }
+        return lane.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, hidden_RD, **others))
+
+
+class _Chain:
+    """A state rolls on from the row that decided the last token."""
+
+    def __init__(self, lane: Lane, heads: DraftHeads, row_B: Tensor) -> None:
+        assert heads.chain is not None and lane.hidden_ND is not None, "a chain rolls on from a row of the last forward"
+        self._lane, self._head, self._state_RD = lane, heads.chain, lane.hidden_ND.index_select(0, row_B)
+
+    def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
+        lane, (prev_R, distance_R, left_R, right_R) = self._lane, told_RF.unbind(1)
+        state_RD = self._state_RD[: len(told_RF)]
+        others = {
+            "prev_RD": _embedded(lane, prev_R, drafted_RK),
+            "distance_R": distance_R,
+            "left_RD": _embedded(lane, left_R, drafted_RK),
+            "has_left_R": left_R != _UNKNOWN,
+            "right_RD": _embedded(lane, right_R, drafted_RK),
+            "has_right_R": right_R != _UNKNOWN,
+        }
+        self._state_RD = lane.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, state_RD, **others))
+        return self._state_RD
+
+
+# ---- on the host: what the heads read ----------------------------------------------------------------------------
+
+
+def _token(sample: Sample, first: int, rank: int) -> int:
+    """The token at a rank, or the reference to the draft that will stand there."""
+    return sample.tokens[rank] if rank < first else first - rank - 2
+
+
+def _distance(sample: Sample, rank: int, other: int) -> int:
+    """The index of the clipped signed distance between the positions of two ranks (heads.distance_index)."""
+    assert sample.order is not None, "an any-subset canvas has an order"
+    away = sample.order[rank] - sample.order[other]
+    return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
+
+
+def _read_by_markov(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
+    """Of each rank: the token before it and how far that is, the one before that, and how many the row has not seen."""
+    found = []
+    for rank in range(ask.rank, ask.rank + ask.count):
+        prev, before = max(rank - 1, 0), max(rank - 2, 0)
+        read = (_token(sample, ask.rank, prev), _distance(sample, rank, prev))
+        read += (_token(sample, ask.rank, before), _distance(sample, rank, before))
+        found.append((*read, rank - ask.limit))
+    return found
+
+
+def _read_by_chain(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
+    """Of each rank: the token before it and how far that is, and the tokens left and right of its position, where known."""
+    assert sample.order is not None, "an any-subset canvas has an order"
+    rank_at, found = sample.rank_at, []
+    for rank in range(ask.rank, ask.rank + ask.count):
+        near = []
+        for position in (sample.order[rank] - 1, sample.order[rank] + 1):
+            other = rank_at.get(position, rank)
+            near.append(_token(sample, ask.rank, other) if other < rank else _UNKNOWN)
+        found.append((_token(sample, ask.rank, rank - 1), _distance(sample, rank, rank - 1), *near))
+    return found
