@@ -23,7 +23,7 @@ class AnySubsetSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.any_subset.decoder:Sequential"
+        return "decoders.any_subset.sequential:algorithm"
 
 
 class ParallelSettings(DecoderChoice):
@@ -36,7 +36,7 @@ class ParallelSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.any_subset.decoder:Parallel"
+        return "decoders.any_subset.parallel:algorithm"
 
 
 class AssdSettings(DecoderChoice):
@@ -67,7 +67,7 @@ class AssdSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.any_subset." + ("assd:AssdDecoder" if self.fused == "none" else "one_pass:OnePassDecoder")
+        return "decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
 
     @property
     def draft_head(self) -> str:

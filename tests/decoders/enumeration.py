@@ -14,24 +14,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from decoders.backbones.heads import DraftHeads
 from decoders.base import Outcome, Request
 from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws import noise
 from decoders.draws.sampling import log_law, residual
-from decoders.engine.asks import DRAFT, NO_DRAFT, SURE, TARGET, Answer
+from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Weights
 from decoders.engine.engine import Engine
 from decoders.engine.lanes import Lane
-from decoders.engine.packing import Asked
+from decoders.engine.packing import Asked, Ints
+from decoders.engine.rolls import Rolling
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
-from decoders.references.choosers import Chooser, NoiseChooser, enumerate_law
+from decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
 from decoders.registry import algorithm_of
 
 Law = dict[tuple[int, ...], float]
 
 
+class CoupledChooser:
+    """Draws every token, drafts too, by the noise of its position alone."""
+
+    def __init__(self, key: int, sampling: Sampling) -> None:
+        self._rule = CoupledRule(key, sampling)
+
+    def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
+        return self._rule.direct(log_law_V, position, when)
+
+    def accept(self, probability: float, position: int, when: int) -> bool:
+        raise AssertionError("under coupled acceptance drafts are compared")
+
+
 class ChosenAnswers:
-    """Answers of the rejection rule, one row after the other; `choosers` has one for each request's index."""
+    """Answers one row after the other, by the job's acceptance rule; `choosers` has one for each request's index."""
 
     slot_bytes = 0
 
@@ -58,9 +73,32 @@ class ChosenAnswers:
             rows = slice(first, first + size)
             first += size
             slot = int(asked.slot_R[rows][0])
-            law = log_law(lane.logits(hidden_RD[rows]).index_fill_(-1, self.suppressed, -torch.inf), self.sampling)
+            law = self.law(lane.logits(hidden_RD[rows]))
             answers.append(self._one(self.samples[slot], law, asked, rows, int(asked.when_B[owner])))
         return iter(answers)
+
+    def law(self, logits: Tensor) -> Tensor:
+        return log_law(logits.index_fill_(-1, self.suppressed, -torch.inf), self.sampling)
+
+    def drafted(self, sample: Sample, rank: int, when: int, law: Tensor) -> int:
+        """Draw a draft and keep its distribution."""
+        self.q[sample.request.index, rank] = law
+        position = rank if sample.order is None else sample.order[rank]
+        return self.choosers[sample.request.index].choose(law, noise.DRAFT, position, when)
+
+    def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
+        def draw(logits: Tensor, slots: Ints, ranks: Ints, whens: Ints) -> Tensor:
+            rows = zip(slots.tolist(), ranks.tolist(), whens.tolist(), self.law(logits), strict=True)
+            return torch.tensor([self.drafted(self.samples[slot], rank, when, law) for slot, rank, when, law in rows])
+
+        drafts = rolling.drawn(lane, heads, draw).tolist()
+        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
+
+    def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
+        for sample, ask in zip(samples, asks, strict=True):
+            weights = torch.zeros(1, lane.backbone.vocab_size, dtype=torch.float64)
+            weights[0, ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
+            yield Answer(0, [self.drafted(sample, ask.rank, sample.decided, self.law(weights.log())[0])], [0.0])
 
     def _one(self, sample: Sample, law: Tensor, asked: Asked, rows: slice, when: int) -> Answer:
         chooser, index = self.choosers[sample.request.index], sample.request.index
@@ -72,11 +110,18 @@ class ChosenAnswers:
         for p, rank, kind, draft in told:
             position = rank if sample.order is None else sample.order[rank]
             if kind == DRAFT:
-                self.q[index, rank] = p
-                tokens.append(chooser.choose(p, noise.DRAFT, position, when))
+                tokens.append(self.drafted(sample, rank, when, p))
                 continue
             if draft == NO_DRAFT:
-                tokens.append(chooser.choose(p, noise.TARGET if kind == TARGET else noise.BONUS, position, when))
+                tokens.append(
+                    chooser.choose(p, noise.TARGET if kind in (TARGET, LOOSE) else noise.BONUS, position, when)
+                )
+                continue
+            if self.sampling.acceptance == "coupled":
+                tokens.append(chooser.choose(p, noise.TARGET, position, when))
+                if tokens[-1] != draft:
+                    break
+                accepted += 1
                 continue
             sure = torch.full_like(p, -torch.inf).index_fill(0, torch.tensor([draft]), 0.0)
             q = sure if kind == SURE else self.q[index, rank]

@@ -1,133 +1,205 @@
-"""Exact output laws: every branch of every random choice of the reference decoders, summed."""
+"""Exact output laws of the any-subset decoders under the rejection rule: every branch of every random choice, summed.
+
+What runs is the decoder's own generator on the real engine (tests/decoders/enumeration.py): content and query rows, cached
+columns, heads and refill are those of production.
+"""
 
 import itertools
+from copy import copy
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from decoders.any_subset import assd, one_pass
+from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from decoders.base import HOLE, Request
 from decoders.common_settings import Sampling
-from decoders.references import any_subset as reference
-from decoders.references import choosers
+from decoders.draws.noise import sample_key
+from decoders.engine import samples
+from decoders.engine.setup import Setup
 from decoders.references.any_subset import PlainModel
-from decoders.references.choosers import RejectionRule, enumerate_law
+from decoders.references.choosers import NoiseChooser
 from decoders.references.table import TableBackbone
-from tests.decoders.support import toy_heads
+from decoders.registry import build_decoder
+from tests.decoders import enumeration
+from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.support import table_info, toy_heads, toy_requests
 
 VOCAB, LENGTH = 3, 4
-CANVASES = {"middle prompt": ([2], [1]), "two prompts": ([0, 3], [2, 0]), "empty prompt": ([], [])}
-VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "assd": (reference.assd, {}),
-    "ngram": (reference.assd, {"ngram": True}),
-    "rows": (reference.one_pass, {}),
-    "ends": (reference.one_pass, {"rows": "ends"}),
-    "chain": (reference.one_pass, {"chain": True}),
+CANVASES = {"middle prompt": [HOLE, HOLE, 1, HOLE], "two prompts": [2, HOLE, HOLE, 0], "empty prompt": [HOLE] * 4}
+SEQUENTIAL = AnySubsetSettings(kind="any_subset")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "self": {},
+    "ngram": {"drafter": "ngram"},
+    "rows": {"fused": "rows"},
+    "ends": {"fused": "rows", "rows": "ends"},
+    "chain": {"fused": "chain"},
 }
+BARE = ["self", "rows", "ends"]
 
 
-def plain_model(canvas, sampling, suppressed=()):
-    positions, prompt = CANVASES[canvas]
-    order = positions + [position for position in range(LENGTH) if position not in positions]
-    backbone = TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=5)
-    model = PlainModel(backbone, order=order, num_prompt=len(prompt), sampling=sampling, suppressed=suppressed)
-    return model, prompt
+@cache
+def _made():
+    return TableBackbone(vocab_size=VOCAB, num_positions=LENGTH, seed=5)
 
 
-def law_of(decoder, model, prompt, **settings):
-    return enumerate_law(lambda chooser: tuple(decoder(model, prompt, RejectionRule(chooser), **settings).tokens))
+def variant(name, k):
+    return AssdSettings(kind="assd", k=k, **VARIANTS[name])
 
 
-def total_variation(one, other):
-    return sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys()) / 2
+def setup(sampling=None, *, suppressed=(), rows=1, headed=True, acceptance="rejection"):
+    warp = (sampling or Sampling()).model_copy(update={"acceptance": acceptance})
+    heads = toy_heads(VOCAB) if headed else None
+    info = table_info(VOCAB, suppressed)
+    return Setup(backbone=copy(_made()), info=info, sampling=warp, max_rows=rows, max_tokens=99, heads=heads)
 
 
-def chain_rule(model, prompt):
-    """The sequential law as a plain product of conditionals, without any decoder."""
+def request(canvas, index=0, hole_order=None):
+    return Request(index, sample_key(0, str(index)), np.array(canvas, dtype=np.int32), hole_order=hole_order)
+
+
+def chain_rule(canvas, sampling=None, suppressed=(), hole_order=None):
+    """The sequential law as a plain product of conditionals, without any decoder; texts by position of their holes."""
+    prompt = [position for position, token in enumerate(canvas) if token != HOLE]
+    holes = [position for position, token in enumerate(canvas) if token == HOLE]
+    order = [*prompt, *(holes if hole_order is None else hole_order.tolist())]
+    warp = sampling or Sampling()
+    model = PlainModel(copy(_made()), order=order, num_prompt=len(prompt), sampling=warp, suppressed=suppressed)
     law = {}
-    for fill in itertools.product(range(VOCAB), repeat=LENGTH - len(prompt)):
-        tokens, mass = [*prompt, *fill], 1.0
-        for rank in range(len(prompt), LENGTH):
-            mass *= float(model.law(model.hidden(tokens[:rank], [(rank, rank)])[0])[tokens[rank]].exp())
-        law[tuple(tokens)] = mass
+    for fill in fills(VOCAB, len(holes)):
+        placed = dict(zip(holes, fill, strict=True))
+        tokens, mass = [*(canvas[position] for position in prompt)], 1.0
+        for rank in range(len(prompt), len(order)):
+            token = placed[order[rank]]
+            mass *= float(model.law(model.hidden(tokens, [(rank, rank)])[0])[token].exp())
+            tokens.append(token)
+        law[fill] = mass
     return law
 
 
+def far_off(law, canvas):
+    return total_variation(law, chain_rule(canvas)) > 0.01
+
+
 @pytest.mark.parametrize("canvas", CANVASES)
-def test_the_sequential_decoder_follows_the_product_of_conditionals(canvas):
-    model, prompt = plain_model(canvas, Sampling())
-    assert total_variation(law_of(reference.sequential, model, prompt), chain_rule(model, prompt)) < 1e-12
+def test_the_baseline_follows_the_product_of_conditionals(canvas):
+    law = law_of(setup(), SEQUENTIAL, [request(CANVASES[canvas])], 0)
+    assert total_variation(law, chain_rule(CANVASES[canvas])) < 1e-12
 
 
-# Windows of three one-pass drafts on an empty prompt would be hundreds of thousands of branches.
+# Four holes are tens of thousands of branches where every token is drafted and judged.
 CASES = [
-    (variant, canvas, k)
-    for variant, canvas, k in itertools.product(VARIANTS, CANVASES, (1, 2, 3))
-    if not (k == 3 and canvas == "empty prompt" and variant in ("rows", "ends", "chain"))
+    (name, canvas, k)
+    for name, canvas, k in itertools.product(VARIANTS, CANVASES, (1, 2, 3))
+    if canvas != "empty prompt" or k == 1
 ]
 
 
-@pytest.mark.parametrize(("variant", "canvas", "k"), CASES)
-def test_every_variant_has_the_sequential_law_to_1e_12(variant, canvas, k):
-    decoder, settings = VARIANTS[variant]
-    model, prompt = plain_model(canvas, Sampling())
-    heads = toy_heads(VOCAB) if variant != "ngram" else None
-    law = law_of(decoder, model, prompt, k=k, heads=heads, **settings)
+@pytest.mark.parametrize(("name", "canvas", "k"), CASES)
+def test_every_variant_has_the_sequential_law_to_1e_12(name, canvas, k):
+    law = law_of(setup(), variant(name, k), [request(CANVASES[canvas])], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
-    assert total_variation(law, chain_rule(model, prompt)) < 1e-12
+    assert total_variation(law, chain_rule(CANVASES[canvas])) < 1e-12
 
 
-@pytest.mark.parametrize("variant", ["assd", "rows", "ends"])
-def test_without_a_head_the_law_is_the_same(variant):
-    decoder, settings = VARIANTS[variant]
-    model, prompt = plain_model("middle prompt", Sampling())
-    assert total_variation(law_of(decoder, model, prompt, k=2, **settings), chain_rule(model, prompt)) < 1e-12
+@pytest.mark.parametrize("name", BARE)
+def test_without_a_head_the_law_is_the_same(name):
+    canvas = CANVASES["middle prompt"]
+    law = law_of(setup(headed=False), variant(name, 2), [request(canvas)], 0)
+    assert total_variation(law, chain_rule(canvas)) < 1e-12
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
-def test_the_warps_leave_the_law_sequential(variant, sampling):
-    decoder, settings = VARIANTS[variant]
-    model, prompt = plain_model("two prompts", sampling)
-    heads = toy_heads(VOCAB) if variant != "ngram" else None
-    law = law_of(decoder, model, prompt, k=2, heads=heads, **settings)
-    assert total_variation(law, chain_rule(model, prompt)) < 1e-12
+def test_the_warps_and_suppressed_ids_leave_the_law_alone(name, sampling):
+    canvas = CANVASES["two prompts"]
+    law = law_of(setup(sampling, suppressed=[1]), variant(name, 2), [request(canvas)], 0)
+    assert all(1 not in fill for fill in law)
+    assert total_variation(law, chain_rule(canvas, sampling, [1])) < 1e-12
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_suppressed_token_is_renormalised_away_everywhere(variant):
-    decoder, settings = VARIANTS[variant]
-    model, prompt = plain_model("two prompts", Sampling(), suppressed=[1])
-    heads = toy_heads(VOCAB) if variant != "ngram" else None
-    law = law_of(decoder, model, prompt, k=2, heads=heads, **settings)
-    assert all(1 not in tokens[len(prompt) :] for tokens in law)
-    assert total_variation(law, chain_rule(model, prompt)) < 1e-12
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_order_of_the_holes_has_its_own_law(name):
+    canvas, order = CANVASES["middle prompt"], np.array([3, 0, 1])
+    law = law_of(setup(), variant(name, 2), [request(canvas, hole_order=order)], 0)
+    assert total_variation(law, chain_rule(canvas, hole_order=order)) < 1e-12
+    assert far_off(law, canvas), "the orders have the same law, so this proves nothing"
 
 
-def test_a_wrong_residual_is_found_out(monkeypatch):
-    monkeypatch.setattr(choosers, "residual", lambda p, q: q.exp())
-    model, prompt = plain_model("two prompts", Sampling())
-    assert total_variation(law_of(reference.assd, model, prompt, k=2), chain_rule(model, prompt)) > 0.01
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_sample_that_refills_a_slot_beside_another_has_the_law_of_one_alone(name):
+    canvases = [[HOLE, 2, HOLE], [HOLE] * 4, CANVASES["two prompts"], [0, HOLE, 1, HOLE]]
+    requests = [request(canvas, index) for index, canvas in enumerate(canvases)]
+    law = law_of(setup(rows=2), variant(name, 2), requests, 2)
+    assert total_variation(law, chain_rule(canvases[2])) < 1e-12
 
 
-def test_looking_at_a_rejected_draft_is_found_out(monkeypatch):
-    # A verification row that sees its own draft: limit one too high.
-    original = PlainModel.hidden
-    monkeypatch.setattr(
-        PlainModel,
-        "hidden",
-        lambda self, tokens, queries: original(
-            self, tokens, [(r, min(limit + 1, len(tokens))) for r, limit in queries]
-        ),
-    )
-    model, prompt = plain_model("middle prompt", Sampling())
-    wrong = law_of(reference.one_pass, model, prompt, k=2)
-    monkeypatch.undo()
-    assert total_variation(wrong, chain_rule(model, prompt)) > 0.01
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    ("k", "sampling"),
+    [(1, Sampling()), (2, Sampling(temperature=0.8, top_p=0.8)), (3, Sampling(temperature=0.0)), (5, Sampling())],
+    ids=str,
+)
+def test_batched_draws_and_counts_are_those_of_a_chooser_that_reads_the_same_noise(name, acceptance, k, sampling):
+    requests = toy_requests(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
+    one, batch = (setup(sampling, rows=rows, acceptance=acceptance) for rows in (1, 7))
+    rule = NoiseChooser if acceptance == "rejection" else partial(CoupledChooser, sampling=one.sampling)
+    choosers = {each.index: rule(each.key) for each in requests}
+    expected = decoded(engine_of(one, variant(name, k), choosers), requests)
+    found = decoded(build_decoder(batch, variant(name, k)), requests)
+    for index, outcome in found.items():
+        other = expected[index]
+        assert outcome.tokens.tolist() == other.tokens.tolist()
+        assert (outcome.nfe, outcome.nfe_draft, outcome.iterations) == (other.nfe, other.nfe_draft, other.iterations)
+        counts = (outcome.proposed, outcome.accepted, outcome.accept_hist)
+        assert counts == (other.proposed, other.accepted, other.accept_hist)
 
 
-def test_the_toy_conditionals_depend_on_order_and_context():
-    model, prompt = plain_model("empty prompt", Sampling())
-    reordered = PlainModel(model.backbone, order=[3, 1, 0, 2], num_prompt=0, sampling=Sampling())
-    by_position = {tuple(t[order] for order in (2, 1, 3, 0)): mass for t, mass in chain_rule(reordered, []).items()}
-    model.backbone.set_order(0, torch.arange(LENGTH))
-    assert total_variation(chain_rule(model, prompt), by_position) > 0.05
+# ---- mistakes are found ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_wrong_residual_is_found_out(name, monkeypatch):
+    monkeypatch.setattr(enumeration, "residual", lambda p, q: q.exp())
+    canvas = CANVASES["two prompts"]
+    assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_drafter_that_hides_its_distribution_is_found_out(name, monkeypatch):
+    class Liar(ChosenAnswers):
+        def drafted(self, sample, rank, when, law):
+            token = super().drafted(sample, rank, when, law)
+            self.q[sample.request.index, rank] = torch.full_like(law, -np.log(VOCAB))
+            return token
+
+    monkeypatch.setattr(enumeration, "ChosenAnswers", Liar)
+    canvas = CANVASES["middle prompt"]
+    assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
+    honest = samples.fresh_queries
+    wrong = lambda rank, count, kind: (*honest(rank, count, kind)[:4], 0, *honest(rank, count, kind)[5:])  # noqa: E731
+    monkeypatch.setattr(one_pass if name in ("rows", "ends", "chain") else assd, "fresh_queries", wrong)
+    canvas = CANVASES["middle prompt"]
+    assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_content_of_refused_drafts_that_counts_as_cached_is_found_out(name, monkeypatch):
+    def careless(self, end, queries, drafts):
+        # An any-subset sample has no other use for `cached_draft`.
+        self.cached, self.cached_draft = max(self.cached, min(self.cached_draft, end)), end
+        return honest(self, end, queries, drafts)
+
+    honest = samples.Sample.two_stream
+    monkeypatch.setattr(samples.Sample, "two_stream", careless)
+    # Of two self-drafts only the first one's content is written, which always holds; an n-gram needs a left neighbour.
+    canvas = [2, HOLE, HOLE, HOLE]
+    assert far_off(law_of(setup(), variant(name, 3), [request(canvas)], 0), canvas)
