@@ -59,7 +59,7 @@ class Rolling:
         assert lane.hidden_ND is not None, "a roll follows a forward"
         told_BKF, row_B = lane.put(self.told_BKF), lane.put(self.row_B)
         drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
-        step = _Chain(lane, heads, row_B) if self.head == CHAIN else _Markov(lane, heads, row_B)
+        step: _Chain | _Markov = _Chain(lane, heads, row_B) if self.head == CHAIN else _Markov(lane, heads, row_B)
         for offset in range(self.counts[0]):
             # The samples that still draft come first.
             going = sum(count > offset for count in self.counts)

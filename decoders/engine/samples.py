@@ -85,7 +85,7 @@ class Sample:
         self.request, self.key, self.times, self.stats = request, request.key, times, stats
         self.order, self.prompt = order, prompt
         # The rank of each position; empty where that is the position itself.
-        self.rank_at = {} if order is None else {position: rank for rank, position in enumerate(order)}
+        self.rank_at: dict[int, int] = {} if order is None else {position: rank for rank, position in enumerate(order)}
         canvas = request.canvas.tolist()
         self.tokens: list[int] = canvas if order is None else [canvas[position] for position in order]
         self.decided = prompt
