@@ -68,7 +68,7 @@ class Ask(NamedTuple):
 
 
 class Roll(NamedTuple):
-    """Asks for drafts of the ranks `rank` .. `rank + count - 1`, from query rows of the sample's last forward.
+    """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, from query rows of the sample's last forward.
 
     Draft j comes from the row `row + j` (BARE); from that row, corrected with the tokens that it has not seen, those at ranks
     from `limit` on (MARKOV); or from a state that rolls on from the row `row` (CHAIN). Answered before the next forward.
@@ -76,7 +76,7 @@ class Roll(NamedTuple):
 
     head: int
     rank: int
-    count: int
+    num_drafts: int
     row: int
     limit: int = 0
 

@@ -340,17 +340,17 @@ class Engine:
         self.counters.drafted(np.array([sample.slot for sample in rolling]), lane.forward_s - before_s)
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
-            self.lengths.drew(len(rolling), max(ask.count for ask in asks), seconds)
+            self.lengths.drew(len(rolling), max(ask.num_drafts for ask in asks), seconds)
             self.lengths.spent(seconds)
 
     def _rolled_bare(self, rolling: list[Sample], asks: list[Roll], row_B: Ints) -> Iterator[Answer]:
         """Drafts from the rows' own distributions: no rank waits for the one before it."""
-        spans = [number for ask in asks for number in equal_queries(ask.rank, ask.count, 0, DRAFT)]
+        spans = [number for ask in asks for number in equal_queries(ask.rank, ask.num_drafts, 0, DRAFT)]
         table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
         lane = self.lanes[0]
         assert lane.hidden_ND is not None, "a roll follows a forward"
         hidden_RD = lane.hidden_ND.index_select(0, lane.put(row_B[table.owner_N] + table.step_N))
-        slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.count for ask in asks]
+        slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.num_drafts for ask in asks]
         asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
         return self.answers.answer(lane, hidden_RD, asked)
 

@@ -161,8 +161,16 @@ class Asked:
         """Some rows as if no others had been asked for, all of a sample or none; and their samples."""
         samples = np.unique(self.owner_R[keep_R])
         owner_R = np.searchsorted(samples, self.owner_R[keep_R])
-        rows = (column[keep_R] for column in (self.slot_R, self.rank_R, self.kind_R, self.drafts_R))
-        return Asked(*rows, owner_R, self.size_B[samples], self.when_B[samples]), samples
+        kept = Asked(
+            slot_R=self.slot_R[keep_R],
+            rank_R=self.rank_R[keep_R],
+            kind_R=self.kind_R[keep_R],
+            drafts_R=self.drafts_R[keep_R],
+            owner_R=owner_R,
+            size_B=self.size_B[samples],
+            when_B=self.when_B[samples],
+        )
+        return kept, samples
 
 
 def count_leading(good_R: NDArray[np.bool_], size_B: Ints) -> Ints:

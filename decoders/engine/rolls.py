@@ -39,14 +39,14 @@ class Rolling:
     """
 
     def __init__(self, samples: list[Sample], asks: list[Roll], row_B: Ints) -> None:
-        order = sorted(range(len(samples)), key=lambda index: -asks[index].count)
+        order = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts)
         self.samples, self.asks = [samples[index] for index in order], [asks[index] for index in order]
         self.row_B: Ints = row_B[order]
         self.head = asks[0].head
         self.slot_B: Ints = np.array([sample.slot for sample in self.samples], dtype=np.int64)
         self.rank_B: Ints = np.array([ask.rank for ask in self.asks], dtype=np.int64)
         self.when_B: Ints = np.array([sample.decided for sample in self.samples], dtype=np.int64)
-        self.counts = [ask.count for ask in self.asks]
+        self.counts = [ask.num_drafts for ask in self.asks]
         reads = _read_by_chain if self.head == CHAIN else _read_by_markov
         found = [reads(sample, ask) for sample, ask in zip(self.samples, self.asks, strict=True)]
         most = self.counts[0] * len(found[0][0])
@@ -138,10 +138,10 @@ def _distance(sample: Sample, rank: int, other: int) -> int:
 
 def _read_by_markov(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
     """Of each rank: the token before it and how far that is, the one before that, and how many the row has not seen."""
-    found = []
-    for rank in range(ask.rank, ask.rank + ask.count):
+    found: list[tuple[int, ...]] = []
+    for rank in range(ask.rank, ask.rank + ask.num_drafts):
         prev, before = max(rank - 1, 0), max(rank - 2, 0)
-        read = (_token(sample, ask.rank, prev), _distance(sample, rank, prev))
+        read: tuple[int, ...] = (_token(sample, ask.rank, prev), _distance(sample, rank, prev))
         read += (_token(sample, ask.rank, before), _distance(sample, rank, before))
         found.append((*read, rank - ask.limit))
     return found
@@ -151,7 +151,7 @@ def _read_by_chain(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
     """Of each rank: the token before it and how far that is, and the tokens left and right of its position, where known."""
     assert sample.order is not None, "an any-subset canvas has an order"
     rank_at, found = sample.rank_at, []
-    for rank in range(ask.rank, ask.rank + ask.count):
+    for rank in range(ask.rank, ask.rank + ask.num_drafts):
         near = []
         for position in (sample.order[rank] - 1, sample.order[rank] + 1):
             other = rank_at.get(position, rank)
