@@ -66,6 +66,15 @@ def ray_session() -> Iterator[ModuleType]:
     """A local Ray with two CPUs, started once; yields the `ray` module."""
     import ray
 
+    start_ray()
+    yield ray
+    ray.shutdown()
+
+
+def start_ray() -> None:
+    """Start the tests' local Ray."""
+    import ray
+
     ray.init(
         address="local",
         num_cpus=2,
@@ -74,8 +83,15 @@ def ray_session() -> Iterator[ModuleType]:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    yield ray
-    ray.shutdown()
+
+
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Start Ray again for a test that uses it, where a test before needed another Ray in this process, or ended it."""
+    if "ray_session" in getattr(item, "fixturenames", ()):
+        import ray
+
+        if not ray.is_initialized():
+            start_ray()
 
 
 @pytest.fixture(scope="session")
