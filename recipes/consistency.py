@@ -24,13 +24,24 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from jobs.codes import OK
 from jobs.commands.run import RunOptions, run_job
 from jobs.driving.session import ray_session
 from jobs.spec.job_spec import JobSpec
-from recipes import causal, causal_folder, corpus, distillation, jacobi_report, live_drafts, loop, masking, trajectories
+from recipes import (
+    causal,
+    causal_folder,
+    corpus,
+    distillation,
+    folder,
+    jacobi_report,
+    live_drafts,
+    loop,
+    masking,
+    trajectories,
+)
 from recipes.packing import IDS, Trajectory
 from storage.stores.store import open_store
 from storage.stores.verbs import Store
@@ -176,12 +187,17 @@ def decoded_texts(flags: argparse.Namespace, source: Path, prompts: Prompts, wor
 
 def blend(source: Path, other: Path, share: float, out: Path) -> Path:
     """Write the folder `out`: the weights of `source` moved `share` of the way to those of `other`."""
-    model, towards = (causal.load_model(folder, torch.device("cpu")) for folder in (source, other))
+    causal_folder.copy_with_weights(other, out, between(source, other, share))
+    return out
+
+
+def between(source: Path, other: Path, share: float) -> Qwen2ForCausalLM:
+    """The model in `source` with its weights moved `share` of the way to those of `other`."""
+    model, towards = (causal.load_model(path, torch.device("cpu")) for path in (source, other))
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), towards.parameters(), strict=True):
             mine.lerp_(theirs, share)
-    causal_folder.copy_with_weights(other, out, model)
-    return out
+    return model
 
 
 def run_round(
@@ -212,6 +228,19 @@ def run_round(
     return out
 
 
+def keep_share(flags: argparse.Namespace, before: Path, made: Path, number: int) -> Path:
+    """Keep a share of what the last round changed; the mean of two rounds' weights is often better than both."""
+    share, plan = flags.last_share, flags.work / f"round-{number}" / "plan.json"
+    if number + 1 < len(flags.rounds) or share == 1.0:
+        return made
+    said, kept = json.loads(plan.read_text()), f"; {share:.0%} of its change of the weights is kept"
+    if said.endswith(kept):
+        return made
+    folder.save_half(between(before, made, share), made / "model.safetensors")
+    loop.write_json(plan, said + kept)
+    return made
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes.consistency", description="Distil a model for Jacobi decoding.")
     loop.add_flags(parser)
@@ -235,6 +264,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kept", type=float, default=0.75, help="share of the rounds so far that a live round starts from"
     )
+    parser.add_argument("--last-share", type=float, default=1.0, help="share of the last round's change that is kept")
     parser.add_argument(
         "--measured", type=int, default=64, help="held-out prompts to measure with, of each class of lengths"
     )
@@ -254,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
             made = run_round(flags, source, prepared, number, one)
             if made is None:
                 return 3
-            source = made
+            source = keep_share(flags, source, made, number)
         shutil.copytree(source, flags.out, dirs_exist_ok=True)
         finish(flags, prepared)
     return 0

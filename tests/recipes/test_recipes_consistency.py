@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from recipes import ar, causal, consistency, corpus, distillation, jacobi_report, loop, packing, trajectories
 from recipes.packing import Trajectory
 
+BUILTIN = Path(__file__).resolve().parents[2] / "decoders" / "builtin"
 SMALL = causal.Shape(32, 1, 2, 1, 64, vocab_size=24)
 
 
@@ -263,6 +265,23 @@ def test_a_blend_lies_between_two_models(tmp_path: Path) -> None:
     one, other, made = (load_file(folder / "model.safetensors") for folder in (*folders, out))
     for name, tensor in made.items():
         torch.testing.assert_close(tensor, (0.75 * one[name].float() + 0.25 * other[name].float()).half())
+
+
+def test_a_share_of_the_last_rounds_change_is_kept_once_and_said(tmp_path: Path) -> None:
+    before, made = (shutil.copytree(BUILTIN / name, tmp_path / name) for name in ("ar-tiny", "ar-tiny-jacobi"))
+    (tmp_path / "round-1").mkdir()
+    plan = tmp_path / "round-1" / "plan.json"
+    plan.write_text('"words"')
+    flags = consistency.parse(["--out", str(tmp_path / "out"), "--rounds", "8:8,8:8", "--last-share", "0.25"])
+    flags.work = tmp_path
+    first, last = (load_file(folder / "model.safetensors") for folder in (before, made))
+    assert consistency.keep_share(flags, before, made, 0) == made, "another round follows"
+    for _ in range(2):
+        assert consistency.keep_share(flags, before, made, 1) == made
+        kept = load_file(made / "model.safetensors")
+        for name, weights in kept.items():
+            torch.testing.assert_close(weights, torch.lerp(first[name], last[name], 0.25), atol=2e-3, rtol=1e-2)
+    assert json.loads(plan.read_text()) == "words; 25% of its change of the weights is kept"
 
 
 def test_tokens_per_forward_and_common_beginnings_are_counted_by_hand() -> None:
