@@ -119,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     every = [preset for paper in PAPERS for preset in paper.presets]
     chosen = flags.only or every
+    if unknown := sorted(set(chosen) - set(every)):
+        print(f"draftmill: --only: no preset {unknown[0]!r}; allowed: {', '.join(every)}", file=sys.stderr)
+        return 2
     settings = {preset: settings_of(preset, full=flags.full, runs=flags.runs) for preset in every}
     try:
         for preset in chosen:
