@@ -171,6 +171,6 @@ def algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
         window=n * settings.blocks + 1,
         # Look-ups in a new sample's empty pool would be counted.
         joins_prompts=False,
-        side_columns=most * n,
+        columns=lambda length: length + most * n,
         shared=prompt_but_one,
     )

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from decoders.base import Request
 from decoders.engine.asks import Decoding
 from decoders.engine.samples import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notes:
+    """What the answers to named rows hold, and how their drafts are judged.
+
+    `entropy`: the entropy of the drawing distribution in nats. `worth`: a measure of it and its parameter (notes.py). `by_ratio`:
+    drafts are accepted with probability min(1, (p/q)^temper), else if they equal the token drawn; `cells` are then the hidden
+    states that a sample keeps of its drafts.
+    """
+
+    entropy: bool = False
+    worth: tuple[str, float] | None = None
+    by_ratio: bool = False
+    temper: float = 1.0
+    cells: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +35,15 @@ class Algorithm:
     time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all; `auto_rows` and
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). `keeps_laws`: its drafts have a distribution,
     which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
-    `joins_prompts` the first forward of a few new samples may run along with the others' forward. `side_columns` come after a
-    canvas's own. `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
+    `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
+    canvas length. `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
+
+    `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
+    `notes` are those of named rows.
     """
 
-    decode: Callable[[Sample], Decoding]
-    kind: Literal["causal", "any_subset"] = "causal"
+    decode: Callable[[Any], Decoding]
+    kind: Literal["causal", "any_subset", "blocks"] = "causal"
     window: int = 1
     auto: Literal["drafts", "block_size"] | None = None
     most_auto: int = 0
@@ -33,8 +52,11 @@ class Algorithm:
     keeps_laws: bool = False
     knows_logprob: bool = True
     joins_prompts: bool = True
-    side_columns: int = 0
+    columns: Callable[[int], int] = lambda length: length
     shared: Callable[[Sample], int] = lambda sample: 0
+    sample: type[Sample] = Sample
+    has_prompt: Callable[[Sample], bool] = lambda sample: True
+    notes: Notes = Notes()
 
 
 def check_completion(request: Request) -> None:

@@ -25,17 +25,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoders.backbones.heads import DraftHeads
-from decoders.common_settings import Sampling
 from decoders.draws import keys
 from decoders.draws.sampling import inverse_cdf_draw, residual
-from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Weights
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
 from decoders.engine.lanes import Lane
 from decoders.engine.memory import Account
+from decoders.engine.named import NamedRows
 from decoders.engine.packing import Asked, Ints, count_leading
 from decoders.engine.rings import NoiseRing, Places, Ring
 from decoders.engine.rolls import Rolling
 from decoders.engine.row_laws import RowLaws
 from decoders.engine.samples import Sample
+from decoders.engine.setup import Setup
 
 Told = tuple[Ints | None, Ints, NDArray[np.float64]]
 """(accepted drafts of each sample, [B], or None if none were judged; tokens [R]; log-probabilities [R])."""
@@ -77,6 +79,10 @@ class Answers(Protocol):
         """Drafts from distributions that decoders name."""
         ...
 
+    def named(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
+        """The answers of all samples that named rows, in their order."""
+        ...
+
 
 def by_sample(told: Told, size_B: Ints) -> Iterator[Answer]:
     """Cut the rows' results into answers."""
@@ -92,34 +98,23 @@ def by_sample(told: Told, size_B: Ints) -> Iterator[Answer]:
 class NoiseAnswers:
     """Answers by the samples' own noise, for all rows of a forward at once. `account` says what fits into memory."""
 
-    def __init__(
-        self,
-        sampling: Sampling,
-        suppressed: Sequence[int],
-        *,
-        num_slots: int,
-        window: int,
-        vocab_size: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        account: Callable[[], Account],
-        drafts: bool,
-    ) -> None:
-        self._coupled, self._device, self._vocab_size, self._account = (
-            sampling.acceptance == "coupled",
-            device,
-            vocab_size,
-            account,
+    def __init__(self, setup: Setup, algorithm: Algorithm, *, account: Callable[[], Account]) -> None:
+        sampling, info, backbone = setup.sampling, setup.info, setup.backbone
+        self._coupled, self._device = sampling.acceptance == "coupled", backbone.device
+        self._vocab_size, self._account = info.vocab_size, account
+        self._law_dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
+        self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=backbone.device)
+        self._rows, self._places = (
+            RowLaws(sampling, setup.max_rows, backbone.device),
+            Places(setup.max_rows),
         )
-        self._law_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self._suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device)
-        self._rows, self._places = RowLaws(sampling, num_slots, device), Places(num_slots)
-        self._window = window
+        self._window = algorithm.window
         # Made when a token is first drawn by it: at temperature 0 there is none.
         self._noise: NoiseRing | None = None
         self._num_used = 0
         # The distributions of drafts, until they are judged.
-        self._laws = Ring(window, vocab_size, self._law_dtype, device) if drafts and not self._coupled else None
+        drafts = algorithm.keeps_laws and not self._coupled
+        self._laws = Ring(self._window, info.vocab_size, self._law_dtype, backbone.device) if drafts else None
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +202,10 @@ class NoiseAnswers:
 
     def _parts(self, num_rows: int) -> Iterator[slice]:
         return self._account().parts(num_rows, self._vocab_size * self._law_dtype.itemsize)
+
+    def named(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
+        """See Answers, and named_answers.py."""
+        raise AssertionError("this decoder names no rows")
 
     # ---- drafts that need no forward of their own ------------------------------------------------------------------
 

@@ -23,6 +23,17 @@ together. Rows come as *spans*: runs of rows with consecutive columns and positi
 In an any-subset model columns are ranks, and only *queries* are answered: rows without a token, in spans of their own. Rows that
 are not answered may be drawn from after all, by a `Roll` that follows.
 
+The spans of a block-diffusion model are *wide*: two numbers more. The rows that are answered are named one by one (`Named`),
+since masks are scattered, and a position's token may be predicted by the row of another one.
+
+    GRAIN      the limit of a row at column c is max(FLOOR, (c // GRAIN + 1) GRAIN - LAG): the end of its block, with LAG 0
+    TILL       a row sees the columns from OWN up to max(its own, TILL - 1); with OWN = SELF its own column alone
+
+    rule                                    FLOOR    LAG   OWN    GRAIN    TILL
+    its block and those before it           0        0     FAR    size     0
+    masks that see each other               prefix   FAR   first  1        the column after the last
+    a copy of a place to its left           0        l     SELF   1        0      l: its column + 1 - its position
+
 Pure: imports no torch. Sources: docs/engine.md.
 """
 
@@ -33,9 +44,14 @@ from typing import Any, Final, NamedTuple
 
 COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
 FIELDS: Final = 9
+GRAIN, TILL = 9, 10
+WIDE: Final = 11
+"""Numbers of a wide span."""
 
 FAR: Final = 1 << 40
 """As LAG: only FLOOR counts. As OWN: there are no such columns."""
+SELF: Final = -1
+"""As OWN: a row's own column alone."""
 
 TARGET, DRAFT, JUDGE, SURE, LOOSE = range(5)
 """Kinds of answered rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
@@ -50,14 +66,40 @@ NO_DRAFT: Final = -1
 JUST_ONE: Final = (NO_DRAFT,)
 
 Spans = tuple[int, ...]
-"""FIELDS numbers a span."""
+"""FIELDS numbers a span, or WIDE."""
+
+
+def wide_span(
+    count: int, column: int, position: int, floor: int, lag: int = FAR, *, own: int = FAR, till: int = 0, grain: int = 1
+) -> Spans:
+    """A wide span; what of it is answered, the ask names."""
+    return (count, column, position, floor, lag, own, 0, 0, 0, grain, till)
+
+
+class Named(NamedTuple):
+    """Answered rows, one by one: parallel lists.
+
+    `rows` are numbers among the ask's rows (a row may be asked twice), `positions` those that they speak of, none below `first`,
+    from which on positions may be asked about from now on. `drafts` are those that they judge, or NO_DRAFT. Under the rejection
+    rule a DRAFT row leaves its hidden state in its one of the sample's `cells`; a JUDGE row finds there that of its draft, which
+    had probability `sures`. The JUDGE rows are one chain. `when` is the number of these draws among the sample's.
+    """
+
+    rows: list[int]
+    positions: list[int]
+    kinds: list[int]
+    drafts: list[int]
+    cells: list[int]
+    sures: list[float]
+    first: int
+    when: int
 
 
 class Ask(NamedTuple):
     """One sample's part of a forward of the model `model`: 0 is the target, 1 the drafting model.
 
     `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
-    `queries` are the spans of an any-subset model's query rows.
+    `queries` are the spans of an any-subset model's query rows. With `named` rows the spans are wide, and `drafts` empty.
     """
 
     model: int
@@ -65,6 +107,7 @@ class Ask(NamedTuple):
     spans: Spans
     drafts: list[int] | tuple[int, ...]
     queries: Spans = ()
+    named: Named | None = None
 
 
 class Roll(NamedTuple):
@@ -103,6 +146,21 @@ class Answer(NamedTuple):
     accepted: int
     tokens: list[int]
     log_ps: list[float]
+
+
+class Noted(NamedTuple):
+    """The answer to named rows: an `Answer`, and what else the decoder wants to know of each row (`algorithm.Notes`).
+
+    `sures` are the tokens' probabilities in the distributions that they were drawn from, at temperature 0 in the model's own.
+    `entropies` and `worths` are empty if they are not wanted.
+    """
+
+    accepted: int
+    tokens: list[int]
+    log_ps: list[float]
+    sures: list[float]
+    entropies: list[float]
+    worths: list[float]
 
 
 class Search(NamedTuple):

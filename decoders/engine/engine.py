@@ -18,22 +18,39 @@ Legend: B samples of a forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decoders.base import EngineStats, Outcome, Request
 from decoders.engine.algorithm import Algorithm, check_completion
 from decoders.engine.answers import Answers, NoiseAnswers
-from decoders.engine.asks import BARE, DRAFT, FIELDS, JUDGE, NO_DRAFT, SURE, TARGET, Answer, Ask, Roll, Weights
+from decoders.engine.asks import (
+    BARE,
+    DRAFT,
+    FIELDS,
+    JUDGE,
+    NO_DRAFT,
+    SURE,
+    TARGET,
+    WIDE,
+    Answer,
+    Ask,
+    Noted,
+    Roll,
+    Weights,
+)
 from decoders.engine.counters import Counters
 from decoders.engine.ends import Stops
 from decoders.engine.lanes import Lane, Packed, TokenLane, TwoStreamLane
 from decoders.engine.lengths import lengths_of
 from decoders.engine.memory import Account, column_multiple
+from decoders.engine.named import NamedRows
+from decoders.engine.named_answers import NamedAnswers
 from decoders.engine.orders import decoding_order
 from decoders.engine.packing import Asked, Ints, Table
 from decoders.engine.rolls import Rolling
@@ -67,22 +84,14 @@ class Engine:
         self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
         self.stops = None if algorithm.kind == "any_subset" else setup.stops or Stops()
         self.heads, self.joins_prompts = setup.heads, algorithm.joins_prompts
+        self._names = algorithm.kind == "blocks"
         kind, width = TwoStreamLane if algorithm.kind == "any_subset" else TokenLane, setup.info.vocab_size
         self.lanes: list[Lane] = [kind(setup.backbone, width, is_target=True)]
         if setup.drafter:
             self.lanes.append(TokenLane(setup.drafter, width, is_target=False))
         self.account = Account.unmeasured(setup.backbone.device)
-        self.answers = answers or NoiseAnswers(
-            setup.sampling,
-            setup.info.suppressed,
-            num_slots=setup.max_rows,
-            window=algorithm.window,
-            vocab_size=setup.info.vocab_size,
-            device=setup.backbone.device,
-            dtype=setup.backbone.dtype,
-            account=lambda: self.account,
-            drafts=algorithm.keeps_laws,
-        )
+        made = NamedAnswers if self._names else NoiseAnswers
+        self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
         self.counters = Counters(setup.max_rows, self.stats)
         self.lengths = lengths_of(algorithm, setup.max_rows, has_drafter=len(self.lanes) > 1)
@@ -116,7 +125,7 @@ class Engine:
 
     def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes."""
-        return length + self.algorithm.side_columns
+        return self.algorithm.columns(length)
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
@@ -160,9 +169,11 @@ class Engine:
     def _made(self, request: Request, times: Times) -> Sample:
         order, prompt = decoding_order(request.canvas, request.hole_order)
         ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
-        if ranks is None and prompt < len(request.canvas):
+        if self.algorithm.kind == "causal" and prompt < len(request.canvas):
             check_completion(request)
-        return Sample(request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing)
+        return self.algorithm.sample(
+            request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
+        )
 
     def _make_room(self, count: int, length: int) -> None:
         needed = len(self._slots) - len(self._holes) + count
@@ -192,7 +203,8 @@ class Engine:
         if self.lengths is not None:
             self.lengths.start(slot)
         sample.decoding = self.algorithm.decode(sample)
-        self._fresh.append(sample)
+        if self.algorithm.has_prompt(sample):
+            self._fresh.append(sample)
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
@@ -290,7 +302,8 @@ class Engine:
             self.lengths.settle(turn.samples, fresh=turn.fresh, joined=turn.joined)
         self._draft(turn)
         began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
-        ended = self._run(turn.samples, self.lanes[0], is_new=turn.fresh or turn.joined)
+        is_new = turn.fresh or turn.joined
+        ended = self._run_named(turn.samples) if self._names else self._run(turn.samples, self.lanes[0], is_new=is_new)
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
@@ -374,9 +387,7 @@ class Engine:
                 more.append((index, len(ask.spans) // FIELDS))
             if len(ask.queries) != FIELDS:
                 more_queries.append((index, len(ask.queries) // FIELDS))
-        slot_B = self._all_slots[: len(samples)]
-        if len(samples) != len(self._slots):
-            slot_B = np.array([sample.slot for sample in samples])
+        slot_B = self._slots_of(samples)
         table = Table(spans, self._owners(len(samples), more), len(samples))
         answered = table
         if queries:
@@ -384,15 +395,61 @@ class Engine:
         longest = max(len(sample.tokens) for sample in samples)
         packed = Packed(slot_B, tokens, table, answered if queries else None, longest)
         asked = Asked.of(answered, slot_B, drafts, sizes, whens)
+        if lane.is_target:
+            self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())
+
+        def answer(hidden_RD: Tensor) -> Iterator[Answer]:
+            return self.answers.answer(lane, hidden_RD, asked)
+
+        return self._forward(samples, lane, packed, answer, is_new=is_new)
+
+    def _run_named(self, samples: list[Sample]) -> list[Sample]:
+        """As `_run`, of the target, for asks that name their answered rows."""
+        tokens: list[int] = []
+        spans: list[int] = []
+        named, counts = [], []
+        for sample in samples:
+            ask = sample.ask
+            assert isinstance(ask, Ask) and ask.named is not None, "all of these samples name their rows"
+            tokens += ask.tokens
+            spans += ask.spans
+            named.append(ask.named)
+            counts.append(len(ask.spans) // WIDE)
+        lane, slot_B = self.lanes[0], self._slots_of(samples)
+        owner_P = np.repeat(self._all_slots[: len(samples)], counts)
+        table = Table(spans, owner_P, len(samples), fields=WIDE)
+        asked = NamedRows.of(named, table, slot_B)
+        packed = Packed(slot_B, tokens, table, None, 0, asked.place_R)
+        self.stats.verified += asked.num_checked
+
+        def answer(hidden_RD: Tensor) -> Iterator[Noted]:
+            return self.answers.named(lane, hidden_RD, asked)
+
+        # Where samples begin without a prompt, any forward may be the first of some.
+        return self._forward(samples, lane, packed, answer, is_new=True)
+
+    def _slots_of(self, samples: list[Sample]) -> Ints:
+        if len(samples) == len(self._slots):
+            return self._all_slots[: len(samples)]
+        return np.array([sample.slot for sample in samples])
+
+    def _forward(
+        self,
+        samples: list[Sample],
+        lane: Lane,
+        packed: Packed,
+        answer: Callable[[Tensor], Iterator[Answer | Noted]],
+        *,
+        is_new: bool,
+    ) -> list[Sample]:
+        """Run what is packed, answer and count it; returns the samples that ended."""
         before_s = lane.forward_s
         hidden_RD = lane.forward(packed)
         first_s = lane.first_s
-        answers = self.answers.answer(lane, hidden_RD, asked)
-        self._count(samples, lane, slot_B, lane.forward_s - before_s)
-        if lane.is_target:
-            self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())
-            if is_new:
-                self.counters.first([sample.slot for sample in samples if sample.nfe == 1], first_s)
+        answers = answer(hidden_RD)
+        self._count(samples, lane, packed.slot_B, lane.forward_s - before_s)
+        if lane.is_target and is_new:
+            self.counters.first([sample.slot for sample in samples if sample.nfe == 1], first_s)
         return self._resume(samples, answers)
 
     def _owners(self, num_samples: int, more: list[tuple[int, int]]) -> Ints:
@@ -413,7 +470,7 @@ class Engine:
         for sample in samples:
             sample.nfe += 1
 
-    def _resume(self, samples: list[Sample], answers: Iterator[Answer]) -> list[Sample]:
+    def _resume(self, samples: list[Sample], answers: Iterator[Answer | Noted]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
         for sample, answer in zip(samples, answers, strict=True):

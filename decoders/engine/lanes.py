@@ -26,7 +26,8 @@ from decoders.engine.samples import Sample
 class Packed:
     """What the samples of a forward ask: their rows, the tokens of these, and the query rows of an any-subset model.
 
-    `longest` is the length of the longest canvas among them.
+    `longest` is the length of the longest canvas among them. `places_R` are the answered rows' places in the flattened rectangle
+    where the asks name them.
     """
 
     slot_B: Ints
@@ -34,6 +35,7 @@ class Packed:
     table: Table
     queries: Table | None
     longest: int
+    places_R: Ints | None = None
 
 
 class Lane:
@@ -123,17 +125,18 @@ class TokenLane(Lane):
         fields = [token_N, table.positions(), column_N, limit_N, np.ones_like(column_N)]
         width = int(limit_N.max())
         if int(own_N.min()) < FAR:
-            fields.append(own_N)
-            width = max(width, int(column_N.max()) + 1)
+            till_N = table.till(column_N)
+            fields += [own_N, till_N]
+            width = max(width, int(till_N.max()))
         grid = self.put(table.rectangle(*fields))
         tokens_BT, positions_BT, columns_BT, limits_BT = grid[0], grid[1], grid[2], grid[3].unsqueeze(2)
         columns_W = torch.arange(width, device=self.device)
         visible_BTW = columns_W < limits_BT
-        if len(fields) == 6:
-            visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W <= columns_BT.unsqueeze(2))
+        if len(fields) == 7:
+            visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W < grid[6].unsqueeze(2))
         rows = TokenRows(self.put(packed.slot_B), tokens_BT, positions_BT, columns_BT, grid[4] > 0, visible_BTW)
         hidden_ND = self._run(rows, table.num_rows).flatten(0, 1)
-        places = table.asked_places()
+        places = table.asked_places() if packed.places_R is None else packed.places_R
         return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
 
 

@@ -18,12 +18,16 @@ from decoders.engine.asks import (
     DRAFT,
     FIELDS,
     FLOOR,
+    GRAIN,
     KIND,
     LAG,
     NO_DRAFT,
     OWN,
     POSITION,
     RANK,
+    SELF,
+    TILL,
+    WIDE,
 )
 
 Ints = NDArray[np.int64]
@@ -35,7 +39,7 @@ def repeated(starts: Ints, counts: Ints) -> Ints:
 
 
 class Table:
-    """The spans of one forward, int64 [P, FIELDS], sample after sample, and the rows that they stand for.
+    """The spans of one forward, int64 [P, FIELDS] or [P, WIDE], sample after sample, and the rows that they stand for.
 
     `rows_NF` holds each row's span, `step_N` its place in it, `owner_N` the sample (0 .. B-1) that it belongs to.
     """
@@ -52,8 +56,8 @@ class Table:
         "step_N",
     )
 
-    def __init__(self, spans: Sequence[int], owner_P: Ints, num_samples: int) -> None:
-        self.spans_PF: Ints = np.array(spans, dtype=np.int64).reshape(-1, FIELDS)
+    def __init__(self, spans: Sequence[int], owner_P: Ints, num_samples: int, *, fields: int = FIELDS) -> None:
+        self.spans_PF: Ints = np.array(spans, dtype=np.int64).reshape(-1, fields)
         self.owner_P, self.num_samples = owner_P, num_samples
         count_P = self.spans_PF[:, COUNT]
         self.num_rows = int(count_P.sum())
@@ -82,11 +86,25 @@ class Table:
 
     def limits(self, column_N: Ints) -> Ints:
         """Each row sees the columns below its limit, [N]."""
-        return np.maximum(self.rows_NF[:, FLOOR], column_N + 1 - self.rows_NF[:, LAG])
+        end_N = column_N + 1
+        if self.is_wide:
+            grain_N = self.rows_NF[:, GRAIN]
+            end_N = (column_N // grain_N + 1) * grain_N
+        return np.maximum(self.rows_NF[:, FLOOR], end_N - self.rows_NF[:, LAG])
 
     def own(self) -> Ints:
-        """And those from here up to its own column, [N]."""
-        return self.rows_NF[:, OWN]
+        """And those from here on, [N] ..."""
+        own_N = self.rows_NF[:, OWN]
+        return np.where(own_N == SELF, self.columns(), own_N) if self.is_wide else own_N
+
+    def till(self, column_N: Ints) -> Ints:
+        """... below here, [N]: up to its own column, or further."""
+        return np.maximum(column_N + 1, self.rows_NF[:, TILL]) if self.is_wide else column_N + 1
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether the spans have a grain and an end of their own stretch."""
+        return self.spans_PF.shape[1] == WIDE
 
     def rectangle(self, *fields_N: Ints) -> Ints:
         """Numbers of the rows as [F, B, T]; 0 where there is no row."""

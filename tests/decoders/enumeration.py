@@ -19,9 +19,10 @@ from decoders.base import Outcome, Request
 from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws import noise
 from decoders.draws.sampling import log_law, residual
-from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Weights
+from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
 from decoders.engine.engine import Engine
 from decoders.engine.lanes import Lane
+from decoders.engine.named import NamedRows
 from decoders.engine.packing import Asked, Ints
 from decoders.engine.rolls import Rolling
 from decoders.engine.samples import Sample
@@ -99,6 +100,53 @@ class ChosenAnswers:
             weights = torch.zeros(1, lane.backbone.vocab_size, dtype=torch.float64)
             weights[0, ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
             yield Answer(0, [self.drafted(sample, ask.rank, sample.decided, self.law(weights.log())[0])], [0.0])
+
+    def named(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
+        first, answers = 0, []
+        for size in asked.size_B.tolist():
+            rows = slice(first, first + size)
+            first += size
+            answers.append(self._noted(lane, hidden_RD[rows], asked, rows) if size else Noted(0, [], [], [], [], []))
+        return iter(answers)
+
+    def _noted(self, lane: Lane, hidden: Tensor, asked: NamedRows, rows: slice) -> Noted:
+        """Rows of one sample, one after the other; those that judge are a chain."""
+        logits = lane.logits(hidden).index_fill_(-1, self.suppressed, -torch.inf)
+        law = log_law(logits, self.sampling)
+        if self.sampling.temperature == 0.0:
+            law = torch.log_softmax(logits.to(torch.float64), -1)
+        index = self.samples[int(asked.slot_R[rows][0])].request.index
+        chooser, when = self.choosers[index], int(asked.when_R[rows][0])
+        tokens: list[int] = []
+        new: dict[tuple[int, int], Tensor] = {}
+        accepted, broken = 0, False
+        fields = (asked.position_R, asked.kind_R, asked.drafts_R, asked.cell_R)
+        for p, position, kind, draft, cell in zip(law, *(one[rows].tolist() for one in fields), strict=True):
+            if kind == DRAFT:
+                tokens.append(chooser.choose(p, noise.DRAFT, position, when))
+                new[index, cell] = p
+            elif kind == TARGET or (draft == NO_DRAFT and not broken):
+                tokens.append(chooser.choose(p, noise.BONUS, position, when))
+            elif broken:
+                tokens.append(0)
+            elif self.sampling.acceptance == "coupled":
+                tokens.append(chooser.choose(p, noise.TARGET, position, when))
+                broken = tokens[-1] != draft
+                accepted += not broken
+            elif chooser.accept(float((p[draft] - self.q[index, cell][draft]).exp()), position, when):
+                tokens.append(draft)
+                accepted += 1
+            else:
+                broken = True
+                mass = self.left_over(p, self.q[index, cell])
+                tokens.append(chooser.choose(mass.log(), noise.RESIDUAL, position, when))
+        self.q |= new
+        nothing, sures = [0.0] * len(tokens), law.exp()[range(len(tokens)), tokens].tolist()
+        return Noted(accepted, tokens, nothing, sures, nothing, nothing)
+
+    def left_over(self, p: Tensor, q: Tensor) -> Tensor:
+        """What a token is drawn from after a refused draft."""
+        return residual(p.unsqueeze(0), q.unsqueeze(0))[0]
 
     def _one(self, sample: Sample, law: Tensor, asked: Asked, rows: slice, when: int) -> Answer:
         chooser, index = self.choosers[sample.request.index], sample.request.index

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from decoders.engine.asks import FAR, FIELDS, NO_DRAFT, TARGET
+from decoders.engine.asks import FAR, FIELDS, NO_DRAFT, SELF, TARGET, WIDE, wide_span
 from decoders.engine.packing import Asked, Table, count_leading
 
 
@@ -59,6 +59,25 @@ def test_a_table_has_the_rows_of_a_plain_loop(seed: int) -> None:
     asked_rows = Asked.of(table, slots, [NO_DRAFT] * len(answered), sizes, [0] * len(samples))
     assert [*zip(asked_rows.owner_R, asked_rows.rank_R, strict=True)] == [(owner, rank) for owner, _, rank in answered]
     assert (asked_rows.slot_R == 10 + asked_rows.owner_R).all()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_wide_row_sees_its_block_its_neighbours_or_itself(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spans, seen = [], []
+    for _ in range(8):
+        count, column, floor, lag, grain = (int(number) for number in rng.integers((1, 0, 0, 0, 1), (6, 40, 50, 4, 6)))
+        own, till = ((FAR, 0), (SELF, 0), (column, 0), (column, column + count))[rng.integers(0, 4)]
+        spans += wide_span(count, column, column + 2, floor, lag, own=own, till=till, grain=grain)
+        for at in range(column, column + count):
+            limit = max(floor, (at // grain + 1) * grain - lag)
+            first = at if own == SELF else own
+            seen.append({*range(limit), *range(first, max(at + 1, till) if own < FAR else 0)})
+    table = Table(spans, np.arange(8), 8, fields=WIDE)
+    columns = table.columns()
+    limits, firsts, ends = table.limits(columns), table.own(), table.till(columns)
+    found = [{*range(limit), *range(first, end)} for limit, first, end in zip(limits, firsts, ends, strict=True)]
+    assert found == seen
 
 
 def test_an_ask_that_answers_more_rows_than_it_runs_is_a_mistake() -> None:
