@@ -64,7 +64,8 @@ def test_a_table_has_the_rows_of_a_plain_loop(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_a_wide_row_sees_its_block_its_neighbours_or_itself(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    spans, seen = [], []
+    spans: list[int] = []
+    seen = []
     for _ in range(8):
         count, column, floor, lag, grain = (int(number) for number in rng.integers((1, 0, 0, 0, 1), (6, 40, 50, 4, 6)))
         own, till = ((FAR, 0), (SELF, 0), (column, 0), (column, column + count))[rng.integers(0, 4)]
