@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from decoders.backbones.head_files import head_place
 from decoders.backbones.heads import DraftHeads, load_heads
 from decoders.backbones.packed import can_pack, pack_products
 from decoders.base import CachedDecoder
-from decoders.common_settings import DecoderChoice, Estimate
+from decoders.common_settings import DecoderChoice, Estimate, Sampling
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.engine import Engine
 from decoders.engine.setup import Setup
@@ -41,8 +42,12 @@ def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
-    scorer = cast("Callable[[Setup, DecoderChoice, Estimate], SlotDecoder]", _named(settings.scorer))
-    return scorer(setup, settings, estimate)
+    make = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm | SlotDecoder]", _named(settings.scorer))
+    made = make(setup, settings, estimate)
+    if not isinstance(made, Algorithm):
+        return made
+    # The model's own distribution scores; at temperature 0 its first choice is known beside it, and there is no noise.
+    return Engine(replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False), made)
 
 
 def _named(place: str) -> Any:

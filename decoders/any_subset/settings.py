@@ -16,7 +16,7 @@ class AnySubsetSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "decoders.any_subset.scoring:AnySubsetScorer"
+    scorer: ClassVar = "decoders.any_subset.scoring:algorithm"
     scores_any: ClassVar = True
     kind: Literal["any_subset"]
 

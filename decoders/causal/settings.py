@@ -16,7 +16,7 @@ class AutoregressiveSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "decoders.causal.scoring:CausalScorer"
+    scorer: ClassVar = "decoders.causal.scoring:algorithm"
     kind: Literal["autoregressive"]
 
     @property

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from decoders.base import Request
+import numpy as np
+from numpy.typing import NDArray
+
+from decoders.base import HOLE, Request
 from decoders.engine.asks import Decoding
 from decoders.engine.samples import Sample
 
@@ -36,7 +39,8 @@ class Algorithm:
     `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). `keeps_laws`: its drafts have a distribution,
     which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
     `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
-    canvas length. `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
+    canvas length. With `scores` the samples have tokens to score where others have holes. `shared` is how many leading columns of
+    a prompt another sample with the same canvas can take over.
 
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
     `notes` are those of named rows.
@@ -53,15 +57,25 @@ class Algorithm:
     knows_logprob: bool = True
     joins_prompts: bool = True
     columns: Callable[[int], int] = lambda length: length
+    scores: bool = False
     shared: Callable[[Sample], int] = lambda sample: 0
     sample: type[Sample] = Sample
     has_prompt: Callable[[Sample], bool] = lambda sample: True
     notes: Notes = Notes()
 
 
-def check_completion(request: Request) -> None:
-    """Raise ValueError unless the canvas is a prompt of at least one token, and then holes."""
-    holes = request.canvas < 0
+def check_completion(canvas_L: NDArray[np.int32], *, scores: bool = False) -> None:
+    """Raise ValueError unless the canvas [L] is a prompt of at least one token, and then holes, or tokens to score."""
+    holes = canvas_L < 0
     num_prompt = int(len(holes) - holes.sum())
     if num_prompt == 0 or bool(holes[:num_prompt].any()):
+        if scores:
+            raise ValueError("a causal model scores the end of a text, after at least one given token")
         raise ValueError("a causal model completes a prompt of at least one token; the holes must come after it")
+
+
+def without_scored(request: Request) -> NDArray[np.int32]:
+    """The canvas of a text, [L], with holes where its tokens are scored; raises as Request.to_score does."""
+    canvas_L = request.canvas.copy()
+    canvas_L[request.to_score()] = HOLE
+    return canvas_L

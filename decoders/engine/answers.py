@@ -28,7 +28,7 @@ from decoders.backbones.heads import DraftHeads
 from decoders.draws import keys
 from decoders.draws.sampling import inverse_cdf_draw, residual
 from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
+from decoders.engine.asks import DRAFT, GIVEN, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
 from decoders.engine.lanes import Lane
 from decoders.engine.memory import Account
 from decoders.engine.named import NamedRows
@@ -164,7 +164,7 @@ class NoiseAnswers:
 
     def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
         """See Answers."""
-        judges = not self._coupled and not np.isin(asked.kind_R, (TARGET, LOOSE)).all()
+        judges = not self._coupled and not np.isin(asked.kind_R, (TARGET, LOOSE, GIVEN)).all()
         told = self._by_ratio(lane, hidden_RD, asked) if judges else self._by_noise(lane, hidden_RD, asked)
         return by_sample(told, asked.size_B)
 
@@ -186,7 +186,10 @@ class NoiseAnswers:
             loose = (asked.kind_R[part] == LOOSE).all()
             gumbel_RV = self._noise_ring().rows(slot_R, asked.rank_R[part], None if loose else asked.when_R[part])
         token_R = self._rows.draw(law_RV, gumbel_RV, slot_R)
-        return torch.stack([token_R.to(torch.float64), self._log_p(lane, logits_RV, law_RV, token_R)])
+        scored_R = token_R
+        if (asked.kind_R[part] == GIVEN).any():
+            scored_R = lane.put(asked.drafts_R[part])
+        return torch.stack([token_R.to(torch.float64), self._log_p(lane, logits_RV, law_RV, scored_R)])
 
     def _log_p(self, lane: Lane, logits_RV: Tensor, law_RV: Tensor, token_R: Tensor) -> Tensor:
         if not lane.is_target:

@@ -53,10 +53,11 @@ FAR: Final = 1 << 40
 SELF: Final = -1
 """As OWN: a row's own column alone."""
 
-TARGET, DRAFT, JUDGE, SURE, LOOSE = range(5)
+TARGET, DRAFT, JUDGE, SURE, LOOSE, GIVEN = range(6)
 """Kinds of answered rows. TARGET: the model's own token. DRAFT: a token that will be judged; under the rejection rule its
 distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that had no alternative (q is a point mass). LOOSE: as
-TARGET, of a decoder that verifies nothing; each rank is asked about once."""
+TARGET, of a decoder that verifies nothing; each rank is asked about once. GIVEN: as TARGET, but the log-probability is
+that of the row's draft, a token of a text that is scored."""
 
 BARE, MARKOV, CHAIN = range(3)
 """What draws a Roll's drafts: the rows' own distributions, or one of the model's draft heads (decoders/backbones/heads.py)."""

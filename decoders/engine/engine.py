@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.base import EngineStats, Outcome, Request
-from decoders.engine.algorithm import Algorithm, check_completion
+from decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
+from decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from decoders.engine.answers import Answers, NoiseAnswers
 from decoders.engine.asks import (
     BARE,
@@ -82,7 +82,8 @@ class Engine:
     def __init__(self, setup: Setup, algorithm: Algorithm, *, answers: Answers | None = None) -> None:
         self.backbone, self.info, self.algorithm = setup.backbone, setup.info, algorithm
         self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
-        self.stops = None if algorithm.kind == "any_subset" else setup.stops or Stops()
+        has_ends = algorithm.kind != "any_subset" and not algorithm.scores
+        self.stops = (setup.stops or Stops()) if has_ends else None
         self.heads, self.joins_prompts = setup.heads, algorithm.joins_prompts
         self._names = algorithm.kind == "blocks"
         kind, width = TwoStreamLane if algorithm.kind == "any_subset" else TokenLane, setup.info.vocab_size
@@ -167,10 +168,14 @@ class Engine:
             self._place(sample)
 
     def _made(self, request: Request, times: Times) -> Sample:
-        order, prompt = decoding_order(request.canvas, request.hole_order)
+        scores, masked = self.algorithm.scores, request.canvas
+        if scores:
+            # A score has no settings of its own, and its tokens stand where others have holes.
+            request, masked = replace(request, settings=JOB_SETTINGS), without_scored(request)
+        order, prompt = decoding_order(masked, request.hole_order)
         ranks = order.tolist() if self.algorithm.kind == "any_subset" else None
         if self.algorithm.kind == "causal" and prompt < len(request.canvas):
-            check_completion(request)
+            check_completion(masked, scores=scores)
         return self.algorithm.sample(
             request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
         )

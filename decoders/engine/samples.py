@@ -66,9 +66,9 @@ class Sample:
     """
 
     __slots__ = (
-        "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "iterations", "just", "key",
-        "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot", "stats",
-        "stop_ids", "stop_text", "times", "tokens", "trace",
+        "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "is_greedy", "iterations", "just",
+        "key", "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot",
+        "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +96,7 @@ class Sample:
         self.nfe = self.nfe_draft = 0
         self.iterations = self.proposed = self.accepted = 0
         self.histogram: list[int] = []
+        self.is_greedy: bool | None = None
         # How the sample ends where nothing stops it; None where texts have no ends.
         self.end = None if stops is None else LENGTH
         self.stop_ids = frozenset(stops.ids) if stops else frozenset()
@@ -169,6 +170,13 @@ class Sample:
             self._show(before, list(drafts[: proposed if shown is None else shown]))
         return kept
 
+    def grade(self, log_ps: Sequence[float], first_choices: int) -> None:
+        """Score all tokens after the prompt: their log-probabilities, and how many leading ones are the model's first choice."""
+        self.decided = self.length
+        self.logprob, self.log_ps = math.fsum(log_ps), list(log_ps)
+        self.is_greedy = first_choices == len(log_ps)
+        self.stats.committed += len(log_ps)
+
     def _until_stop(self, tokens: Sequence[int], count: int) -> tuple[int, bool]:
         """How many of the first `count` tokens are kept, and whether the text ends with them. The first event wins."""
         end = LENGTH
@@ -241,4 +249,5 @@ class Sample:
             error="the model gave logits that are not finite" if broken else None,
             trace=self.trace,
             token_logprobs=scores,
+            is_greedy=None if broken else self.is_greedy,
         )
