@@ -14,13 +14,11 @@ Legend: V vocabulary (the mask included).
 from __future__ import annotations
 
 import math
-from typing import Final
 
 import torch
 from torch import Tensor
 
-NOISE_EPS: Final = 1e-3
-"""At time 1 this share of the tokens is not masked, in the log-linear schedule of both."""
+from decoders.draws.schedule import NOISE_EPS
 
 
 def total_noise(time: Tensor) -> Tensor:

@@ -31,25 +31,40 @@ class Notes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Canvases:
+    """How masked diffusion keeps its canvases (canvases.py): each node has one of `num_slots` slots, or all share one.
+
+    `confidence` says how sure a token is (picks.py). With `cached` the nodes stand beside the canvas in its slot; `conditioned`
+    models are told the time of each canvas.
+    """
+
+    confidence: str
+    num_slots: int = 1
+    cached: bool = False
+    conditioned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """`decode` makes the generator of a sample that has at least one hole.
 
     `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
     time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all; `auto_rows` and
-    `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). `keeps_laws`: its drafts have a distribution,
-    which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
+    `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). Or the drafts that are `nodes` of a canvas: then
+    `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a distribution, which the rejection rule reads.
+    `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
     `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
     canvas length. With `scores` the samples have tokens to score where others have holes. `shared` is how many leading columns of
     a prompt another sample with the same canvas can take over.
 
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
-    `notes` are those of named rows.
+    `notes` are those of named rows, `canvases` is for masked diffusion.
     """
 
     decode: Callable[[Any], Decoding]
-    kind: Literal["causal", "any_subset", "blocks"] = "causal"
+    kind: Literal["causal", "any_subset", "blocks", "masked"] = "causal"
     window: int = 1
-    auto: Literal["drafts", "block_size"] | None = None
+    auto: Literal["drafts", "block_size", "nodes"] | None = None
     most_auto: int = 0
     auto_rows: Sequence[int] | None = None
     auto_forwards: Sequence[int] | None = None
@@ -59,9 +74,10 @@ class Algorithm:
     columns: Callable[[int], int] = lambda length: length
     scores: bool = False
     shared: Callable[[Sample], int] = lambda sample: 0
-    sample: type[Sample] = Sample
+    sample: Callable[..., Sample] = Sample
     has_prompt: Callable[[Sample], bool] = lambda sample: True
     notes: Notes = Notes()
+    canvases: Canvases | None = None
 
 
 def check_completion(canvas_L: NDArray[np.int32], *, scores: bool = False) -> None:

@@ -42,6 +42,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, Final, NamedTuple
 
+from decoders.engine.looks import Look, NodeOffer
+
 COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
 FIELDS: Final = 9
 GRAIN, TILL = 9, 10
@@ -176,6 +178,6 @@ class Offer(NamedTuple):
 
 SEARCH: Final = Search()
 
-Wish = Ask | Roll | Weights | Search | Offer
+Wish = Ask | Roll | Weights | Search | Offer | Look | NodeOffer
 Decoding = Generator[Wish, Any, None]
 """A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

@@ -20,12 +20,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decoders.backbones.cache import rounded
 from decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
 from decoders.engine.algorithm import Algorithm, check_completion, without_scored
 from decoders.engine.answers import Answers, NoiseAnswers
@@ -44,6 +45,8 @@ from decoders.engine.asks import (
     Roll,
     Weights,
 )
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.canvases import CanvasLane, canvas_lane
 from decoders.engine.counters import Counters
 from decoders.engine.ends import Stops
 from decoders.engine.lanes import Lane, Packed, TokenLane, TwoStreamLane
@@ -51,6 +54,7 @@ from decoders.engine.lengths import lengths_of
 from decoders.engine.memory import Account, column_multiple
 from decoders.engine.named import NamedRows
 from decoders.engine.named_answers import NamedAnswers
+from decoders.engine.node_lengths import NodeLengths
 from decoders.engine.orders import decoding_order
 from decoders.engine.packing import Asked, Ints, Table
 from decoders.engine.rolls import Rolling
@@ -82,20 +86,19 @@ class Engine:
     def __init__(self, setup: Setup, algorithm: Algorithm, *, answers: Answers | None = None) -> None:
         self.backbone, self.info, self.algorithm = setup.backbone, setup.info, algorithm
         self.max_rows, self.max_tokens, self.tracing = setup.max_rows, setup.max_tokens, setup.trace
+        # Texts of any-subset models have no ends; a masked canvas is filled to its end unless a completion says what ends it.
         has_ends = algorithm.kind != "any_subset" and not algorithm.scores
-        self.stops = (setup.stops or Stops()) if has_ends else None
+        self.stops = setup.stops or (Stops() if algorithm.kind != "masked" else None) if has_ends else None
         self.heads, self.joins_prompts = setup.heads, algorithm.joins_prompts
         self._names = algorithm.kind == "blocks"
-        kind, width = TwoStreamLane if algorithm.kind == "any_subset" else TokenLane, setup.info.vocab_size
-        self.lanes: list[Lane] = [kind(setup.backbone, width, is_target=True)]
-        if setup.drafter:
-            self.lanes.append(TokenLane(setup.drafter, width, is_target=False))
         self.account = Account.unmeasured(setup.backbone.device)
+        self.lanes: list[Lane] = [self._target(setup)]
+        if setup.drafter:
+            self.lanes.append(TokenLane(setup.drafter, setup.info.vocab_size, is_target=False))
         made = NamedAnswers if self._names else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
         self.counters = Counters(setup.max_rows, self.stats)
-        self.lengths = lengths_of(algorithm, setup.max_rows, has_drafter=len(self.lanes) > 1)
         self._space = Room(
             max_rows=setup.max_rows,
             max_tokens=setup.max_tokens,
@@ -104,6 +107,9 @@ class Engine:
             columns=self.columns,
             slot_bytes=self.slot_bytes,
         )
+        self.lengths = lengths_of(algorithm, setup.max_rows, has_drafter=len(self.lanes) > 1)
+        if algorithm.auto == "nodes":
+            self.lengths = NodeLengths(setup.max_rows, algorithm.auto_rows or (), self._free_columns)
         self._shape = (0, 0)
         self._slots: list[Sample | None] = []
         self._holes: list[int] = []
@@ -111,6 +117,12 @@ class Engine:
         self._instant: list[Outcome] = []
         self._all_slots: Ints = np.arange(setup.max_rows)
         self._queries: Table | None = None  # of the last forward
+
+    def _target(self, setup: Setup) -> Lane:
+        if (canvases := self.algorithm.canvases) is not None:
+            return canvas_lane(setup, canvases, account=lambda: self.account)
+        kind = TwoStreamLane if self.algorithm.kind == "any_subset" else TokenLane
+        return kind(setup.backbone, setup.info.vocab_size, is_target=True)
 
     # ---- admission -----------------------------------------------------------------------------------------------
 
@@ -126,7 +138,16 @@ class Engine:
 
     def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes."""
+        canvases = self.algorithm.canvases
+        if canvases is not None and not canvases.cached:
+            return canvases.num_slots * rounded(length, column_multiple(self.backbone))
         return self.algorithm.columns(length)
+
+    def _free_columns(self, num_samples: int, width: int) -> int:
+        """How many columns each sample may take beside its canvas, where the longest one has this length."""
+        canvases = self.algorithm.canvases
+        slots = max(num_samples, self._shape[0]) if canvases is not None and canvases.cached else num_samples
+        return self._space.most_columns(slots) - width
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
@@ -215,10 +236,15 @@ class Engine:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
         dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
-            self.answers.release(slot)
+            self._release(slot)
         self._slots, self._holes, self._fresh, self._instant = [], [], [], []
         self._allocate(0, 0)
         return dropped
+
+    def _release(self, slot: int) -> None:
+        self.answers.release(slot)
+        for lane in self.lanes:
+            lane.release(slot)
 
     # ---- whose turn it is ----------------------------------------------------------------------------------------
 
@@ -372,8 +398,22 @@ class Engine:
         asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
         return self.answers.answer(lane, hidden_RD, asked)
 
+    def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
+        """One forward over canvases of these samples, and their answers; returns the samples that ended."""
+        slot_B, before_s = np.array([sample.slot for sample in samples]), lane.forward_s
+        canvases = [sample for sample in samples if isinstance(sample, Canvas)]
+        answers = lane.look(canvases, slot_B)
+        self._count(samples, lane, slot_B, lane.forward_s - before_s)
+        self.stats.verified += lane.num_nodes
+        self.counters.first([sample.slot for sample in samples if sample.nfe == 1], lane.first_s)
+        ended = self._resume(samples, answers)
+        lane.settle(canvases)
+        return ended
+
     def _run(self, samples: list[Sample], lane: Lane, *, is_new: bool) -> list[Sample]:
         """One forward of one model for these samples, and their answers; returns the samples that ended."""
+        if isinstance(lane, CanvasLane):
+            return self._look(samples, lane)
         tokens: list[int] = []
         spans: list[int] = []
         queries: list[int] = []
@@ -475,7 +515,7 @@ class Engine:
         for sample in samples:
             sample.nfe += 1
 
-    def _resume(self, samples: list[Sample], answers: Iterator[Answer | Noted]) -> list[Sample]:
+    def _resume(self, samples: list[Sample], answers: Iterator[Any]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
         for sample, answer in zip(samples, answers, strict=True):
@@ -489,7 +529,7 @@ class Engine:
         outcome = sample.outcome(self.counters.spent(sample.slot))
         if not self.algorithm.knows_logprob:
             outcome.logprob = None
-        self.answers.release(sample.slot)
+        self._release(sample.slot)
         self._slots[sample.slot] = None
         self._holes.append(sample.slot)
         return outcome

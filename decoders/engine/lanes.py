@@ -69,6 +69,9 @@ class Lane:
     def start(self, sample: Sample) -> None:
         """A new sample has its slot."""
 
+    def release(self, slot: int) -> None:
+        """A slot has become free."""
+
     @property
     def cell_bytes(self) -> int:
         """Bytes of a column of a slot."""

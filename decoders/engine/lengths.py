@@ -185,7 +185,8 @@ class BlockSizes:
 def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Lengths | None:
     """What chooses an algorithm's lengths; None where they are fixed."""
     match algorithm.auto:
-        case None:
+        case None | "nodes":
+            # Those of nodes are chosen in node_lengths.py.
             return None
         case "drafts":
             return DraftLengths(num_slots, algorithm, has_drafter=has_drafter)

@@ -213,22 +213,26 @@ class Sample:
 
     # ---- the result ----------------------------------------------------------------------------------------------
 
+    def _generated(self) -> tuple[list[int], list[float]]:
+        """The generated tokens in canvas order, and their log-probabilities if the request asks for them."""
+        places = list(range(self.prompt, self.decided))
+        if self.order is not None:
+            places.sort(key=self.order.__getitem__)
+        log_ps = [] if self.log_ps is None else [self.log_ps[place - self.prompt] for place in places]
+        return [self.tokens[place] for place in places], log_ps
+
     def outcome(self, spent: Spent | None) -> Outcome:
         """The result; `spent` is None for a sample that needed no forward."""
         now = time.perf_counter()
         broken = not math.isfinite(self.logprob)
-        places = list(range(self.prompt, self.decided))
-        if self.order is not None:
-            places.sort(key=self.order.__getitem__)
-        text = [] if broken else [self.tokens[place] for place in places]
-        scores = None
-        if self.log_ps is not None and spent is not None and not broken:
-            scores = np.array([self.log_ps[place - self.prompt] for place in places], dtype=np.float32)
+        text, log_ps = self._generated()
+        asks_scores = self.log_ps is not None and spent is not None and not broken
+        scores = np.array(log_ps, dtype=np.float32) if asks_scores else None
         wait_s, prefill_s = self.times.admitted_s - self.times.queued_s, spent.first_s if spent else 0.0
         decode_s = now - self.times.admitted_s - prefill_s if spent else 0.0
         return Outcome(
             index=self.request.index,
-            tokens=np.array(text, dtype=np.int32),
+            tokens=np.array([] if broken else text, dtype=np.int32),
             finish=FILLED if self.end is None or spent is None else FINISHES[self.end],
             logprob=None if broken else self.logprob,
             nfe=self.nfe,

@@ -63,7 +63,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:Stepwise"
+        return "decoders.masked.stepwise:algorithm"
 
 
 class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
@@ -79,7 +79,7 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.ssd:SelfSpeculative"
+        return "decoders.masked.ssd:algorithm"
 
 
 class ThresholdSettings(MaskedSettings, DecoderChoice):
@@ -94,7 +94,7 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:Threshold"
+        return "decoders.masked.stepwise:threshold"
 
 
 class FactorSettings(MaskedSettings, DecoderChoice):
@@ -109,7 +109,7 @@ class FactorSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:Factor"
+        return "decoders.masked.stepwise:factor"
 
 
 class AncestralSettings(DecoderChoice):
@@ -130,7 +130,7 @@ class AncestralSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.ancestral:Ancestral"
+        return "decoders.masked.ancestral:algorithm"
 
     def check_model(self, info: ModelInfo) -> None:
         """See DecoderChoice."""

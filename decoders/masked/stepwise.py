@@ -1,5 +1,10 @@
 """`stepwise`, `threshold` and `factor`: masked diffusion without speculation; they differ in masks per forward.
 
+    canvas       the big _   sat _  _  .         the masks of the first block that has any
+    forward            cat .9    on .6 mat .3    a token for each, and how sure the model is of it
+    stepwise     the big cat sat _  _  .         the surest one (or as many as a schedule says)
+    threshold    the big cat sat on _  .         all above tau = 0.5
+
     stepwise    a schedule of tokens per step, or of steps; one token per step is the baseline that `ssd` equals
     threshold   all with confidence above a threshold, at least the most confident one
     factor      more at once need higher confidences: the largest n with (n + 1) (1 - c_n) < factor, c_n the n-th
@@ -7,96 +12,170 @@
 
 More than one token per forward is lossy: tokens revealed together do not see each other.
 
+Differs on purpose from Wu et al., "Fast-dLLM" (2025), which reveals the first token of a block of Dream whatever its confidence.
+
 Sources: Nie et al., "Large language diffusion models" (LLaDA, 2025); Ye et al., "Dream 7B" (2025); Wu et al., "Fast-dLLM" (2025),
 section 3.3.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from decoders.engine.setup import Setup
-from decoders.engine.state import Group
-from decoders.masked.decoder import RootDecoder
-from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
+from decoders.engine.algorithm import Algorithm, Canvases
+from decoders.engine.asks import Decoding
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.looks import Look
+from decoders.engine.samples import Sample
+from decoders.masked.cached_windows import Caching, Windows
+from decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
+
+if TYPE_CHECKING:
+    from decoders.engine.setup import Setup
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3
 
+Quota = Callable[[int], int]
+"""How many masks a forward reveals, given how many may come next."""
+Count = Callable[[list[float]], int]
+"""How many tokens to reveal, given the confidences of those that may come next, the highest first."""
 
-class Stepwise(RootDecoder):
-    """Reveals by a schedule.
 
-    `even`: `tokens_per_step` each time; or, with `steps`, every block takes its share of the steps and reveals equally many
-    tokens in each; the first steps take the remainder. `dream`: as many as the linear time schedule of the model's training
-    gives; with as many steps as masks, the first step reveals no token and the last one two.
+def stepwise(s: Canvas, caching: Caching, quota_of: Callable[[Canvas], Quota]) -> Decoding:
+    """Reveal by a schedule."""
+    windows, quota = Windows(s, caching), quota_of(s)
+    while s.holes:
+        picks = yield look_at(s, windows, quota)
+        s.reveal(picks)
+
+
+def by_confidence(s: Canvas, caching: Caching, count: Count) -> Decoding:
+    """Reveal as many as their confidences allow."""
+    windows = Windows(s, caching)
+    while s.holes:
+        picks = yield look_at(s, windows, lambda masks: masks)
+        s.reveal(picks[: count([-worth for worth, *_ in picks])])
+
+
+def look_at(s: Canvas, windows: Windows, quota: Quota) -> Look:
+    """Run the canvas, or what the cache leaves to run, and ask for the surest of the masks that may come next."""
+    low, high, masks = s.next_masks()
+    runs = windows.next_runs(s.block(s.holes[0]))
+    spans = [number for start, end in runs for number in root_span(s, start, end)]
+    inside = next(index for index, (start, end) in enumerate(runs) if start < high <= end)
+    return Look(spans, (inside, low, high, masks, quota(masks)))
+
+
+def root_span(s: Canvas, start: int, end: int) -> tuple[int, ...]:
+    """The positions [start, end) of the canvas as it is, seeing all of it."""
+    return (end - start, start, start, 0, 0, -1, 0, s.length, 0, 0, 0, 0, 0, 0)
+
+
+# ---- how many at once ------------------------------------------------------------------------------------------------
+
+
+def equal_steps(s: Canvas, tokens: int) -> Quota:
+    """So many in each step."""
+    return lambda masks: min(masks, tokens)
+
+
+def equal_shares(s: Canvas, steps: int) -> Quota:
+    """Every block takes its share of the steps and reveals equally many in each; the first steps take the remainder."""
+    share = max(steps // len({s.block(position) for position in s.holes}), 1)
+    left: list[int] = []
+
+    def quota(masks: int) -> int:
+        if not left:
+            # A new block.
+            each, more = divmod(masks, share)
+            left[:] = [each + (step < more) for step in range(share) if each or step < more]
+        count = min(left.pop(0), masks)
+        if count == masks:
+            left.clear()
+        return count
+
+    return quota
+
+
+def dream_quota(s: Canvas, steps: int) -> Quota:
+    """As many as the linear time schedule of Dream's training gives; all that remain in the last step.
+
+    With as many steps as masks, the first step reveals no token and the last one two.
     """
+    times = dream_times(steps)
 
-    def __init__(self, setup: Setup, settings: StepwiseSettings) -> None:
-        super().__init__(setup, settings)
-        self.settings = settings
-        # Of the current block: its number plus one, its initial number of masks, and its steps so far.
-        self._block_S, self._masks_S, self._steps_S = (self.state.column() for _ in range(3))
+    def quota(masks: int) -> int:
+        step = s.iterations
+        if step >= steps - 1:
+            return masks
+        return int(np.float32(masks) * (np.float32(1.0) - times[step + 1] / times[step]))
 
-    def _knows_logprob(self) -> bool:
-        return self.settings.steps is None and self.settings.tokens_per_step == 1
-
-    def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
-        if self.settings.steps is None:
-            return most_B.clamp(max=self.settings.tokens_per_step)
-        if self.settings.schedule == "dream":
-            return dream_quota(most_B, self.state.iterations_S[group.index_B], self.settings.steps)
-        return self._even_quota(group.index_B, most_B, self.settings.steps)
-
-    def _even_quota(self, slots_B: Tensor, most_B: Tensor, steps: int) -> Tensor:
-        # Every step reveals some masks of the block; if none of the last block remains, a new block starts.
-        new_B = self._block_S[slots_B] == 0
-        self._masks_S[slots_B] = torch.where(new_B, most_B, self._masks_S[slots_B])
-        self._steps_S[slots_B] = torch.where(new_B, 0, self._steps_S[slots_B])
-        share_B = (steps // self.canvas.num_blocks_S[slots_B]).clamp(min=1)
-        masks_B, index_B = self._masks_S[slots_B], self._steps_S[slots_B]
-        quota_B = masks_B // share_B + (index_B < masks_B % share_B)
-        self._steps_S[slots_B] += 1
-        self._block_S[slots_B] = (quota_B < most_B).to(torch.int64)
-        return torch.minimum(quota_B, most_B)
+    return quota
 
 
-def dream_quota(masks_B: Tensor, step_B: Tensor, steps: int) -> Tensor:
-    """How many of the remaining masks step `step_B` of Dream's linear schedule reveals, [B]; all of them in the last."""
-    times = torch.linspace(1.0, _LAST_TIME, steps + 1, device=masks_B.device)
-    index_B = step_B.clamp(max=steps - 1)
-    share_B = 1.0 - times[index_B + 1] / times[index_B]
-    return torch.where(step_B >= steps - 1, masks_B, (masks_B * share_B).to(torch.int64))
+def dream_times(steps: int) -> Any:
+    """float32 [steps + 1], from 1 down to nearly 0: torch.linspace to the bit, which counts from both ends and rounds once."""
+    index, last = np.arange(steps + 1), np.float32(_LAST_TIME)
+    step = np.float64((last - np.float32(1.0)) / np.float32(steps))
+    times = np.where(index < (steps + 1) // 2, 1.0 + step * index, np.float64(last) - step * (steps - index))
+    return times.astype(np.float32)
 
 
-class Threshold(RootDecoder):
-    """Reveals all tokens above a confidence threshold."""
-
-    def __init__(self, setup: Setup, settings: ThresholdSettings) -> None:
-        super().__init__(setup, settings)
-        self.tau = settings.tau
-
-    def _knows_logprob(self) -> bool:
-        return False
-
-    def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
-        return torch.minimum((sure_BW >= self.tau).sum(1).clamp(min=1), most_B)
+def above(tau: float, sure: list[float]) -> int:
+    """As many as reach the threshold, at least one."""
+    return max(sum(one >= tau for one in sure), 1)
 
 
-class Factor(RootDecoder):
-    """Reveals more tokens at once the higher their confidences are."""
+def within(factor: float, sure: list[float]) -> int:
+    """The largest n with (n + 1) (1 - c_n) < factor, at least one."""
+    return max((n for n, one in enumerate(sure, 1) if (n + 1) * (1.0 - one) < factor), default=1)
 
-    def __init__(self, setup: Setup, settings: FactorSettings) -> None:
-        super().__init__(setup, settings)
-        self.factor = settings.factor
 
-    def _knows_logprob(self) -> bool:
-        return False
+# ---- the algorithms --------------------------------------------------------------------------------------------------
 
-    def _count_revealed(self, group: Group, sure_BW: Tensor, most_B: Tensor) -> Tensor:
-        places_W = torch.arange(1, sure_BW.shape[1] + 1, device=sure_BW.device)
-        good_BW = ((places_W + 1) * (1.0 - sure_BW) < self.factor) & (places_W <= most_B.unsqueeze(1))
-        return (places_W * good_BW).amax(1).clamp(min=1)
+
+def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
+    """How the engine runs `stepwise`."""
+    quota_of: Callable[[Canvas], Quota] = partial(equal_steps, tokens=settings.tokens_per_step)
+    if settings.steps is not None:
+        quota_of = partial(dream_quota if settings.schedule == "dream" else equal_shares, steps=settings.steps)
+    decode = partial(stepwise, caching=caching_of(setup, settings), quota_of=quota_of)
+    return _rooted(decode, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
+
+
+def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
+    """How the engine runs `threshold`."""
+    decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(above, settings.tau))
+    return _rooted(decode, settings, knows_logprob=False)
+
+
+def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
+    """How the engine runs `factor`."""
+    decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(within, settings.factor))
+    return _rooted(decode, settings, knows_logprob=False)
+
+
+def caching_of(setup: Setup, settings: MaskedSettings) -> Caching:
+    """The cache that the settings ask for."""
+    return Caching(settings.cache, settings.refresh, setup.info.shift)
+
+
+def _rooted(decode: Callable[..., Decoding], settings: MaskedSettings, *, knows_logprob: bool) -> Algorithm:
+    return Algorithm(
+        decode=decode,
+        kind="masked",
+        canvases=Canvases(confidence=settings.confidence, cached=settings.cache != "none"),
+        sample=partial(Canvas, block_length=settings.block_length),
+        has_prompt=runs_no_prompt,
+        knows_logprob=knows_logprob,
+    )
+
+
+def runs_no_prompt(s: Sample) -> bool:
+    """A new sample's forward is no larger than the others', so all run together."""
+    return False

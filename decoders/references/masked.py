@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decoders.base import HOLE
 from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, time_of_share, total_noise
-from decoders.masked.ancestral import LAST_TIME
+from decoders.draws.schedule import LAST_TIME
 from decoders.references.causal import PlainMasked
 
 Strike = Callable[[int, int, float], bool]

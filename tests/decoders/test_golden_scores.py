@@ -13,7 +13,7 @@ from decoders.any_subset.settings import AnySubsetSettings
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
 from decoders.blocks.settings import BlockDiffusionSettings
-from decoders.draws.absorbing import NOISE_EPS
+from decoders.draws.schedule import NOISE_EPS
 from decoders.draws.score_masks import Mask
 from decoders.engine import estimates
 from decoders.masked.settings import AncestralSettings, StepwiseSettings

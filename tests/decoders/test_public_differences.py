@@ -10,7 +10,6 @@ import torch
 
 from decoders.base import Request
 from decoders.masked.settings import StepwiseSettings, ThresholdSettings
-from decoders.masked.stepwise import Stepwise, Threshold
 from tests.decoders.backbones.masked_models import load, look
 from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all
@@ -52,9 +51,9 @@ class Loop:
         assert self.num_calls == case["nfe"]
 
 
-def ours(backbone, folder, kind, settings, case, mask_id):
+def ours(backbone, folder, settings, case, mask_id):
     canvas = canvas_of(case, mask_id)
-    return run_all(built(backbone, folder, kind, settings), [Request(0, 1, canvas)])[0]
+    return run_all(built(backbone, folder, settings), [Request(0, 1, canvas)])[0]
 
 
 # ---- LLaDA ---------------------------------------------------------------------------------------------------------------
@@ -72,7 +71,7 @@ def test_the_older_fast_dllm_spends_a_forward_on_a_block_that_is_done(golden, ki
         settings = ThresholdSettings(
             kind="threshold", block_length=options["block_length"], tau=options["threshold"], cache=CACHES[kind]
         )
-        outcome = ours(backbone, folder, Threshold, settings, case, LLADA_MASK)
+        outcome = ours(backbone, folder, settings, case, LLADA_MASK)
         wasted = case["revealed_per_call"].count(0)
         assert outcome.tokens.tolist() == case["output"][-len(outcome.tokens) :]
         assert outcome.nfe == case["nfe"] - wasted
@@ -100,7 +99,7 @@ def test_masks_in_a_prompt_are_holes_and_not_rivals(golden):
     assert len(loop.masks()) == case["masks_left"] == 2
 
     settings = StepwiseSettings(kind="stepwise", block_length=size, steps=options["steps"])
-    outcome = ours(backbone, folder, Stepwise, settings, case, LLADA_MASK)
+    outcome = ours(backbone, folder, settings, case, LLADA_MASK)
     assert len(outcome.tokens) == options["gen_length"] + 2
     assert LLADA_MASK not in outcome.tokens
     assert outcome.trace[0].positions[0] < loop.first
@@ -116,7 +115,7 @@ def test_what_does_not_come_out_even_goes_to_the_first_steps_as_in_llada(golden,
         if (options["block_length"], options["steps"] // num_blocks) != (masks, steps) or case["masks_left"]:
             continue
         settings = StepwiseSettings(kind="stepwise", block_length=masks, steps=options["steps"])
-        outcome = ours(backbone, folder, Stepwise, settings, case, LLADA_MASK)
+        outcome = ours(backbone, folder, settings, case, LLADA_MASK)
         check(outcome, case, canvas_of(case, LLADA_MASK))
         assert [len(step.positions) for step in outcome.trace] == shares * num_blocks
         found += 1
@@ -148,7 +147,7 @@ def test_dreams_origin_leaves_to_chance_how_many_are_revealed_and_random_does_no
         settings = StepwiseSettings(
             kind="stepwise", block_length=None, steps=steps, schedule="dream", confidence="random"
         )
-        outcome = ours(backbone, folder, Stepwise, settings, case, DREAM_MASK)
+        outcome = ours(backbone, folder, settings, case, DREAM_MASK)
         counts = [len(step.positions) for step in outcome.trace]
         assert counts == cases[case["id"].replace("origin", "entropy")]["revealed_per_call"]
         assert counts != case["revealed_per_call"]
@@ -176,7 +175,7 @@ def test_threshold_has_no_quota_of_tokens_for_a_step(golden):
                     left += 1
         loop.check(case)
         settings = ThresholdSettings(kind="threshold", block_length=None, tau=options["threshold"])
-        outcome = ours(backbone, folder, Threshold, settings, case, DREAM_MASK)
+        outcome = ours(backbone, folder, settings, case, DREAM_MASK)
         found.append((case["nfe"], outcome.nfe))
     assert found == [(12, 5), (8, 4)]
 
@@ -226,13 +225,13 @@ def test_no_token_of_dream_is_revealed_unasked_and_no_confidence_is_swapped(gold
 
         if "threshold" in options:
             settings = ThresholdSettings(kind="threshold", block_length=size, tau=options["threshold"], cache=cache)
-            outcome = ours(backbone, folder, Threshold, settings, case, DREAM_MASK)
+            outcome = ours(backbone, folder, settings, case, DREAM_MASK)
             fewer += outcome.nfe < case["nfe"]
         else:
             base = StepwiseSettings(
                 kind="stepwise", block_length=size, steps=options["steps"], confidence="entropy", cache=cache
             )
-            outcome = ours(backbone, folder, Stepwise, base, case, DREAM_MASK)
+            outcome = ours(backbone, folder, base, case, DREAM_MASK)
             assert outcome.nfe == case["nfe"]
             assert 0 not in [len(step.positions) for step in outcome.trace]
         call_of = {p: step.nfe for step in outcome.trace for p in step.positions}

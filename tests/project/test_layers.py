@@ -43,7 +43,7 @@ BREACHES = [
     ("decoders/causal/jacobi.py", "import torch", "decoders on the engine are plain Python"),
     ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
     ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
-    ("decoders/causal/jacobi.py", "import decoders.masked.canvases", ROOMS),
+    ("decoders/causal/jacobi.py", "import decoders.masked.stepwise", ROOMS),
     ("decoders/blocks/settings.py", "import decoders.settings", ROOMS),
     ("decoders/engine/state.py", "import decoders.causal.decoder", ROOMS),
     ("decoders/draws/noise.py", "import decoders.backbones.cache", ROOMS),

@@ -12,6 +12,7 @@ import numpy as np
 from decoders.backbones.load import inspect_model
 from decoders.common_settings import Sampling
 from decoders.engine.setup import Setup
+from decoders.registry import build_decoder
 
 GREEDY = Sampling(temperature=0.0)
 CACHES: dict[str, Any] = {"generate": "none", "prefix_cache": "prefix", "dual_cache": "dual_strict"}
@@ -39,9 +40,9 @@ def canvas_of(case, mask_id):
     return tokens
 
 
-def built(backbone, folder, kind, settings, *, suppressed=(), rows=3):
+def built(backbone, folder, settings, *, suppressed=(), rows=3):
     info = replace(inspect_model(folder), suppressed=suppressed)
-    return kind(
+    return build_decoder(
         Setup(backbone=backbone, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20, trace=True), settings
     )
 

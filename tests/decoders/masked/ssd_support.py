@@ -3,12 +3,13 @@
 import pytest
 
 from decoders.engine.setup import Setup
+from decoders.registry import build_decoder
 from tests.decoders.support import run_all
 
 
-def decode(kind, backbone, info, settings, sampling, requests, *, rows, **more):
+def decode(backbone, info, settings, sampling, requests, *, rows, **more):
     size = {"max_rows": rows, "max_tokens": 1 << 20, "trace": True} | more
-    return run_all(kind(Setup(backbone=backbone, info=info, sampling=sampling, **size), settings), requests)
+    return run_all(build_decoder(Setup(backbone=backbone, info=info, sampling=sampling, **size), settings), requests)
 
 
 def reveals(outcome):

@@ -13,17 +13,17 @@ import torch
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws import noise
-from decoders.draws.absorbing import NOISE_EPS
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import coupled_draw
+from decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from decoders.engine.ends import Stops
 from decoders.engine.setup import Setup
-from decoders.masked.ancestral import LAST_TIME, Ancestral
 from decoders.masked.settings import AncestralSettings
 from decoders.references.causal import PlainMasked
 from decoders.references.choosers import enumerate_law
 from decoders.references.masked import ancestral
 from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
 from tests.decoders.support import run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6
@@ -49,7 +49,7 @@ def plain(length, sampling=Sampling()):  # noqa: B008
 
 def decoder(settings, sampling=Sampling(), *, info=INFO, rows=4, backbone=None, **more):  # noqa: B008
     backbone = backbone or table()
-    return Ancestral(
+    return build_decoder(
         Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, **more), settings
     )
 
@@ -244,7 +244,7 @@ def test_a_completion_ends_at_an_end_token():
 ])  # fmt: skip
 def test_each_family_has_its_predictors(family, asked, found):
     info = ModelInfo(family, VOCAB + 1, MASK, None, "ancestral", 0, (MASK,))
-    assert decoder(settings_of(3, asked), info=info).predictor == found
+    assert settings_of(3, asked).predictor_for(info.family) == found
 
 
 @pytest.mark.parametrize(

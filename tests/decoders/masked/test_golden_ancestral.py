@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
-from decoders.masked.ancestral import LAST_TIME
+from decoders.draws.schedule import LAST_TIME
 from decoders.references.absorbing import masked_share
 from tests.decoders.backbones.masked_models import copy_changed, load, look_alone
 

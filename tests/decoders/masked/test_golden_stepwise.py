@@ -5,6 +5,7 @@ confidence there, so these tests do not suppress it either, but for one that sho
 """
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from decoders.base import Request
+from decoders.masked import stepwise
 from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
-from decoders.masked.stepwise import Factor, Stepwise, Threshold, dream_quota
+from decoders.masked.stepwise import dream_quota, dream_times, within
 from tests.decoders.backbones.masked_models import load, look
 from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all
@@ -38,7 +40,7 @@ def test_stepwise_is_the_public_llada_by_its_steps(golden, kind):
             kind="stepwise", block_length=options["block_length"], steps=options["steps"], cache=cache
         )
         canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
         check(outcome, case, canvas)
         assert outcome.nfe == case["nfe"]
 
@@ -58,21 +60,19 @@ def test_threshold_is_the_public_fast_dllm(golden, kind):
             cache=CACHES[kind],
         )
         canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, Threshold, settings), [Request(0, 1, canvas)]).values()
+        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
         check(outcome, case, canvas)
         assert outcome.nfe == case["nfe"]
 
 
-class PublicFactor(Factor):
+def public_within(factor, sure):
     """Fast-dLLM reveals everything where all but the last candidate pass; so two masks are always revealed together."""
-
-    def _count_revealed(self, group, sure_BW, most_B):
-        counts_B = super()._count_revealed(group, sure_BW, most_B)
-        return torch.where(counts_B >= most_B - 1, most_B, counts_B)
+    count = within(factor, sure)
+    return len(sure) if count >= len(sure) - 1 else count
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind):
+def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind, monkeypatch):
     """Differs on purpose: the last candidate has to pass like the others, so ours takes no fewer forwards, and here more."""
     folder, backbone = golden / "llada", load(golden / "llada")
     cases = [case for case in cases_of(folder, f"newer_{kind}") if "factor" in case["settings"]]
@@ -84,22 +84,22 @@ def test_factor_is_the_public_fast_dllm_but_for_the_last_candidate(golden, kind)
             kind="factor", block_length=options["block_length"], factor=options["factor"], cache=CACHES[kind]
         )
         canvas = canvas_of(case, 90)
-        (outcome,) = run_all(built(backbone, folder, PublicFactor, settings), [Request(0, 1, canvas)]).values()
+        with monkeypatch.context() as public:
+            public.setattr(stepwise, "within", public_within)
+            decoder = built(backbone, folder, settings)
+        (outcome,) = run_all(decoder, [Request(0, 1, canvas)]).values()
         check(outcome, case, canvas)
         assert outcome.nfe == case["nfe"]
-        (own,) = run_all(built(backbone, folder, Factor, settings), [Request(0, 1, canvas)]).values()
+        (own,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
         more += own.nfe > case["nfe"]
     assert more
 
 
-def test_factor_reveals_the_largest_number_of_which_each_is_sure_enough(golden):
-    folder = golden / "llada"
-    settings = FactorSettings(kind="factor", factor=1.0)
-    decoder = built(load(folder), folder, Factor, settings)
-    sure = torch.tensor([[0.9, 0.8, 0.74, 0.7, -torch.inf], [0.1, 0.1, 0.1, 0.1, 0.1], [1.0, 1.0, -torch.inf, 0, 0]])
-    most = torch.tensor([4, 5, 2])
+def test_factor_reveals_the_largest_number_of_which_each_is_sure_enough():
     # 2 x 0.1, 3 x 0.2 < 1, 4 x 0.26 > 1; never fewer than one; never more than there are.
-    assert decoder._count_revealed(None, sure, most).tolist() == [2, 1, 2]
+    assert within(1.0, [0.9, 0.8, 0.74, 0.7]) == 2
+    assert within(1.0, [0.1, 0.1, 0.1, 0.1, 0.1]) == 1
+    assert within(1.0, [1.0, 1.0]) == 2
 
 
 def test_stepwise_is_the_public_dream_by_its_schedule(golden):
@@ -118,7 +118,7 @@ def test_stepwise_is_the_public_dream_by_its_schedule(golden):
             confidence=CONFIDENCES[options["alg"]],
         )
         canvas = canvas_of(case, 91)
-        (outcome,) = run_all(built(backbone, folder, Stepwise, settings), [Request(0, 1, canvas)]).values()
+        (outcome,) = run_all(built(backbone, folder, settings), [Request(0, 1, canvas)]).values()
         check(outcome, case, canvas)
         assert outcome.nfe == case["nfe"]
 
@@ -129,9 +129,15 @@ def test_dreams_schedule_reveals_as_many_as_the_public_code(golden):
     for schedule in schedules:
         left, reveals = schedule["masks"], []
         for step in range(schedule["steps"]):
-            reveals.append(int(dream_quota(torch.tensor([left]), torch.tensor([step]), schedule["steps"])))
+            at_step: Any = SimpleNamespace(iterations=step)
+            reveals.append(dream_quota(at_step, schedule["steps"])(left))
             left -= reveals[-1]
         assert reveals == schedule["reveals"]
+
+
+def test_the_times_of_dreams_schedule_are_those_of_torch_to_the_bit():
+    for steps in (1, 2, 3, 7, 64, 255, 256, 511, 1000):
+        assert torch.equal(torch.from_numpy(dream_times(steps)), torch.linspace(1.0, 1e-3, steps + 1))
 
 
 def public_text(case, mask_id):
@@ -147,7 +153,7 @@ def test_a_mask_that_can_not_be_drawn_takes_no_part_in_confidences(golden):
     for case in cases:
         options = case["settings"]
         settings = StepwiseSettings(kind="stepwise", block_length=options["block_length"], steps=options["steps"])
-        decoder = built(backbone, folder, Stepwise, settings, suppressed=(90,))
+        decoder = built(backbone, folder, settings, suppressed=(90,))
         (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case, 90))]).values()
         same += outcome.tokens.tolist() == public_text(case, 90)
     assert len(cases) / 2 < same <= len(cases)
@@ -165,10 +171,10 @@ def test_ragged_batches_and_refilled_slots_change_nothing(golden, kind):
     requests = [Request(index, index, canvas_of(case, 90)) for index, case in enumerate(cases * 3)]
     settings = StepwiseSettings(kind="stepwise", block_length=4, cache=CACHES[kind])
     alone = {
-        request.index: run_all(built(backbone, folder, Stepwise, settings), [request])[request.index]
+        request.index: run_all(built(backbone, folder, settings), [request])[request.index]
         for request in requests[: len(cases)]
     }
-    together = run_all(built(backbone, folder, Stepwise, settings, rows=2), requests)
+    together = run_all(built(backbone, folder, settings, rows=2), requests)
     assert len(requests) >= 6
     for index, outcome in together.items():
         expected = alone[index % len(cases)]
@@ -228,7 +234,7 @@ def test_blocks_with_holes_anywhere_are_those_of_a_plain_loop(golden, family, ma
             canvas[0] = -1
         requests.append(Request(index, index, canvas))
     settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
-    outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(mask_id,)), requests)
+    outcomes = run_all(built(backbone, folder, settings, suppressed=(mask_id,)), requests)
     named = {"mask_id": mask_id, "shift": shift, "block_length": 4, "cache": cache, "refresh": refresh}
     for request in requests:
         steps = outcomes[request.index].trace
@@ -244,7 +250,7 @@ def test_texts_depend_on_how_long_a_cache_lives(golden):
     orders = {}
     for cache, refresh in LIFETIMES[:-1]:
         settings = StepwiseSettings(kind="stepwise", block_length=4, cache=cache, refresh=refresh)
-        outcomes = run_all(built(backbone, folder, Stepwise, settings, suppressed=(90,)), requests)
+        outcomes = run_all(built(backbone, folder, settings, suppressed=(90,)), requests)
         orders[cache, refresh] = [(step.positions, step.committed) for at in range(3) for step in outcomes[at].trace]
     assert orders["dual_strict", 1] == orders["none", None]
     assert len({str(order) for order in orders.values()}) == len(orders) - 1

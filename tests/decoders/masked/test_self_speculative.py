@@ -14,9 +14,8 @@ from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
 from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.masked.ssd import SelfSpeculative
-from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.support import run_all
@@ -58,9 +57,9 @@ def test_ssd_is_stepwise_on_an_exact_model(draft_length, sampling, tree):
         requests = canvases(6, vocab_size=VOCAB, longest=POSITIONS, seed=seed)
         info, model = table_info(shift), table(seed)
         base = StepwiseSettings(kind="stepwise", block_length=block_length)
-        expected = decode(Stepwise, model, info, base, SAMPLINGS[sampling], requests, rows=2)
+        expected = decode(model, info, base, SAMPLINGS[sampling], requests, rows=2)
         settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length, tree=tree)
-        outcomes = decode(SelfSpeculative, model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
+        outcomes = decode(model, info, settings, SAMPLINGS[sampling], requests, rows=rows)
         same(outcomes, expected)
         fewer += sum(expected[index].nfe - outcomes[index].nfe for index in expected)
     assert fewer > 0
@@ -76,11 +75,11 @@ def test_ssd_is_stepwise_on_the_public_architectures(golden, family, cache, samp
     cases: list[tuple[int, int | None, int, Any]] = [(2, 8, 16, "mixed"), (7, 8, 3, "chain"), (5, None, 1, "mixed")]
     for draft_length, block_length, rows, tree in cases:
         base = StepwiseSettings(kind="stepwise", block_length=block_length, cache=cache)
-        expected = decode(Stepwise, backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
+        expected = decode(backbone, info, base, SAMPLINGS[sampling], requests, rows=4)
         settings = SelfSpeculativeSettings(
             kind="ssd", block_length=block_length, cache=cache, draft_length=draft_length, tree=tree
         )
-        outcomes = decode(SelfSpeculative, backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
+        outcomes = decode(backbone, info, settings, SAMPLINGS[sampling], requests, rows=rows)
         same(outcomes, expected)
 
 
@@ -102,9 +101,7 @@ def test_a_model_that_keeps_its_mind_gives_all_drafts_and_one_token_more(draft_l
     settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=draft_length)
     for length in (1, 4, POSITIONS):
         requests = [masks_only(length)]
-        (outcome,) = decode(
-            SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["sampled"], requests, rows=1
-        ).values()
+        (outcome,) = decode(scripted(), table_info(), settings, SAMPLINGS["sampled"], requests, rows=1).values()
         assert outcome.nfe == 1 + -(-(length - 1) // (draft_length + 1))
         assert outcome.accepted == length - outcome.nfe
         assert outcome.proposed >= outcome.accepted
@@ -116,9 +113,7 @@ def test_a_refresh_costs_a_cached_block_no_forward_of_its_own(draft_length, cach
     """Better than the plain scheme, whose refresh runs the root alone: 1 + ceil(3 / (N + 1)) forwards for each block of four.
     Only the first block has one more, which drafts."""
     settings = SelfSpeculativeSettings(kind="ssd", block_length=3, draft_length=draft_length, cache=cache)
-    (outcome,) = decode(
-        SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(6)], rows=1
-    ).values()
+    (outcome,) = decode(scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(6)], rows=1).values()
     assert outcome.nfe == 1 + -(-2 // (draft_length + 1)) + -(-3 // (draft_length + 1))
 
 
@@ -130,7 +125,7 @@ def test_drafts_end_at_a_refresh_and_not_at_a_block_before_it(block_length, refr
         kind="ssd", block_length=block_length, draft_length=draft_length, cache="dual_strict", refresh=refresh
     )
     (outcome,) = decode(
-        SelfSpeculative, scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(POSITIONS)], rows=1
+        scripted(), table_info(), settings, SAMPLINGS["greedy"], [masks_only(POSITIONS)], rows=1
     ).values()
     spans = [min(refresh, POSITIONS - first) for first in range(0, POSITIONS, refresh)]
     assert outcome.nfe == 1 + sum(-(-(span - (at == 0)) // (draft_length + 1)) for at, span in enumerate(spans))
@@ -141,7 +136,6 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
     for tree in ("chain", "mixed"):
         settings = SelfSpeculativeSettings(kind="ssd", block_length=None, draft_length=4, tree=tree)
         outcomes = decode(
-            SelfSpeculative,
             table(3, spread=1.0),
             table_info(),
             settings,
@@ -156,7 +150,7 @@ def test_the_mixed_tree_gets_further_where_two_drafts_came_in_the_wrong_order():
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_sequence_forwards_are_counted(rows):
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
-    decoder = SelfSpeculative(
+    decoder = build_decoder(
         Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=rows, max_tokens=1 << 20),
         settings,
     )
@@ -168,11 +162,11 @@ def test_sequence_forwards_are_counted(rows):
 
 def test_room_counts_the_columns_of_all_nodes():
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3, tree="mixed")
-    decoder = SelfSpeculative(
+    decoder: Any = build_decoder(
         Setup(backbone=table(), info=table_info(), sampling=SAMPLINGS["greedy"], max_rows=9, max_tokens=6 * 7 * 2),
         settings,
     )
-    assert decoder.most_nodes == 6
+    assert decoder.columns(7) == 6 * 7
     assert decoder.room(7) == 2
 
 
@@ -218,8 +212,8 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
     requests, model, seen = completions(40, seed=4), table(4), set()
     for block_length in (2, None):
         base = StepwiseSettings(kind="stepwise", block_length=block_length)
-        whole = decode(Stepwise, model, table_info(), base, SAMPLINGS[sampling], requests, rows=4)
-        ended = decode(Stepwise, model, table_info(), base, SAMPLINGS[sampling], requests, rows=4, stops=stops)
+        whole = decode(model, table_info(), base, SAMPLINGS[sampling], requests, rows=4)
+        ended = decode(model, table_info(), base, SAMPLINGS[sampling], requests, rows=4, stops=stops)
         for index, outcome in ended.items():
             assert (outcome.tokens.tolist(), outcome.finish) == cut(whole[index].tokens.tolist(), stops)
             assert reveals(outcome) == reveals(whole[index])[: len(reveals(outcome))]
@@ -227,7 +221,7 @@ def test_a_completion_ends_where_all_before_its_end_is_revealed(stops, sampling)
         assert sum(outcome.nfe for outcome in ended.values()) < sum(outcome.nfe for outcome in whole.values())
         settings = SelfSpeculativeSettings(kind="ssd", block_length=block_length, draft_length=4)
         same(
-            decode(SelfSpeculative, model, table_info(), settings, SAMPLINGS[sampling], requests, rows=4, stops=stops),
+            decode(model, table_info(), settings, SAMPLINGS[sampling], requests, rows=4, stops=stops),
             ended,
         )
     assert len(seen) >= 2
@@ -254,10 +248,8 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
     good = [request for request in good if 2 not in request.canvas]
     bad = Request(99, 1, np.array([2, -1, -1, -1], dtype=np.int32))
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=3)
-    mixed = decode(
-        SelfSpeculative, model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2
-    )
-    alone = decode(SelfSpeculative, model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
+    mixed = decode(model, table_info(), settings, SAMPLINGS["greedy"], [good[0], bad, *good[1:]], rows=2)
+    alone = decode(model, table_info(), settings, SAMPLINGS["greedy"], good, rows=2)
     assert mixed[99].error_kind == "nan_logits"
     for index, outcome in alone.items():
         assert mixed[index].tokens.tolist() == outcome.tokens.tolist()

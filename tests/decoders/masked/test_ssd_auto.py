@@ -11,15 +11,15 @@ from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
+from decoders.engine import engine
 from decoders.engine.budget import DraftBudget
+from decoders.engine.lengths import HostColumns
+from decoders.engine.looks import NodeOffer
+from decoders.engine.node_lengths import NodeBudget
 from decoders.engine.setup import Setup
-from decoders.engine.state import SlotState
-from decoders.masked import ssd as self_speculative
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.masked.ssd import SelfSpeculative
-from decoders.masked.ssd_budget import NodeBudget
-from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
+from decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import random_lengths, run_all
@@ -50,9 +50,9 @@ def test_any_choice_gives_the_text_of_stepwise(golden, monkeypatch, cache, refre
     canvases = [np.where(rng.random(18) < 0.8, -1, rng.integers(0, 80, 18)).astype(np.int32) for _ in range(6)]
     requests = [Request(at, sample_key(0, str(at)), canvas) for at, canvas in enumerate(canvases)]
     base, sampled = StepwiseSettings(kind="stepwise", **shared), Sampling(temperature=0.8)
-    expected = decode(Stepwise, backbone, info, base, sampled, requests, rows=4)
+    expected = decode(backbone, info, base, sampled, requests, rows=4)
     for rows in (1, 4):
-        outcomes = decode(SelfSpeculative, backbone, info, auto(tree=tree, **shared), sampled, requests, rows=rows)
+        outcomes = decode(backbone, info, auto(tree=tree, **shared), sampled, requests, rows=rows)
         same(outcomes, expected)
         assert sum(outcome.accepted for outcome in outcomes.values()) > 0
 
@@ -65,17 +65,16 @@ def test_a_model_that_keeps_its_mind_pays_nothing_for_a_refresh_in_a_chain(monke
     info = ModelInfo("table", 4, 3, None, "masked", 0, (3,))
     nothing = [Request(0, 0, np.full(7, -1, dtype=np.int32))]
     settings = auto(block_length=3, cache=cache, refresh=refresh)
-    (outcome,) = decode(SelfSpeculative, model, info, settings, GREEDY, nothing, rows=1).values()
+    (outcome,) = decode(model, info, settings, GREEDY, nothing, rows=1).values()
     assert outcome.nfe == 1 + -(-6 // 3), "two drafts a forward, after one that drafts"
 
 
 def test_a_draft_over_a_refresh_is_charged_with_a_whole_canvas():
-    budget = NodeBudget(SlotState(2, torch.device("cpu"), max_commit=1), 4, mixed=False)
-    root, node, whole = (torch.tensor(rows) for rows in ([40, 8], [8, 8], [40, 30]))
-    budget.size(root, node, whole, torch.tensor([3, 9]))
+    budget = NodeBudget(HostColumns(2), range(5))
+    budget.size([NodeOffer(4, 40, 8, 40, 3), NodeOffer(4, 8, 8, 30, 9)])
     assert budget._slot_rows(2).tolist() == [[40, 48, 56, 96, 104], [8, 16, 24, 32, 40]]
-    mixed = NodeBudget(SlotState(1, torch.device("cpu"), max_commit=1), 3, mixed=True)
-    mixed.size(root[:1], node[:1], whole[:1], None)
+    mixed = NodeBudget(HostColumns(1), [0, 1, 3, 5])
+    mixed.size([NodeOffer(3, 40, 8, 40, -1)])
     assert mixed._slot_rows(1).tolist() == [[40, 48, 64, 80]]
 
 
@@ -91,7 +90,7 @@ def test_a_slot_is_admitted_as_for_stepwise_and_nodes_take_what_is_left():
     for num_tokens, rows, allowed in ((7 * 10, 4, 10), (7 * 4, 4, 4), (1, 4, 1)):
         model = Counting(vocab_size=4, num_positions=7)
         model.table_PXV[:] = model.table_PXV[:, :1]  # so that all drafts come true
-        decoder = SelfSpeculative(
+        decoder = build_decoder(
             Setup(backbone=model, info=info, sampling=GREEDY, max_rows=rows, max_tokens=num_tokens), auto()
         )
         assert decoder.room(7) == min(rows, max(num_tokens // 7, 1))
@@ -146,15 +145,17 @@ class Moody:
         raise NotImplementedError
 
 
-def seconds_of(monkeypatch, kind, settings, *, rows=4, count=24, **machine):
+def seconds_of(monkeypatch, settings, *, rows=4, count=24, **machine):
     """(Simulated seconds, forwards, canvases beside the roots) of a run; its texts are checked elsewhere."""
     model = Moody(**machine)
-    monkeypatch.setattr(self_speculative, "time", SimpleNamespace(perf_counter=lambda: model.now))
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: model.now, time=lambda: model.now))
     info = ModelInfo("moody", model.vocab_size, model.vocab_size - 1, None, "masked", 0, (model.vocab_size - 1,))
     rng = np.random.default_rng(1)
     lengths = rng.integers(24, 49, count)
     requests = [Request(at, at, np.full(int(length), -1, dtype=np.int32)) for at, length in enumerate(lengths)]
-    decoder = kind(Setup(backbone=model, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20), settings)
+    decoder = build_decoder(
+        Setup(backbone=model, info=info, sampling=GREEDY, max_rows=rows, max_tokens=1 << 20), settings
+    )
     outcomes = run_all(decoder, requests)
     return model.seconds, model.num_forwards, sum(outcome.proposed for outcome in outcomes.values())
 
@@ -169,8 +170,8 @@ HOPELESS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", HOPELESS)
 def test_where_drafts_do_not_pay_little_is_lost_on_them(monkeypatch, case):
-    plain, _, _ = seconds_of(monkeypatch, Stepwise, PLAIN, **HOPELESS[case])
-    found, _, _ = seconds_of(monkeypatch, SelfSpeculative, auto(), **HOPELESS[case])
+    plain, _, _ = seconds_of(monkeypatch, PLAIN, **HOPELESS[case])
+    found, _, _ = seconds_of(monkeypatch, auto(), **HOPELESS[case])
     assert found < 1.04 * plain
 
 
@@ -184,17 +185,17 @@ WORTHWHILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", WORTHWHILE)
 def test_where_drafts_pay_it_is_nearly_as_fast_as_the_best_number(monkeypatch, case):
-    plain, _, _ = seconds_of(monkeypatch, Stepwise, PLAIN, **WORTHWHILE[case])
-    found, _, _ = seconds_of(monkeypatch, SelfSpeculative, auto(), **WORTHWHILE[case])
+    plain, _, _ = seconds_of(monkeypatch, PLAIN, **WORTHWHILE[case])
+    found, _, _ = seconds_of(monkeypatch, auto(), **WORTHWHILE[case])
     numbers = [SelfSpeculativeSettings(kind="ssd", draft_length=number) for number in (2, 4, 16)]
-    fixed = [seconds_of(monkeypatch, SelfSpeculative, number, **WORTHWHILE[case])[0] for number in numbers]
+    fixed = [seconds_of(monkeypatch, number, **WORTHWHILE[case])[0] for number in numbers]
     assert found < 0.75 * plain
     assert found < 1.15 * min(fixed)
 
 
 def test_where_a_forward_costs_the_same_whatever_it_runs_drafts_are_long(monkeypatch):
     longest = SelfSpeculativeSettings(kind="ssd", draft_length=16)
-    _, fewest, _ = seconds_of(monkeypatch, SelfSpeculative, longest, shake=0.05)
-    _, num_forwards, proposed = seconds_of(monkeypatch, SelfSpeculative, auto(), shake=0.05)
+    _, fewest, _ = seconds_of(monkeypatch, longest, shake=0.05)
+    _, num_forwards, proposed = seconds_of(monkeypatch, auto(), shake=0.05)
     assert num_forwards < 1.2 * fewest
     assert proposed > 6 * 4 * num_forwards, "of four slots"

@@ -8,8 +8,6 @@ from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.masked.ssd import SelfSpeculative
-from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
@@ -72,9 +70,9 @@ def check(case, backbone, info, requests):
     }
     sampling = SAMPLINGS[case["sampling"]]
     base = StepwiseSettings(kind="stepwise", **shared)
-    expected = decode(Stepwise, backbone, info, base, sampling, requests, rows=2)
+    expected = decode(backbone, info, base, sampling, requests, rows=2)
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=case["draft_length"], tree=case["tree"], **shared)
-    outcomes = decode(SelfSpeculative, backbone, info, settings, sampling, requests, rows=case["rows"])
+    outcomes = decode(backbone, info, settings, sampling, requests, rows=case["rows"])
     same(outcomes, expected)
     return sum(expected[index].nfe - outcomes[index].nfe for index in expected)
 

@@ -9,8 +9,6 @@ from decoders.backbones.load import inspect_model
 from decoders.base import ModelInfo, Request
 from decoders.common_settings import Sampling
 from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.masked.ssd import SelfSpeculative
-from decoders.masked.stepwise import Stepwise
 from decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
@@ -126,7 +124,7 @@ def test_drafts_are_judged_by_the_cache_of_their_round(block_length, refresh, sh
         model = TokenTable(vocab_size=4, num_positions=LENGTH, seed=draft_length, spread=1.0)
         life: dict[str, Any] = {"block_length": block_length, "refresh": refresh, "draft_length": draft_length}
         requests = requests_of(12, seed=draft_length)
-        outcomes = decode(SelfSpeculative, model, info(shift), ssd(**life), GREEDY, requests, rows=5)
+        outcomes = decode(model, info(shift), ssd(**life), GREEDY, requests, rows=5)
         for request in requests:
             if not (request.canvas < 0).any():
                 continue
@@ -135,7 +133,7 @@ def test_drafts_are_judged_by_the_cache_of_their_round(block_length, refresh, sh
                 reference.round()
             assert reveals(outcomes[request.index]) == reference.revealed
             assert outcomes[request.index].nfe == reference.rounds
-        strict = decode(SelfSpeculative, model, info(shift), ssd("dual_strict", **life), GREEDY, requests, rows=5)
+        strict = decode(model, info(shift), ssd("dual_strict", **life), GREEDY, requests, rows=5)
         crossed += sum(strict[index].nfe - outcomes[index].nfe for index in strict)
     assert crossed > 0
 
@@ -147,14 +145,12 @@ def test_it_is_lossy_and_its_texts_tell_how_often(golden):
     requests = [Request(at, at, np.array([*prompt, *[-1] * 16], dtype=np.int32)) for at, prompt in enumerate(prompts)]
     sampled = Sampling(temperature=1.0)
     base = StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=4)
-    expected = decode(Stepwise, backbone, known, base, sampled, requests, rows=8)
+    expected = decode(backbone, known, base, sampled, requests, rows=8)
     settings = ssd(draft_length=4, block_length=4)
-    outcomes = decode(SelfSpeculative, backbone, known, settings, sampled, requests, rows=8)
+    outcomes = decode(backbone, known, settings, sampled, requests, rows=8)
     differs = [outcomes[at].tokens.tolist() != expected[at].tokens.tolist() for at in expected]
     assert 0 < np.mean(differs) < 1
-    exact = decode(
-        SelfSpeculative, backbone, known, ssd("dual_strict", draft_length=4, block_length=4), sampled, requests, rows=8
-    )
+    exact = decode(backbone, known, ssd("dual_strict", draft_length=4, block_length=4), sampled, requests, rows=8)
     same(exact, expected)
 
 
@@ -162,9 +158,9 @@ def test_where_the_cache_is_made_once_there_is_nothing_to_relax():
     model = TokenTable(vocab_size=4, num_positions=LENGTH, seed=2, spread=1.0)
     requests = requests_of(30, seed=2)
     base = StepwiseSettings(kind="stepwise", cache="dual_strict", block_length=None)
-    expected = decode(Stepwise, model, info(), base, GREEDY, requests, rows=4)
+    expected = decode(model, info(), base, GREEDY, requests, rows=4)
     same(
-        decode(SelfSpeculative, model, info(), ssd(draft_length=3, block_length=None), GREEDY, requests, rows=4),
+        decode(model, info(), ssd(draft_length=3, block_length=None), GREEDY, requests, rows=4),
         expected,
     )
 
@@ -175,5 +171,5 @@ def test_a_model_that_keeps_its_mind_pays_nothing_for_the_ends_of_blocks(draft_l
     model.table_PXV[:] = model.table_PXV[:, :1]
     nothing = [Request(0, 0, np.full(LENGTH, -1, dtype=np.int32))]
     settings = ssd(draft_length=draft_length, block_length=3)
-    (outcome,) = decode(SelfSpeculative, model, info(), settings, GREEDY, nothing, rows=1).values()
+    (outcome,) = decode(model, info(), settings, GREEDY, nothing, rows=1).values()
     assert outcome.nfe == 1 + -(-(LENGTH - 1) // (draft_length + 1))

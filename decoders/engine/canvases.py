@@ -1,0 +1,221 @@
+"""The lane of a masked-diffusion model: canvases on the device, forwards over nodes of them, the picks of asked masks.
+
+    host      spans, asked stretches, drafts, revealed tokens  ->  one buffer down
+    device    the canvas takes what was revealed               ->  rows of the spans, tokens of canvas and drafts  ->  network
+              the masks in the asked stretches                 ->  output layer  ->  token, how sure  ->  the best of each stretch
+    host      (how sure, position, token, log-probability)     <-  one record up
+
+All shapes are known to the host, which counts rows, masks and picks. One more number of the record checks that its masks are
+those of the device.
+
+Legend: B samples, P spans, A asked stretches, N rows, Q positions of the stretches, R masks among them, L lines of the rectangle
+(slots of the cache), T rows of a line, S slots, W positions of a canvas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.backbones.base import TokenRows
+from decoders.backbones.cache import rounded
+from decoders.base import HOLE, ModelInfo
+from decoders.draws.absorbing import total_noise
+from decoders.engine import look_packing as told
+from decoders.engine.algorithm import Canvases
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.lanes import Lane
+from decoders.engine.look_packing import Packed, copied, pack
+from decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
+from decoders.engine.memory import Account, column_multiple
+from decoders.engine.packing import Ints
+from decoders.engine.picks import Masks, Picks
+from decoders.engine.samples import Sample
+from decoders.engine.setup import Setup
+
+_STEP: Final = 64
+_CANVAS, _NUMBER, _DRAFT = range(3)
+# The number of a draft where there is none: no node has it.
+_NONE: Final = 1 << 30
+
+
+class CanvasLane(Lane):
+    """See the module's docstring. With a cache the nodes of a sample share its slot; else each has a slot of its own."""
+
+    def __init__(self, backbone: Any, info: ModelInfo, mask_id: int, picks: Picks, canvases: Canvases) -> None:
+        super().__init__(backbone, info.vocab_size, is_target=True)
+        self._mask_id, self._shift, self.picks = mask_id, info.shift, picks
+        self._cached, self._conditioned = canvases.cached, canvases.conditioned
+        self._slots_each = canvases.num_slots
+        self._multiple, self._num_slots, self._width = column_multiple(backbone), 0, 0
+        # Of each position: its token, the number of a draft there, and the draft.
+        self._canvas_3SW = torch.zeros(3, 0, 0, dtype=torch.int64, device=self.device)
+        self.num_nodes = 0
+        """Canvases of the last forward."""
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    @property
+    def cell_bytes(self) -> int:
+        """See Lane; with what a forward over whole canvases takes, and the canvas itself."""
+        return super().cell_bytes + int(getattr(self.backbone, "row_bytes", 0)) + 8 * len(self._canvas_3SW)
+
+    def resize(self, num_slots: int, num_columns: int) -> None:
+        """See Lane; `num_columns` are those of all slots of a sample together."""
+        super().resize(num_slots * self._slots_each, num_columns // self._slots_each // self._multiple * self._multiple)
+        self._num_slots = num_slots
+        self._fit_canvases(0)
+
+    def _fit_canvases(self, length: int) -> None:
+        held_3SW, width = self._canvas_3SW, max(self._canvas_3SW.shape[2], rounded(length, _STEP))
+        if held_3SW.shape[1:] == (self._num_slots, width):
+            return
+        both = slice(0, min(self._num_slots, held_3SW.shape[1])), slice(0, held_3SW.shape[2])
+        self._canvas_3SW = held_3SW.new_zeros(3, self._num_slots, width)
+        self._canvas_3SW[_NUMBER] = _NONE
+        self._canvas_3SW[:, *both] = held_3SW[:, *both]
+
+    def start(self, sample: Sample) -> None:
+        """See Lane."""
+        self._fit_canvases(sample.length)
+        self._canvas_3SW[_CANVAS, sample.slot, : sample.length] = self.put(np.array(sample.tokens, dtype=np.int64))
+        self.picks.start(sample)
+
+    def move(self, source: int, target: int) -> None:
+        """See Lane. Without a cache nothing that the model holds is read again."""
+        if self._cached:
+            super().move(source, target)
+        self._canvas_3SW[:, target] = self._canvas_3SW[:, source]
+        self.picks.move(source, target)
+
+    def release(self, slot: int) -> None:
+        """See Lane."""
+        self.picks.release(slot)
+
+    # ---- one forward ---------------------------------------------------------------------------------------------
+
+    def look(self, samples: Sequence[Canvas], slot_B: Ints) -> Iterator[list[Pick]]:
+        """Run what these samples ask, and read what they want to know; the answers in their order."""
+        packed = pack(samples, slot_B, cached=self._cached, shift=self._shift, conditioned=self._conditioned)
+        self._reserve(packed)
+        new_4N = self.picks.missing_noise(samples, packed.top_B, (self._num_slots, self._canvas_3SW.shape[2]))
+        packed.parcel.add("noise", new_4N)
+        sent = packed.parcel.send(self.put)
+        self._write(sent)
+        rows = self._rows(sent, packed)
+        hidden_ND = self._run(rows, packed.num_rows).flatten(0, 1)
+        network_s, self.num_nodes, self._width = self.first_s, packed.num_nodes, packed.width
+        row_R, masks, found = self._masks(sent, packed)
+        record = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
+        self.first_s = network_s
+        self._canvas_3SW[_NUMBER, sent["drafts"][0], sent["drafts"][1]] = _NONE
+        return self._answers(record, found, packed)
+
+    def settle(self, samples: Sequence[Canvas]) -> None:
+        """Copy the columns that samples want copied after their answers; nothing waits for it."""
+        if wanting := [sample for sample in samples if sample.copies]:
+            self.backbone.copy_columns(*self.put(copied(wanting, self._width)))
+
+    def _reserve(self, packed: Packed) -> None:
+        """Make room in the cache where the nodes of a forward were not counted beforehand (lengths chosen by time)."""
+        lines = 0 if self._cached else packed.num_lines
+        shape = max(lines, self._shape[0]), rounded(max(packed.num_columns, self._shape[1]), self._multiple)
+        if shape != self._shape:
+            super().resize(*shape)
+
+    def _write(self, sent: dict[str, Tensor]) -> None:
+        """Put what was revealed and what is drafted onto the canvases."""
+        slot_N, position_N, token_N = sent["news"]
+        self._canvas_3SW[_CANVAS, slot_N, position_N] = token_N
+        slot_E, position_E, token_E, number_E = sent["drafts"]
+        self._canvas_3SW[_NUMBER, slot_E, position_E] = number_E
+        self._canvas_3SW[_DRAFT, slot_E, position_E] = token_E
+
+    def _held(self, slot_N: Tensor, position_N: Tensor, lead_N: Tensor, more_N: Tensor) -> Tensor:
+        """What stands at positions of nodes: the canvas, and those of its drafts that the node has."""
+        canvas_N, number_N, draft_N = self._canvas_3SW[:, slot_N, position_N]
+        return torch.where((number_N < lead_N) | (number_N == more_N), draft_N, canvas_N)
+
+    def _rows(self, sent: dict[str, Tensor], packed: Packed) -> TokenRows:
+        """Expand the spans to rows, and spread these over the rectangle."""
+        span_FP = sent["spans"]
+        row_FN = span_FP.repeat_interleave(span_FP[COUNT], dim=1, output_size=packed.num_rows)
+        step_N = torch.arange(packed.num_rows, device=self.device) - row_FN[told.BEFORE]
+        position_N = row_FN[POSITION] + step_N
+        held_N = self._held(row_FN[told.SLOT], position_N, row_FN[LEAD], row_FN[MORE])
+        token_N = torch.where(held_N == HOLE, self._mask_id, held_N)
+        sights = row_FN[LO1 : LO1 + 2 * packed.num_sights]
+        fields_FN = torch.stack([token_N, position_N, row_FN[COLUMN] + step_N, torch.ones_like(step_N), *sights])
+        flat_FN = fields_FN.new_zeros(len(fields_FN), packed.num_lines * packed.num_places)
+        flat_FN[:, row_FN[told.PLACE] + step_N] = fields_FN
+        grid_FLT = flat_FN.view(-1, packed.num_lines, packed.num_places)
+        column_W = torch.arange(packed.num_columns, device=self.device)
+        visible_LTW = torch.zeros(*grid_FLT.shape[1:], packed.num_columns, dtype=torch.bool, device=self.device)
+        for first in range(4, len(grid_FLT), 2):
+            low_LT1, high_LT1 = grid_FLT[first].unsqueeze(2), grid_FLT[first + 1].unsqueeze(2)
+            visible_LTW |= (column_W >= low_LT1) & (column_W < high_LT1)
+        sigma_LT = None
+        if self._conditioned:
+            sigma_LT = total_noise(sent["times"][:, 0]).unsqueeze(1).expand_as(grid_FLT[0])
+        return TokenRows(sent["slots"], grid_FLT[0], grid_FLT[1], grid_FLT[2], grid_FLT[3] > 0, visible_LTW, sigma_LT)
+
+    def _masks(self, sent: dict[str, Tensor], packed: Packed) -> tuple[Tensor, Masks, Tensor]:
+        """The rows of the asked masks, [R], what is known of them, and how many there are in truth.
+
+        Of the Q positions of all stretches the R that hold masks, in their order: by a running sum, without looking at the data.
+        """
+        asked_FA, num_masks = sent["asked"], len(packed.slot_R)
+        which_Q = torch.arange(asked_FA.shape[1], device=self.device).repeat_interleave(
+            asked_FA[-1], output_size=packed.num_positions
+        )
+        own_FQ = asked_FA[:, which_Q]
+        position_Q = own_FQ[told.FIRST] + torch.arange(packed.num_positions, device=self.device) - own_FQ[told.EARLIER]
+        held_Q = self._held(own_FQ[told.OF_SLOT], position_Q, own_FQ[told.OF_LEAD], own_FQ[told.OF_MORE])
+        count_Q = (held_Q == HOLE).cumsum(0)
+        place_Q = torch.where(held_Q == HOLE, count_Q - 1, num_masks).clamp(max=num_masks)
+        each_Q = torch.arange(packed.num_positions, device=self.device)
+        index_R = each_Q.new_zeros(num_masks + 1).scatter_(0, place_Q, each_Q)[:num_masks]
+        own_FR, position_R = own_FQ[:, index_R], position_Q[index_R]
+        masks = Masks(
+            slots=packed.slot_R,
+            slot_R=own_FR[told.OF_SLOT],
+            position_R=position_R,
+            key_R2=own_FR[told.KEY : told.KEY + 2].T,
+            stretch_R=which_Q[index_R],
+            step_R3=sent["steps"][which_Q[index_R]],
+        )
+        return own_FR[told.ROW] + (position_R - self._shift).clamp(min=0), masks, count_Q[-1]
+
+    def _answers(self, record_4P: Tensor, found: Tensor, packed: Packed) -> Iterator[list[Pick]]:
+        """Cut the picks into answers; the one transfer up."""
+        record = torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)]).cpu().numpy()
+        assert record[-1] == len(packed.slot_R), "host and device disagree about how many masks a canvas has"
+        worth_P, position_P, token_P, log_p_P = record[:-1].reshape(4, -1)
+        ints = (position_P.astype(np.int64).tolist(), token_P.astype(np.int64).tolist())
+        picks, first = list(zip(worth_P.tolist(), *ints, log_p_P.tolist(), strict=True)), 0
+        for size in packed.size_B.tolist():
+            yield picks[first : first + size]
+            first += size
+
+
+def canvas_lane(setup: Setup, canvases: Canvases, account: Callable[[], Account]) -> CanvasLane:
+    """The lane of a masked-diffusion model under these settings."""
+    backbone, info = setup.backbone, setup.info
+    if info.mask_id is None:
+        raise ValueError(f"decoder.kind: models of family {info.family!r} have no mask to start from")
+    picks = Picks(
+        setup.sampling,
+        info.suppressed,
+        kind=canvases.confidence,
+        num_slots=setup.max_rows,
+        vocab_size=info.vocab_size,
+        mask_id=info.mask_id,
+        device=backbone.device,
+        dtype=backbone.dtype,
+        account=account,
+    )
+    return CanvasLane(backbone, info, info.mask_id, picks, canvases)

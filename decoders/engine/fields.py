@@ -1,0 +1,93 @@
+"""The noise of positions, on the device: of every mask, for as long as it may be read.
+
+Every forward reads the noise of a mask until it is revealed. Where the noise of whole canvases fits into memory, it is computed
+once, from left to right as far as masks are asked about; which masks these are the host knows. Else each forward computes it.
+
+Legend: S slots, W positions of a canvas, R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.draws import noise
+from decoders.draws.keys import split_key
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.memory import Account
+from decoders.engine.packing import Ints
+
+
+class NoiseField:
+    """Noise [S * W, V], float32, or none if that takes more than the account gives to noise."""
+
+    def __init__(self, vocab_size: int, num_slots: int, device: torch.device, account: Callable[[], Account]) -> None:
+        self._vocab_size, self._device, self._account = vocab_size, device, account
+        self._kept_CV = torch.zeros(0, vocab_size, device=device)
+        self._shape = (0, 0)
+        # The noise of the masks below this position is kept.
+        self._until_S: Ints = np.zeros(num_slots, dtype=np.int64)
+
+    def start(self, slot: int) -> None:
+        """A new sample: nothing of its noise is kept."""
+        self._until_S[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Carry a sample's noise along."""
+        self._until_S[target] = self._until_S[source]
+        if self.is_kept:
+            width = self._shape[1]
+            own, other = source * width, target * width
+            self._kept_CV[other : other + width] = self._kept_CV[own : own + width]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether noise is kept at all."""
+        return len(self._kept_CV) > 0
+
+    def missing(self, samples: Sequence[Canvas], top_B: Ints, shape: tuple[int, int]) -> Ints:
+        """(cell, position, key, key) of the masks below `top_B` whose noise is not kept yet, [4, N]; then it counts as kept.
+
+        `shape` are the slots and positions that there are now.
+        """
+        if shape != self._shape:
+            self._resize(*shape)
+        found: list[Ints] = []
+        if self.is_kept:
+            for sample, top in zip(samples, top_B.tolist(), strict=True):
+                first = int(self._until_S[sample.slot])
+                if first < top:
+                    at = first + np.flatnonzero(sample.request.canvas[first:top] < 0)
+                    low, high = split_key(sample.key)
+                    found.append(np.stack([at + sample.slot * shape[1], at, at * 0 + low, at * 0 + high]))
+                    self._until_S[sample.slot] = top
+        return np.concatenate(found, 1) if found else np.zeros((4, 0), dtype=np.int64)
+
+    def _resize(self, num_slots: int, width: int) -> None:
+        num_cells = num_slots * width
+        if num_cells * self._vocab_size * 4 > self._account().noise:
+            num_cells = 0
+        self._kept_CV = torch.zeros(0, self._vocab_size, device=self._device)
+        self._kept_CV = torch.zeros(num_cells, self._vocab_size, device=self._device)
+        self._shape = num_slots, width
+        self._until_S[:] = 0
+
+    def fill(self, new_4N: Tensor) -> None:
+        """Compute what is `missing`."""
+        if new_4N.shape[1]:
+            self._kept_CV[new_4N[0]] = noise.gumbel_rows(new_4N[2:].T, new_4N[1], self._vocab_size)
+
+    def rows(self, slot_R: Tensor, position_R: Tensor, keys_R2: Tensor) -> Tensor:
+        """The noise at each (slot, position), [R, V]."""
+        cell_R = slot_R * self._shape[1] + position_R
+        if self.is_kept:
+            return self._kept_CV.index_select(0, cell_R)
+        if self._device.type != "cpu":
+            return noise.gumbel_rows(keys_R2, position_R, self._vocab_size)
+        # Nodes ask about the same masks. Here, looking at the data costs nothing.
+        cells, which_R = torch.unique(cell_R, return_inverse=True)
+        one = torch.zeros_like(cells).scatter_(0, which_R, torch.arange(len(which_R)))
+        return noise.gumbel_rows(keys_R2[one], position_R[one], self._vocab_size)[which_R]

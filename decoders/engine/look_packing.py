@@ -1,0 +1,185 @@
+"""Packs what all samples of a forward ask about their canvases: one buffer for the device, and what the host must know of it.
+
+Numpy over spans, stretches and drafts only: nothing here is as long as a canvas.
+
+Legend: B samples, P spans, A asked stretches, L lines of the rectangle of rows (slots of the cache), F fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from decoders.draws.keys import split_key
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.looks import (
+    ASKED_FIELDS,
+    BEST,
+    COLUMN,
+    COUNT,
+    HI,
+    HI1,
+    HI2,
+    HI3,
+    HI4,
+    LEAD,
+    LO,
+    LO1,
+    LO2,
+    LO3,
+    LO4,
+    MASKS,
+    MORE,
+    POSITION,
+    SIDE,
+    SPAN,
+    SPAN_FIELDS,
+    Look,
+)
+from decoders.engine.packing import Ints, repeated
+from decoders.engine.parcels import Parcel
+
+# What the device is told of a span, after its fields: its slot, the place of its first row, and the rows before it.
+SLOT, PLACE, BEFORE = range(SPAN_FIELDS, SPAN_FIELDS + 3)
+# What it is told of a stretch: the place of the row that predicts position 0, the first position, the positions before
+# this stretch, the node's drafts, the slot, and the sample's key.
+ROW, FIRST, EARLIER, OF_LEAD, OF_MORE, OF_SLOT, KEY = range(7)
+_SIGHTS: Final = (LO1, HI1, LO2, HI2, LO3, HI3, LO4, HI4)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A forward's buffer, and its shape on the host.
+
+    `top_B` is the position below which the masks of each sample are asked about, `slot_R` the slot of each mask that is read,
+    `size_B` how many picks a sample gets. `width` is the length of the longest canvas. Columns are those of the cache, lines
+    its slots.
+    """
+
+    parcel: Parcel
+    num_lines: int
+    num_places: int
+    num_rows: int
+    num_columns: int
+    num_sights: int
+    num_positions: int
+    num_nodes: int
+    width: int
+    top_B: Ints
+    slot_R: Ints
+    size_B: Ints
+
+
+def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, conditioned: bool) -> Packed:
+    """Pack the asks of these samples. With `cached` the nodes of a sample share its slot; else each span has one of its own.
+
+    A row predicts the position `shift` after its own. `conditioned`: the model must know the time of each canvas.
+    """
+    asks = [sample.ask for sample in samples]
+    looks = [ask for ask in asks if isinstance(ask, Look)]
+    assert len(looks) == len(asks), "samples of masked diffusion look at their canvases"
+    width = max(sample.length for sample in samples)
+    each_B = np.arange(len(looks))
+    span_PF, spans_B = _table([look.spans for look in looks], SPAN_FIELDS)
+    asked_AF, asked_B = _table([look.asked for look in looks], ASKED_FIELDS)
+    _put_beside(span_PF, width)
+    owner_P, owner_A = np.repeat(each_B, spans_B), np.repeat(each_B, asked_B)
+    asked_AF[:, SPAN] += (spans_B.cumsum() - spans_B)[owner_A]
+    count_P, parcel = span_PF[:, COUNT], Parcel()
+    # The rows of a line follow each other.
+    line_P, slot_L = (owner_P, slot_B) if cached else (np.arange(len(span_PF)), np.arange(len(span_PF)))
+    rows_L = np.bincount(line_P, weights=count_P, minlength=len(slot_L)).astype(np.int64)
+    num_places, before_P = int(rows_L.max()), count_P.cumsum() - count_P
+    place_P = line_P * num_places + before_P - (rows_L.cumsum() - rows_L)[line_P]
+    parcel.add("spans", np.vstack([span_PF.T, slot_B[owner_P], place_P, before_P]))
+    parcel.add("slots", slot_L)
+    if conditioned:
+        parcel.add("times", np.array([look.times for look in looks], dtype=np.float64)[each_B if cached else owner_P])
+    masks_A, best_A = asked_AF[:, MASKS], asked_AF[:, BEST]
+    parcel.add("asked", _stretches(samples, asked_AF, span_PF, place_P, owner_A, shift))
+    steps = [(*look.times, look.draw) for look in looks] if conditioned else [(0, 0, 0)] * len(looks)
+    parcel.add("steps", np.array(steps, dtype=np.float64)[owner_A])
+    parcel.add("masks", masks_A)
+    parcel.add("picks", _picks(masks_A, best_A))
+    drafts, drafts_B = _table([look.drafts for look in looks], 2)
+    news, news_B = _table([sample.news for sample in samples], 2)
+    for sample in samples:
+        sample.news = []
+    parcel.add("news", np.vstack([np.repeat(slot_B, news_B), news.T]))
+    number_E = repeated(drafts_B.cumsum() - drafts_B, drafts_B)
+    parcel.add("drafts", np.vstack([np.repeat(slot_B, drafts_B), drafts.T, number_E]))
+    first_B = asked_B.cumsum() - asked_B
+    ends_PF = span_PF[:, [HI1, HI2, HI3, HI4]]
+    return Packed(
+        parcel=parcel,
+        num_lines=len(slot_L),
+        num_places=num_places,
+        num_rows=int(count_P.sum()),
+        num_columns=int(ends_PF.max()),
+        num_sights=int(ends_PF.any(0).sum()),
+        num_positions=int((asked_AF[:, HI] - asked_AF[:, LO]).sum()),
+        num_nodes=int(spans_B.sum()) if not cached else sum(1 + max(look.spans[3::SPAN_FIELDS]) for look in looks),
+        width=width,
+        top_B=np.maximum.reduceat(asked_AF[:, HI], first_B),
+        slot_R=np.repeat(slot_B[owner_A], masks_A),
+        size_B=np.add.reduceat(best_A, first_B),
+    )
+
+
+def _table(lists: Sequence[Sequence[int]], num_fields: int) -> tuple[Ints, Ints]:
+    """All lists, one after the other, as rows of so many fields; and how many rows each list had."""
+    flat = [number for numbers in lists for number in numbers]
+    sizes = np.array([len(numbers) for numbers in lists], dtype=np.int64)
+    return np.array(flat, dtype=np.int64).reshape(-1, num_fields), sizes // num_fields
+
+
+def _put_beside(span_PF: Ints, width: int) -> None:
+    """Give the columns beside the canvases their numbers: from the length of the longest canvas on."""
+    for field in (COLUMN, *_SIGHTS):
+        span_PF[:, field] -= (span_PF[:, field] >= SIDE) * (SIDE - width)
+
+
+def _stretches(
+    samples: Sequence[Canvas],
+    asked_AF: Ints,
+    span_PF: Ints,
+    place_P: Ints,
+    owner_A: Ints,
+    shift: int,
+) -> Ints:
+    """What the device is told of the stretches, [F, A]."""
+    span_A, size_A = asked_AF[:, SPAN], asked_AF[:, HI] - asked_AF[:, LO]
+    begin_A = span_PF[span_A, POSITION]
+    end_A = begin_A + span_PF[span_A, COUNT]
+    is_run = (np.maximum(asked_AF[:, LO] - shift, 0) >= begin_A) & (asked_AF[:, HI] - shift <= end_A)
+    assert is_run.all(), "a mask is read from a row that was not run"
+    slot_B = np.array([sample.slot for sample in samples], dtype=np.int64)
+    keys_B2 = np.array([split_key(sample.key) for sample in samples], dtype=np.int64)
+    fields = [place_P[span_A] - begin_A, asked_AF[:, LO], size_A.cumsum() - size_A]
+    fields += [span_PF[span_A, LEAD], span_PF[span_A, MORE], slot_B[owner_A], *keys_B2[owner_A].T]
+    return np.vstack([*fields, size_A])
+
+
+def _picks(masks_A: Ints, best_A: Ints) -> Ints:
+    """Where the best so many of each stretch are among all masks once these are sorted, [P]."""
+    assert (best_A <= masks_A).all(), "more picks than masks"
+    first_A = masks_A.cumsum() - masks_A
+    return np.repeat(first_A, best_A) + repeated(best_A.cumsum() - best_A, best_A)
+
+
+def copied(samples: Sequence[Canvas], width: int) -> Ints:
+    """The columns that the samples want copied after a forward, [3, N]: slot, column, new column.
+
+    `width` is the length of the longest canvas of that forward. The samples want nothing more then.
+    """
+    copies, counts = _table([sample.copies for sample in samples], 3)
+    slot = np.repeat(np.array([sample.slot for sample in samples], dtype=np.int64), counts)
+    for sample in samples:
+        sample.copies = ()
+    source, target, count = copies.T
+    step = repeated(count.cumsum() - count, count)
+    source = source - (source >= SIDE) * (SIDE - width)
+    return np.vstack([np.repeat(slot, count), np.repeat(source, count) + step, np.repeat(target, count) + step])

@@ -1,0 +1,182 @@
+"""From the hidden states of asked masks to picks: a token for each by its position's noise, and the surest of each stretch.
+
+How sure comes from the model's own distribution, without temperature (draws/confidence.py); only the token is drawn from the
+warped one. More kinds that need no confidence:
+
+    random           a uniform number of the position: an order that does not depend on the text
+    analytic, euler  how far the chance of being revealed in this step (draws/absorbing.py) exceeds a uniform number of the
+                     position and the step; the masks above 0 are revealed
+    unordered        nothing: the decoder knows which masks it wants
+
+The reduction is two stable sorts and a gather at places that the host names, so that no shape depends on the data:
+
+    masks         a    b    c  |  d    e          two stretches, three masks and two
+    sure          .2   .9   .9 |  .4   .7
+    sorted        b    c    a  |  e    d          the surest first, equals by position; then by stretch
+    picks         b    c       |  e               the best two, the best one
+
+Legend: R asked masks, A stretches, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decoders.common_settings import Sampling
+from decoders.draws import noise
+from decoders.draws.absorbing import chance_by_scores, log_scores, total_noise
+from decoders.draws.confidence import confidence
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.fields import NoiseField
+from decoders.engine.memory import Account
+from decoders.engine.packing import Ints
+from decoders.engine.row_laws import RowLaws
+from decoders.engine.samples import Sample
+
+SCORED: Final = ("analytic", "euler")
+UNORDERED: Final = "unordered"
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The masks that one forward reads: slot, position, key and stretch of each; `slots` are the same on the host.
+
+    `step_R3` are the time, the next time and the number of the uniforms (as a float); zeros where the model is told no time.
+    """
+
+    slots: Ints
+    slot_R: Tensor
+    position_R: Tensor
+    key_R2: Tensor
+    stretch_R: Tensor
+    step_R3: Tensor
+
+    def part(self, rows: slice | Tensor) -> Masks:
+        """Some of them; a tensor of indices only on the CPU."""
+        tensors = (self.slot_R, self.position_R, self.key_R2, self.stretch_R, self.step_R3)
+        slots = self.slots[rows if isinstance(rows, slice) else rows.numpy()]
+        return Masks(slots, *(one[rows] for one in tensors))
+
+
+class Picks:
+    """Reads masks under the sampling settings of their samples; `kind` says how sure a token is."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        suppressed: Sequence[int],
+        *,
+        kind: str,
+        num_slots: int,
+        vocab_size: int,
+        mask_id: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        account: Callable[[], Account],
+    ) -> None:
+        self._kind, self._mask_id, self._vocab_size, self._device, self._account = (
+            kind,
+            mask_id,
+            vocab_size,
+            device,
+            account,
+        )
+        self._suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device)
+        self._row_bytes = vocab_size * (8 if dtype == torch.float64 else 4)
+        self._laws = RowLaws(sampling, num_slots, device)
+        self._field = NoiseField(vocab_size, num_slots, device, account)
+
+    # ---- slots ---------------------------------------------------------------------------------------------------
+
+    def start(self, sample: Sample) -> None:
+        """A new sample is in its slot."""
+        self._laws.start(sample.slot, sample.request.settings)
+        self._field.start(sample.slot)
+
+    def move(self, source: int, target: int) -> None:
+        """A sample moves to another slot."""
+        self._laws.move(source, target)
+        self._field.move(source, target)
+
+    def release(self, slot: int) -> None:
+        """A slot has become free."""
+        self._laws.release(slot)
+
+    # ---- picks ---------------------------------------------------------------------------------------------------
+
+    def missing_noise(self, samples: Sequence[Canvas], top_B: Ints, shape: tuple[int, int]) -> Ints:
+        """The noise of masks below `top_B` that is not there yet (fields.py); at temperature 0 none is needed."""
+        if self._laws.greedy:
+            return np.zeros((4, 0), dtype=np.int64)
+        return self._field.missing(samples, top_B, shape)
+
+    def read(
+        self,
+        logits: Callable[[Tensor], Tensor],
+        hidden_ND: Tensor,
+        row_R: Tensor,
+        masks: Masks,
+        sent: dict[str, Tensor],
+    ) -> Tensor:
+        """Read the masks from these rows; returns the picks as (-worth, position, token, log-probability), float64 [4, P].
+
+        Of what was `sent`, `noise` is the missing noise, and `picks` are the places of the best masks after sorting.
+        """
+        self._field.fill(sent["noise"])
+        read = [
+            self._read(logits(hidden_ND.index_select(0, row_R[part])), masks.part(part))
+            for part in self._account().parts(len(row_R), self._row_bytes)
+        ]
+        token_R, sure_R, log_p_R = torch.cat(read, 1) if len(read) > 1 else read[0]
+        order_R = sure_R.sort(descending=True, stable=True).indices
+        order_R = order_R[masks.stretch_R[order_R].sort(stable=True).indices]
+        best_P = order_R[sent["picks"]]
+        position_R = masks.position_R.to(torch.float64)
+        return torch.stack([-sure_R, position_R, token_R, log_p_R]).index_select(1, best_P)
+
+    def _read(self, logits_RV: Tensor, masks: Masks) -> Tensor:
+        """(token, how sure, log-probability) of each mask, float64 [3, R]."""
+        if self._kind not in SCORED:
+            return self._told(logits_RV, masks)
+        sure_R = self._beyond_chance(logits_RV, masks)
+        if self._device.type != "cpu":
+            told_3R = self._told(logits_RV, masks)
+        else:
+            # Where looking at the data costs nothing, only the masks that are revealed are read: those above 0, at the end all.
+            wanted = ((sure_R > 0) | (masks.step_R3[:, 1] >= masks.step_R3[:, 0])).nonzero().squeeze(1)
+            told_3R = torch.zeros(3, len(sure_R), dtype=torch.float64)
+            told_3R[:, wanted] = self._told(logits_RV[wanted], masks.part(wanted))
+        told_3R[1] = sure_R
+        return told_3R
+
+    def _told(self, logits_RV: Tensor, masks: Masks) -> Tensor:
+        logits_RV = logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
+        if self._laws.greedy:
+            token_R = logits_RV.argmax(1)
+        else:
+            gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2)
+            token_R = self._laws.draw(self._laws.law(logits_RV, masks.slots), gumbel_RV, masks.slots)
+        law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
+        sure_R = self._confidence(law_RV, token_R, masks)
+        return torch.stack([token_R.to(torch.float64), sure_R, law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)])
+
+    def _confidence(self, law_RV: Tensor, token_R: Tensor, masks: Masks) -> Tensor:
+        if self._kind == "random":
+            return noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, torch.zeros_like(masks.position_R))
+        if self._kind in (UNORDERED, *SCORED):
+            return torch.zeros_like(law_RV[:, 0])
+        return confidence(self._kind, law_RV, token_R)
+
+    def _beyond_chance(self, logits_RV: Tensor, masks: Masks) -> Tensor:
+        """By how much each mask's chance of being revealed exceeds its uniform number, [R]."""
+        time_R, later_R, draw_R = masks.step_R3.unbind(1)
+        mask_R = torch.full_like(masks.position_R, self._mask_id)
+        scores_RV = log_scores(logits_RV.to(torch.float64), mask_R, total_noise(time_R))
+        chance_R = chance_by_scores(scores_RV, self._mask_id, self._kind == "euler", time_R, later_R)
+        return chance_R - noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, draw_R.to(torch.int64))

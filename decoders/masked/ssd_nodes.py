@@ -1,0 +1,208 @@
+"""The canvases that `ssd` runs at once, and where their rows stand: each a canvas of its own, or windows around a cache.
+
+    nodes with three drafts a, b, c     chain: 0 = {}, 1 = {a}, 2 = {a b}, 3 = {a b c}
+                                        mixed: also 4 = {b}, 5 = {a c}
+
+A chain of nodes stands for forwards of `stepwise` that would follow each other. So with a cache each node runs the window that
+its forward would run, and reads every other position from the last node before it that ran it, in the same layer of the same
+forward:
+
+    block_length 3, refresh 9    the canvas     block 0   block 1         runs                reads
+    node 0 (the root)            the big _      _ _ _     . . .           block 0             the cache
+    node 1                       the big cat    _ _ _     . . .           blocks 0 and 1      the cache
+    node 2                       the big cat    _ on _    . . .           block 1             block 0 as node 1 ran it, the cache
+
+    columns                      0 .. canvas .. | node 1 | node 2 | ..
+
+A node whose forward would make the cache anew (a *refresh*) runs its whole canvas, and later nodes read it. Such a node costs far
+more rows than others, so there is at most one, and only where the time decides how many drafts there are. Keys and values that
+the last right node reads, and that the next forward won't compute again, are copied into the cache.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.looks import SIDE, SPAN_FIELDS, Pick
+from decoders.masked.cached_windows import Run
+
+Sight = list[tuple[int, int, int]]
+"""What a node sees: positions [low, high) stand in the columns from the third number on."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A canvas with the first `lead` drafts, and the one numbered `more` (-1: no other); it continues the node `before`.
+
+    `gone` are the numbers, among the masks of the canvas, of those that its drafts fill. `block` is that of its first mask,
+    `sight` what it sees, `made_at` how many tokens were decided when the cache that it reads was made. `asked` are the stretches
+    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks).
+    """
+
+    lead: int
+    more: int
+    before: int
+    gone: list[int]
+    block: int = 0
+    sight: Sight = field(default_factory=list)
+    made_at: int = 0
+    asked: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
+
+    def nth_mask(self, holes: Sequence[int], number: int) -> int:
+        """The position of its mask with this number, or of its last one."""
+        at = min(number, len(holes) - len(self.gone) - 1)
+        for index in self.gone:
+            at += index <= at
+        return holes[at]
+
+    def num_masks(self, holes: Sequence[int], low: int, high: int) -> int:
+        """How many masks it has at positions [low, high)."""
+        if low >= high:
+            return 0
+        first, end = bisect_left(holes, low), bisect_left(holes, high)
+        return end - first - (bisect_left(self.gone, end) - bisect_left(self.gone, first))
+
+
+def plant(holes: Sequence[int], drafts: Sequence[tuple[int, int]], *, mixed: bool) -> list[Node]:
+    """The chain of canvases with 0, 1, .. drafts (position, token); if `mixed`, also those without the last but one."""
+    where, num = [bisect_left(holes, position) for position, _ in drafts], len(drafts)
+    chain = [Node(count, -1, max(count - 1, 0), sorted(where[:count])) for count in range(num + 1)]
+    if not mixed:
+        return chain
+    others = [Node(i, i + 1, i, sorted([*where[:i], where[i + 1]])) for i in range(num - 1)]
+    return chain + others
+
+
+class Standing:
+    """Where the nodes of a round stand: builds the spans and stretches of an ask, node after node.
+
+    Each node answers its `best` surest masks in each of the first blocks that hold `count` of its masks.
+    """
+
+    def __init__(self, s: Canvas, shift: int, *, count: int, best: int) -> None:
+        self._s, self._shift, self._count, self._best = s, shift, count, best
+        self.spans: list[int] = []
+        self.asked: list[int] = []
+        self._column = SIDE
+
+    def alone(self, number: int, node: Node) -> None:
+        """A node without a cache: a whole canvas of its own."""
+        length = self._s.length
+        self.spans += (length, 0, 0, number, node.lead, node.more, 0, length, 0, 0, 0, 0, 0, 0)
+        self._ask(node, [(len(self.spans) // SPAN_FIELDS - 1, 0, length)])
+
+    def root(self, node: Node, runs: Sequence[Run]) -> None:
+        """The canvas itself, in its own columns."""
+        node.sight = [(0, self._s.length, 0)]
+        self._stand(0, node, runs, beside=False)
+
+    def beside(self, number: int, node: Node, before: Node, runs: Sequence[Run]) -> None:
+        """A node beside the canvas, which sees what the node before it sees, except what it runs itself."""
+        node.sight, column = before.sight, self._column
+        for low, high in runs:
+            node.sight = overlaid(node.sight, low, high, column)
+            column += high - low
+        self._stand(number, node, runs, beside=True)
+
+    def _stand(self, number: int, node: Node, runs: Sequence[Run], *, beside: bool) -> None:
+        sees, parts = columns_of(node.sight), []
+        for low, high in runs:
+            column = self._column if beside else low
+            self.spans += (high - low, column, low, number, node.lead, node.more, *sees)
+            if beside:
+                self._column += high - low
+            # The positions that these rows predict.
+            parts.append((len(self.spans) // SPAN_FIELDS - 1, low + self._shift if low else 0, high + self._shift))
+        self._ask(node, parts)
+
+    def _ask(self, node: Node, parts: Sequence[tuple[int, int, int]]) -> None:
+        """Ask about a node's masks: `parts` are spans, and the positions [low, high) that each can tell."""
+        s, block = self._s, node.block
+        end = s.end_of(s.block(node.nth_mask(s.holes, self._count - 1)))
+        while (start := s.origin + block * s.size if block else 0) < end:
+            stop = s.end_of(block)
+            total = node.num_masks(s.holes, start, stop)
+            for span, can_low, can_high in parts if total else ():
+                low, high = max(start, can_low), min(stop, can_high)
+                masks = node.num_masks(s.holes, low, high)
+                if masks:
+                    best = min(self._best, masks)
+                    self.asked += (span, low, high, masks, best)
+                    node.asked.append((block, low, high, best, masks == total))
+            block += 1
+
+
+def overlaid(sight: Sight, low: int, high: int, column: int) -> Sight:
+    """A sight in which the positions [low, high) stand in the columns from `column` on."""
+    found: Sight = []
+    for first, end, at in sight:
+        if first < low:
+            found.append((first, min(end, low), at))
+        if end > high:
+            start = max(first, high)
+            found.append((start, end, at + start - first))
+    return sorted([*found, (low, high, column)])
+
+
+def columns_of(sight: Sight) -> list[int]:
+    """The columns of a sight as four stretches [low, high), the empty ones last."""
+    found: list[list[int]] = []
+    for low, high in sorted((at, at + end - first) for first, end, at in sight if first < end):
+        if found and found[-1][1] == low:
+            found[-1][1] = high
+        else:
+            found.append([low, high])
+    assert len(found) <= 4, f"a node sees {len(found)} stretches of columns"
+    return [number for stretch in found for number in stretch] + [0] * (8 - 2 * len(found))
+
+
+def moved(sight: Sight, window: Run) -> list[int]:
+    """What stands beside the canvas and is not run by the next forward's window: (from column, to column, count) each."""
+    copies: list[int] = []
+    for first, end, at in sight:
+        for low, high in ((first, min(end, window[0])), (max(first, window[1]), end)):
+            if low < high and at != first:
+                copies += (at + low - first, low, high - low)
+    return copies
+
+
+def cut(picks: Sequence[Pick], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
+    """The picks of each stretch of each node."""
+    said: list[list[list[Pick]]] = []
+    first = 0
+    for node in nodes:
+        own = []
+        for *_, best, _ in node.asked:
+            own.append(list(picks[first : first + best]))
+            first += best
+        said.append(own)
+    return said
+
+
+class Readings:
+    """What was last said of the masks of each block, the surest first: the drafts of later rounds."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[Pick]] = {}
+
+    def learn(self, node: Node, said: Sequence[Sequence[Pick]]) -> None:
+        """Take a node's readings. Of a block that was read in part, the others keep what was said before."""
+        parts: dict[int, list[tuple[int, int]]] = {}
+        news: dict[int, list[Pick]] = {}
+        for (block, low, high, _, is_whole), picks in zip(node.asked, said, strict=True):
+            news.setdefault(block, []).extend(picks)
+            parts.setdefault(block, []).append((0, 1 << 60) if is_whole else (low, high))
+        for block, picks in news.items():
+            ranges = parts[block]
+            kept = [
+                pick for pick in self._known.get(block, ()) if not any(low <= pick[1] < high for low, high in ranges)
+            ]
+            self._known[block] = sorted(kept + picks) if kept or len(ranges) > 1 else picks
+
+    def drafts(self, s: Canvas, last_block: int) -> list[tuple[int, int]]:
+        """(position, token) of the masks up to `last_block`, block by block."""
+        known = sorted(block for block in self._known if block <= last_block)
+        return [(pick[1], pick[2]) for block in known for pick in self._known[block] if s.tokens[pick[1]] < 0]
