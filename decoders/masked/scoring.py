@@ -6,26 +6,24 @@ see all of it, and each masked token's probability is read from the row that pre
 A network that is conditioned on the noise (SEDD) gets that of the time at which the canvas's own share of masks is expected: the
 given tokens of a text are never masked, so with few scored tokens that is early.
 
-Legend: N canvases of a forward, W positions of a canvas, R rows that are read.
+Legend: N canvases of a forward, W positions of the longest one, R rows that are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone
+from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.base import HOLE, Request
 from decoders.common_settings import DecoderChoice, Estimate
 from decoders.draws.absorbing import time_of_share, total_noise
 from decoders.engine.estimates import BoundScorer, Canvas
 from decoders.engine.setup import Setup
-from decoders.masked.rows import lay, separate
 
 
 class MaskedScorer(BoundScorer):
@@ -52,17 +50,28 @@ class MaskedScorer(BoundScorer):
             tokens_NW[row, : lengths[row]] = canvas.text.tokens_L
             tokens_NW[row, draw.masked] = HOLE
         device = self.state.device
-        laid = lay(separate(torch.from_numpy(tokens_NW).to(device), torch.tensor(lengths, device=device)), self.mask_id)
         sigma_N = self._noise(canvases, lengths).to(device)
-        rows = replace(laid.rows, sigma_BT=sigma_N.unsqueeze(1).expand_as(laid.rows.tokens_BT))
-        hidden_BTD = self.counting.forward(rows, owners)
+        hidden_NWD = self.counting.forward(self._rows(tokens_NW, lengths, sigma_N), owners)
         row_R = np.repeat(np.arange(len(canvases)), [len(canvas.draws[0].asked_R) for canvas in canvases])
         position_R = np.concatenate([canvas.draws[0].asked_R for canvas in canvases])
-        place_R = laid.place_NW[
-            torch.from_numpy(row_R).to(device),
-            torch.from_numpy(position_R - self.info.shift).clamp(min=0).to(device),
-        ]
-        return hidden_BTD.flatten(0, 1)[place_R]
+        place_R = row_R * tokens_NW.shape[1] + np.maximum(position_R - self.info.shift, 0)
+        return hidden_NWD.flatten(0, 1)[torch.from_numpy(place_R).to(device)]
+
+    def _rows(self, tokens_NW: NDArray[np.int64], lengths: Sequence[int], sigma_N: Tensor) -> TokenRows:
+        """Each canvas in a slot of its own, where all of its rows see all of it."""
+        tokens = torch.from_numpy(np.where(tokens_NW == HOLE, self.mask_id, tokens_NW)).to(self.state.device)
+        positions_W = torch.arange(tokens.shape[1], device=tokens.device)
+        inside_NW = positions_W < torch.tensor(lengths, device=tokens.device).unsqueeze(1)
+        places_NW = positions_W * inside_NW
+        return TokenRows(
+            slots_B=torch.arange(len(tokens), device=tokens.device),
+            tokens_BT=tokens,
+            positions_BT=places_NW,
+            columns_BT=places_NW,
+            valid_BT=inside_NW,
+            visible_BTW=inside_NW.unsqueeze(1) & inside_NW.unsqueeze(2),
+            sigma_BT=sigma_N.unsqueeze(1).expand_as(tokens),
+        )
 
     def _noise(self, canvases: Sequence[Canvas], lengths: Sequence[int]) -> Tensor:
         """The total noise of each canvas, float64 [N]."""

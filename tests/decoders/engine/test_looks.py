@@ -1,0 +1,188 @@
+"""Canvases on the engine: picks are those of a plain reading, wrong counts and windows are found, noise is the field's."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import ModelInfo, Request
+from decoders.common_settings import Sampling
+from decoders.draws import noise
+from decoders.engine.algorithm import Algorithm, Canvases
+from decoders.engine.canvas_samples import Canvas
+from decoders.engine.engine import Engine
+from decoders.engine.fields import NoiseField
+from decoders.engine.looks import Look
+from decoders.engine.memory import Account
+from decoders.engine.setup import Setup
+from decoders.masked import ssd_nodes
+from decoders.masked.cached_windows import Windows
+from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from decoders.references.token_table import TokenTable
+from tests.decoders.masked.ssd_support import decode, same
+from tests.decoders.support import run_all
+
+VOCAB, MASK, LENGTH = 4, 3, 7
+MODEL = TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=3)
+INFO = ModelInfo("table", VOCAB, MASK, None, "masked", 0, (MASK,))
+GREEDY = Sampling(temperature=0.0)
+
+
+def engine_of(ask):
+    """An engine whose samples ask once, for what `ask` makes of their canvas, and then reveal all with the token 0."""
+    heard: dict[int, Any] = {}
+
+    def decoding(s):
+        heard[s.request.index] = yield ask(s)
+        s.reveal([(0.0, position, 0, 0.0) for position in s.holes])
+
+    def sample(*args, **more):
+        return Canvas(*args, block_length=None, **more)
+
+    algorithm = Algorithm(
+        decode=decoding,
+        kind="masked",
+        canvases=Canvases(confidence="top1", num_slots=2),
+        sample=sample,
+        has_prompt=lambda s: False,
+    )
+    setup = Setup(backbone=MODEL, info=INFO, sampling=GREEDY, max_rows=3, max_tokens=1 << 20)
+    return Engine(setup, algorithm), heard
+
+
+def requests_of(count=8):
+    rng, found = np.random.default_rng(5), []
+    for index in range(count):
+        canvas = rng.integers(0, MASK, int(rng.integers(4, LENGTH + 1))).astype(np.int32)
+        canvas[rng.random(len(canvas)) < 0.6] = -1
+        canvas[-2:] = -1
+        found.append(Request(index, index, canvas))
+    return found
+
+
+def plain_reading(canvas, low, high, best):
+    """(-worth, position, token) of the surest masks in a stretch, from the table itself."""
+    digits = [VOCAB] * LENGTH
+    for position, token in enumerate(canvas):
+        digits[position] = MASK if token < 0 else int(token)
+    code = (VOCAB + 1) ** LENGTH - 1 + sum((d - VOCAB) * (VOCAB + 1) ** i for i, d in enumerate(digits))
+    found = []
+    for position in range(low, high):
+        if canvas[position] < 0:
+            law = MODEL.table_PXV[position, code, :MASK].softmax(0)
+            found.append((-float(law.max()), position, int(law.argmax())))
+    return sorted(found)[:best]
+
+
+def span_of(s, node, lead):
+    return (s.length, 0, 0, node, lead, -1, 0, s.length, 0, 0, 0, 0, 0, 0)
+
+
+def two_nodes(s):
+    """The canvas, and the canvas with its first mask drafted; two stretches of the second one."""
+    masks, middle = len(s.holes), s.length // 2
+    left = sum(position < middle for position in s.holes[1:])
+    asked = [0, 0, s.length, masks, min(2, masks)]
+    asked += [1, 0, middle, left, min(1, left), 1, middle, s.length, masks - 1 - left, masks - 1 - left]
+    return Look(span_of(s, 0, 0) + span_of(s, 1, 1), asked, (s.holes[0], 1))
+
+
+def test_the_picks_of_each_stretch_are_the_surest_tokens_of_a_plain_reading():
+    requests = requests_of()
+    engine, heard = engine_of(two_nodes)
+    run_all(engine, requests)
+    for request in requests:
+        canvas, holes = request.canvas, np.flatnonzero(request.canvas < 0)
+        drafted, middle = canvas.copy(), len(canvas) // 2
+        drafted[holes[0]] = 1
+        expected = plain_reading(canvas, 0, len(canvas), 2) + plain_reading(drafted, 0, middle, 1)
+        expected += plain_reading(drafted, middle, len(canvas), LENGTH)
+        told = heard[request.index]
+        assert [pick[1:3] for pick in told] == [pick[1:] for pick in expected]
+        assert [pick[0] for pick in told] == pytest.approx([pick[0] for pick in expected])
+
+
+def test_a_wrong_count_of_masks_is_found():
+    engine, _ = engine_of(lambda s: Look(span_of(s, 0, 0), (0, 0, s.length, len(s.holes) + 1, 1)))
+    engine.admit(requests_of()[:2])
+    with pytest.raises(AssertionError, match="host and device disagree"):
+        engine.step()
+
+
+def test_a_mask_whose_row_did_not_run_is_found():
+    def ask(s):
+        short = (s.length - 1, 0, 0, 0, 0, -1, 0, s.length - 1, 0, 0, 0, 0, 0, 0)
+        return Look(short, (0, 0, s.length, len(s.holes), 1))
+
+    engine, _ = engine_of(ask)
+    engine.admit(requests_of()[:2])
+    with pytest.raises(AssertionError, match="a row that was not run"):
+        engine.step()
+
+
+# ---- planted mistakes --------------------------------------------------------------------------------------------------
+
+
+def compared(refresh=3):
+    shared: dict[str, Any] = {"block_length": 2, "cache": "dual_strict", "refresh": refresh}
+    requests = [Request(index, index, np.full(LENGTH, -1, dtype=np.int32)) for index in range(12)]
+    base, settings = StepwiseSettings(kind="stepwise", **shared), SelfSpeculativeSettings(kind="ssd", **shared)
+    sampling = Sampling(temperature=0.9)
+    expected = decode(MODEL, INFO, base, sampling, requests, rows=3)
+    return lambda: same(decode(MODEL, INFO, settings, sampling, requests, rows=3), expected)
+
+
+def test_a_node_that_reads_the_cache_where_another_node_ran_is_found(monkeypatch):
+    check = compared()
+    check()
+    whole = ssd_nodes.Standing.beside
+
+    def forgetful(standing, number, node, before, runs):
+        stale: Any = SimpleNamespace(sight=[(0, LENGTH, 0)])
+        whole(standing, number, node, stale, runs)
+
+    monkeypatch.setattr(ssd_nodes.Standing, "beside", forgetful)
+    with pytest.raises(AssertionError):
+        check()
+
+
+def test_a_cache_that_keeps_the_mask_of_a_finished_block_is_found(monkeypatch):
+    check = compared()
+    monkeypatch.setattr(Windows, "between", lambda windows, last, block: [windows.window(block)])
+    with pytest.raises(AssertionError):
+        check()
+
+
+# ---- noise -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 20, 0])
+def test_noise_is_that_of_the_field_through_moves_new_samples_and_more_slots(num_bytes, monkeypatch):
+    computed, whole = [], noise.gumbel_rows
+    field = NoiseField(50, 4, torch.device("cpu"), lambda: Account(logits=1 << 20, noise=num_bytes))
+    canvas = np.full(8, -1, dtype=np.int32)
+    canvas[1] = 7
+
+    def counted(keys, positions, *rest):
+        computed.append(len(positions))
+        return whole(keys, positions, *rest)
+
+    def check(slot, key, shape):
+        sample: Any = SimpleNamespace(slot=slot, key=key, request=Request(0, key, canvas))
+        field.fill(torch.from_numpy(field.missing([sample], np.array([6]), shape)))
+        positions, slots = torch.tensor([0, 5, 3, 0]), torch.full((4,), slot)
+        keys = noise.key_words([key] * 4)
+        assert torch.equal(field.rows(slots, positions, keys), whole(keys, positions, 50))
+
+    monkeypatch.setattr(noise, "gumbel_rows", counted)
+    check(2, 11, (3, 8))
+    check(2, 11, (3, 8))
+    # Kept noise is that of the five masks below 6, once; else each call computes that of the three different positions.
+    assert computed == ([5] if num_bytes else [3, 3])
+    field.move(2, 0)
+    check(0, 11, (3, 8))
+    field.start(2)
+    check(2, 22, (3, 8))
+    check(0, 11, (4, 16))
