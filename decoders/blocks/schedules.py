@@ -1,4 +1,4 @@
-"""Chooses which masks of a drafted block a denoising step reveals. Pure functions over blocks.
+"""Chooses which masks of a drafted block a denoising step reveals. Pure functions over places.
 
     static       the most confident, as many as the step's share
     dynamic      all with confidence above tau, if that is at least the share; else as `static`
@@ -9,64 +9,68 @@ At least one mask is revealed while there is any, and none twice. Ties are broke
 
 Sources: SDAR and S2D2's public code (the first three); Ben-Hamu et al., "Accelerated sampling from masked diffusion models via
 entropy bounded unmasking" (2025), section 4: the public code's version sums over the wrong axis.
-
-Legend: T places of a block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The places of each block in the order of revealing, [B, T], and how many of them to reveal, [B]."""
-
-    order_BT: Tensor
-    counts_B: Tensor
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
 
 
-def share(step_B: Tensor, size: int, steps: int | None) -> Tensor:
-    """How many masks step number `step_B` is to reveal where `size` places take `steps` (None: one each), [B]."""
+class Drafted(NamedTuple):
+    """A drafted token: its log-probability under the model itself, its probability in the distribution that it was drawn from,
+
+    and, where they are wanted, that distribution's entropy in nats and a router's measure of it.
+    """
+
+    token: int
+    log_p: float
+    sure: float
+    entropy: float = 0.0
+    worth: float = 0.0
+
+
+Draft = Mapping[int, Drafted]
+"""What a forward predicts for places of a block."""
+
+
+def share(step: int, size: int, steps: int | None) -> int:
+    """How many masks step number `step` is to reveal where `size` places take `steps` (None: one each)."""
     if steps is None or steps >= size:
-        return torch.ones_like(step_B)
-    return size // steps + (step_B < size % steps).to(step_B.dtype)
+        return 1
+    return size // steps + (step < size % steps)
 
 
-def choose(
-    schedule: str, masks_BT: Tensor, share_B: Tensor, *, sure_BT: Tensor, entropy_BT: Tensor, tau: float
-) -> Choice:
-    """Choose among the masks; `share_B` counts those that the step should reveal; 0 reveals none."""
-    left_B = masks_BT.sum(1)
+def choose(schedule: str, masks: list[int], share: int, draft: Draft, tau: float) -> list[int]:
+    """Choose among the places of the masks, in the order of revealing; `share` is how many a step should; 0 reveals none."""
+    if share <= 0 or not masks:
+        return []
     if schedule == "sequential":
-        return Choice(firsts(masks_BT), torch.minimum(share_B, left_B))
+        return masks[:share]
     if schedule == "entropy":
-        order_BT = _ranked(-entropy_BT, masks_BT)
-        spent_BT = torch.where(masks_BT, entropy_BT, torch.inf).gather(1, order_BT)
-        fits_BT = (spent_BT.cumsum(1) - spent_BT <= tau) & masks_BT.gather(1, order_BT)
-        counts_B = fits_BT.to(torch.int64).cumprod(1).sum(1).clamp(min=1)
-        return Choice(order_BT, torch.minimum(torch.where(share_B > 0, counts_B, 0), left_B))
-    counts_B = share_B
+        return _within(sorted(masks, key=lambda place: _number(draft[place].entropy)), draft, tau)
     if schedule == "dynamic":
-        num_sure_B = num_surer(sure_BT, masks_BT, tau)
-        counts_B = torch.where((share_B > 0) & (num_sure_B >= share_B), num_sure_B, share_B)
-    return Choice(_ranked(sure_BT, masks_BT), torch.minimum(counts_B, left_B))
+        share = max(share, num_surer(masks, draft, tau))
+    return sorted(masks, key=lambda place: -_number(draft[place].sure))[:share]
 
 
-def num_surer(sure_BT: Tensor, masks_BT: Tensor, tau: float) -> Tensor:
-    """How many masks of each block have a confidence strictly above tau, [B]."""
-    return (masks_BT & (sure_BT > tau)).sum(1)
+def num_surer(masks: list[int], draft: Draft, tau: float) -> int:
+    """How many masks have a confidence strictly above tau."""
+    return sum(draft[place].sure > tau for place in masks)
 
 
-def firsts(marked_BT: Tensor) -> Tensor:
-    """The marked places of each row from left to right, then the others, [B, T]."""
-    return marked_BT.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+def _within(places: list[int], draft: Draft, tau: float) -> list[int]:
+    """The first place, and those after it while the entropies before the last one sum up to at most tau."""
+    spent = 0.0
+    for count, place in enumerate(places):
+        entropy = draft[place].entropy
+        spent += entropy
+        if count and not spent - entropy <= tau:
+            return places[:count]
+    return places
 
 
-def _ranked(worth_BT: Tensor, masks_BT: Tensor) -> Tensor:
-    """The places in descending worth, masks before all others, ties from left to right."""
-    worth_BT = worth_BT.nan_to_num(nan=0.0).masked_fill(~masks_BT, -torch.inf)
-    return worth_BT.sort(dim=1, descending=True, stable=True).indices
+def _number(value: float) -> float:
+    """0 for what is not a number."""
+    return 0.0 if math.isnan(value) else value

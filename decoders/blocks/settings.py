@@ -92,7 +92,7 @@ class BlockDiffusionSettings(BlockSettings):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.blocks.block_diffusion:BlockDiffusion"
+        return "decoders.blocks.block_diffusion:algorithm"
 
 
 class S2d2Settings(BlockSettings):
@@ -126,7 +126,7 @@ class S2d2Settings(BlockSettings):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.blocks." + ("s2d2_fused:FusedS2d2" if self.drafts_in_verifications else "s2d2:S2d2Decoder")
+        return "decoders.blocks." + ("s2d2_fused:algorithm" if self.drafts_in_verifications else "s2d2:algorithm")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""

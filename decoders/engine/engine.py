@@ -4,7 +4,7 @@
     step         whose turn is it: the new samples alone, or all
                  how many drafts may each take (lengths `auto` only)
                  draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
-                 the target's forward: pack the asks, run, draw or judge, answer
+                 the target's forward: pack the asks, run, draw or judge, answer (block-diffusion models: rows that asks name)
                  windows that a head rolls over from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 

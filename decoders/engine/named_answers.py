@@ -194,7 +194,8 @@ class NamedAnswers(NoiseAnswers):
         return keys.uniform_rows(key_N2, asked.position_R[rows_N], purpose, asked.when_R[rows_N])
 
     def _put(self, numbers: NDArray[np.int64] | NDArray[np.float64]) -> Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        held = torch.from_numpy(numbers)
+        return held if self._device.type == "cpu" else held.pin_memory().to(self._device, non_blocking=True)
 
     # ---- the rejection rule --------------------------------------------------------------------------------------
 

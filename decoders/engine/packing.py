@@ -62,6 +62,7 @@ class Table:
         count_P = self.spans_PF[:, COUNT]
         self.num_rows = int(count_P.sum())
         assert (self.spans_PF[:, ASKED] <= count_P).all(), "more rows are answered than run: `cached` is too high"
+        assert (count_P > 0).all(), "a span without rows"
         if self.num_rows == len(self.spans_PF):
             self.rows_NF, self.owner_N = self.spans_PF, owner_P
             self.step_N: Ints = np.zeros(self.num_rows, dtype=np.int64)

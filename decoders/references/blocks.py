@@ -19,8 +19,8 @@ from torch import Tensor
 from decoders.backbones.base import TokenBackbone, TokenRows
 from decoders.base import HOLE, ModelInfo
 from decoders.blocks.router_settings import MinSpan
+from decoders.blocks.samples import KINDS
 from decoders.blocks.settings import BlockSettings, S2d2Settings
-from decoders.blocks.state import KINDS
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.references.choosers import Rule

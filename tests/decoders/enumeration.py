@@ -127,12 +127,12 @@ class ChosenAnswers:
                 new[index, cell] = p
             elif kind == TARGET or (draft == NO_DRAFT and not broken):
                 tokens.append(chooser.choose(p, noise.BONUS, position, when))
-            elif broken:
-                tokens.append(0)
             elif self.sampling.acceptance == "coupled":
                 tokens.append(chooser.choose(p, noise.TARGET, position, when))
-                broken = tokens[-1] != draft
+                broken |= tokens[-1] != draft
                 accepted += not broken
+            elif broken:
+                tokens.append(0)
             elif chooser.accept(float((p[draft] - self.q[index, cell][draft]).exp()), position, when):
                 tokens.append(draft)
                 accepted += 1

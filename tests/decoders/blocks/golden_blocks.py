@@ -15,11 +15,13 @@ import torch
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.blocks.verdicts import Judge
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
+from decoders.engine.engine import Engine
+from decoders.engine.memory import Account
+from decoders.engine.named_answers import NamedAnswers
 from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from decoders.registry import algorithm_of
 from tests.decoders.support import run_all
 
 MASK = 95
@@ -116,40 +118,41 @@ def stops_of(options):
     return Stops(tuple(token for token in ids if token is not None))
 
 
-class Recorded:
-    """Stands in for a decoder's draws: the numbers and the recovered tokens of a recorded run, in their order."""
+class Recorded(NamedAnswers):
+    """Notes the laws' probabilities of every verified draft, (draft's, verification's), in `seen`.
 
-    def __init__(self, draws, steps):
-        self._draws, self._steps, self._at = draws, [step for step in steps if step.get("u")], -1
+    With the `steps` of a recorded run it judges by the numbers of that run, in their order, and draws the tokens that it drew.
+    """
 
-    def __getattr__(self, name):
-        return getattr(self._draws, name)
+    steps: list[dict[str, Any]] | None = None
+    at = -1
 
-    def accepting(self, slots, positions):
-        self._at += 1
-        return torch.tensor(self._steps[self._at]["u"], dtype=torch.float64)
+    def named(self, lane, hidden_RD, asked):
+        if asked.is_judged.any() and not self._notes.by_ratio:
+            seen.append(([], []))
+        return super().named(lane, hidden_RD, asked)
 
-    def recover(self, mass, slots, positions):
-        token = self._steps[self._at]["resampled"]
-        assert mass[0, token] > 0, "drawn from where the residual has no mass"
+    def accepts(self, log_p_J, asked, rows_J):
+        seen.append((asked.sure_R[rows_J].tolist(), log_p_J.exp().tolist()))
+        if self.steps is None:
+            return super().accepts(log_p_J, asked, rows_J)
+        self.at += 1
+        ratio = (self._notes.temper * (log_p_J - torch.from_numpy(asked.sure_R[rows_J]).log())).exp()
+        return torch.tensor(self.steps[self.at]["u"], dtype=torch.float64) < ratio
+
+    def recovers(self, mass_CV, last_C, asked, rows_J):
+        token = None if self.steps is None else self.steps[self.at].get("resampled")
+        if token is None:
+            return super().recovers(mass_CV, last_C, asked, rows_J)
+        assert mass_CV[0, token] > 0, "drawn from where the residual has no mass"
         return torch.tensor([token])
-
-
-class Watching(Judge):
-    """Notes the laws' probabilities of every draft that it judges: (draft's, verification's)."""
-
-    def judge(self, drafts):
-        law = self._law(self.logits(drafts.hidden_RD))
-        own = law.gather(-1, drafts.tokens_R.unsqueeze(-1)).squeeze(-1).exp()
-        seen.append((drafts.sure_R.tolist(), own.tolist()))
-        return super().judge(drafts)
 
 
 seen: list[tuple[list[float], list[float]]] = []
 
 
-def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
-    """(outcome, what the verifications saw) of a recorded run, decoded by ours; `kind` replaces the decoder's class."""
+def replayed(folder, case, *, suppressed=(), settings=None):
+    """(outcome, what the verifications saw) of a recorded run, decoded by ours."""
     info, backbone = loaded(folder)
     info = replace(info, suppressed=suppressed)
     options = case["settings"]
@@ -159,19 +162,13 @@ def replayed(folder, case, *, kind=None, suppressed=(), settings=None):
     if options.get("top_k"):
         sampling = Sampling(temperature=options["temperature"], top_k=options["top_k"])
     sizes: dict[str, Any] = {"max_rows": 2, "max_tokens": 1 << 20, "trace": True, "stops": stops_of(options)}
-    decoder: Any = (
-        build_decoder(Setup(backbone=backbone, info=info, sampling=sampling, **sizes), settings)
-        if kind is None
-        else kind(Setup(backbone=backbone, info=info, sampling=sampling, **sizes), settings)
-    )
+    setup = Setup(backbone=backbone, info=info, sampling=sampling, **sizes)
+    algorithm = algorithm_of(setup, settings)
+    answers = Recorded(setup, algorithm, account=lambda: Account.unmeasured(backbone.device))
+    if case["kind"] == "s2d2" and case["verifier_randomness"] == "stochastic":
+        answers.steps = [step for step in case["steps"] if step.get("u")]
     seen.clear()
-    if case["kind"] == "s2d2":
-        draws = decoder.judge.draws
-        if case["verifier_randomness"] == "stochastic":
-            draws = Recorded(draws, case["steps"])
-        decoder.judge = Watching(
-            draws, decoder.judge.logits, decoder.judge.chunks, decoder.judge.by_ratio, decoder.judge.temper
-        )
+    decoder = Engine(setup, algorithm, answers=answers)
     (outcome,) = run_all(decoder, [Request(0, 1, canvas_of(case))]).values()
     return outcome, list(seen)
 

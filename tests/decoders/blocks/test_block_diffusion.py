@@ -1,14 +1,14 @@
 """`block_diffusion` and `s2d2` on exact tables: the plain reference's tokens and counts, whatever they are batched with."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from decoders.blocks.router_settings import Hysteresis, ScoreRouter
-from decoders.blocks.schedules import choose, share
+from decoders.blocks.schedules import Drafted, choose, share
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
 from decoders.engine.ends import Stops
@@ -179,19 +179,16 @@ def test_a_log_probability_is_told_where_tokens_come_one_by_one():
 
 
 def test_every_step_has_its_share():
-    steps = torch.arange(4)
-    assert share(steps, 8, None).tolist() == share(steps, 8, 9).tolist() == [1, 1, 1, 1]
-    assert share(steps, 8, 3).tolist() == [3, 3, 2, 2]
+    assert [share(step, 8, None) for step in range(4)] == [share(step, 8, 9) for step in range(4)] == [1, 1, 1, 1]
+    assert [share(step, 8, 3) for step in range(4)] == [3, 3, 2, 2]
 
 
 def test_schedules_choose_what_they_say():
-    sure = torch.tensor([[0.2, 0.95, 0.5, 0.91, 0.99]])
-    entropy = torch.tensor([[1.0, 0.25, 0.75, 0.5, 0.125]])
-    masks = torch.tensor([[True, True, True, True, False]])
+    sure, entropy = (0.2, 0.95, 0.5, 0.91), (1.0, 0.25, 0.75, 0.5)
+    draft = {place: Drafted(0, 0.0, *each) for place, each in enumerate(zip(sure, entropy, strict=True))}
 
     def chosen(schedule, count, tau=0.9):
-        choice = choose(schedule, masks, torch.tensor([count]), sure_BT=sure, entropy_BT=entropy, tau=tau)
-        return choice.order_BT[0, : int(choice.counts_B[0])].tolist()
+        return choose(schedule, [0, 1, 2, 3], count, draft, tau)
 
     assert chosen("static", 1) == [1] and chosen("static", 3) == [1, 3, 2]
     assert chosen("dynamic", 1) == [1, 3] and chosen("dynamic", 3) == [1, 3, 2] and chosen("dynamic", 0) == []
@@ -199,7 +196,13 @@ def test_schedules_choose_what_they_say():
     assert chosen("sequential", 2) == [0, 1] and chosen("static", 9) == [1, 3, 2, 0]
     # 0.25 | 0.5 | 0.75 | 1.0: the last one's entropy is not counted.
     assert [len(chosen("entropy", 1, tau)) for tau in (0.0, 0.2, 0.25, 0.7, 0.75, 1.4, 1.5)] == [1, 1, 2, 2, 3, 3, 4]
-    assert chosen("entropy", 1, 0.25) == [1, 3]
+    assert chosen("entropy", 1, 0.25) == [1, 3] and chosen("entropy", 0, 9.0) == []
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic", "sequential", "entropy"])
+def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
+    draft = {place: Drafted(0, math.nan, math.nan, math.nan) for place in range(3)}
+    assert choose(schedule, [0, 1, 2], 1, draft, 0.5) == [0]
 
 
 # ---- what is refused

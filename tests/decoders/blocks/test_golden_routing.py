@@ -8,6 +8,8 @@ half-causal drafting mask for what it stores.
 
 import json
 from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ from safetensors.torch import load_file
 
 from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
-from decoders.blocks.router_settings import Estimator, Router, VerificationCost
-from decoders.blocks.routers import Routing, expected_accepted, survival
+from decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
+from decoders.blocks.routers import Route, Threshold, expected_accepted, measure_of, route_of, signals_of
+from decoders.blocks.schedules import Drafted
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
-from decoders.engine.state import SlotState
+from decoders.engine.notes import worth
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
+SCORE = ScoreRouter(kind="score")
 # The public code's name of an estimator -> ours, its parameter, and our parameter.
 NAMES = {
     "soft_entropy_negexp": ("entropy", "ssd_entropy_temperature", "beta"),
@@ -43,8 +47,17 @@ def estimator_of(name, options):
     return ESTIMATORS.validate_python({"kind": ours} | ({parameter: options[theirs]} if theirs in options else {}))
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A router at work, and its settings."""
+
+    router: Any
+    measure: tuple[str, float] | None
+    route: Route
+
+
 def routing_of(options):
-    """Our router, with the public code's settings, in a state of one slot."""
+    """Our router, with the public code's settings."""
     router = {
         "mask_span_length": lambda: {"kind": "min_span", "span": options["min_ssd_span_length"]},
         "score_threshold": lambda: {"kind": "score", "tau": options["do_verify_score_threshold"]},
@@ -58,8 +71,8 @@ def routing_of(options):
     estimator = estimator_of(options.get("token_acceptance_estimator", "soft_entropy_negexp"), options)
     kind = options.get("do_verify_score_type", "difference_static").removeprefix("difference_")
     cost = VerificationCost.model_validate({"kind": kind, "c": options.get("score_penalty_coef", 1.0)})
-    state = SlotState(1, torch.device("cpu"), max_commit=1)
-    return Routing(state, ROUTERS.validate_python(router), estimator, cost)
+    settings = ROUTERS.validate_python(router)
+    return Routing(settings, measure_of(settings, estimator), route_of(settings, cost))
 
 
 # ---- drafts ----------------------------------------------------------------------------------------------------------
@@ -152,31 +165,30 @@ def _causal_fronts(spans, starts, fronts):
 def replay(case, routing, masks, logits, decoded, *, tau, top_p=1.0, progress_of_prompt):
     """Route every step by our own draft; returns the largest difference of a score."""
     verdict = "do_verify" if "do_verify" in case["steps"][0] else "verified"
-    slot, worst, done, own = torch.tensor([0]), 0.0, 0, torch.log_softmax(logits, -1)
+    worst, done, own = 0.0, 0, torch.log_softmax(logits, -1)
     cut = log_law(logits.flatten(0, 1), Sampling(temperature=1.0, top_p=top_p)).view_as(own)
     for number, step in enumerate(case["steps"][: len(masks)]):
         begins = step.get("block_start") != case["steps"][max(number - 1, 0)].get("block_start")
         done = 0 if begins else done
         mask = masks[number]
-        sure = (own[number][mask].amax(1).exp() > tau).sum().reshape(1)
-        share = (~mask).sum() if progress_of_prompt else torch.tensor(done)
-        notes = torch.zeros(mask.shape, dtype=cut.dtype)
-        notes[mask] = routing.note(cut[number][mask], own[number][mask].argmax(1))
-        found = routing.signals(
-            mask.unsqueeze(0),
-            notes.unsqueeze(0),
-            num_sure_B=sure,
-            progress_B=share.reshape(1) / len(mask),
-            size=len(mask),
-        )
-        verified = routing.decide(slot, found)
-        assert int(found.span_B) == len(step["span"]) and bool(verified) == step[verdict], (case["name"], number)
-        assert int(sure) == step.get("num_high_confidence", int(sure))
-        expected = step.get("expected_accepted", float(found.expected_B))
-        worst = max(worst, abs(float(found.expected_B) - expected))
+        places = mask.nonzero().flatten().tolist()
+        sure = int((own[number][mask].amax(1).exp() > tau).sum())
+        share = int((~mask).sum()) if progress_of_prompt else done
+        worths = [0.0] * len(places)
+        if routing.measure is not None:
+            kind, number_of = routing.measure
+            worths = worth(kind, number_of, cut[number][mask], own[number][mask].argmax(1)).tolist()
+        drafts = {place: Drafted(0, 0.0, 0.0, 0.0, one) for place, one in zip(places, worths, strict=True)}
+        found = signals_of(routing.router, places, drafts, num_sure=sure, progress=share / len(mask), size=len(mask))
+        verified = routing.route.decide(found)
+        assert found.span == len(step["span"]) and verified == step[verdict], (case["name"], number)
+        assert sure == step.get("num_high_confidence", sure)
+        expected = step.get("expected_accepted", found.expected)
+        worst = max(worst, abs(found.expected - expected))
         if "score" in step:
-            worst = max(worst, abs(float(routing.score(found)) - step["score"]))
-        routing.learn(slot, torch.tensor([decoded[number]]), verified)
+            assert isinstance(routing.route, Threshold)
+            worst = max(worst, abs(routing.route.score(found) - step["score"]))
+        routing.route.learn(decoded[number], verified=verified)
         done += decoded[number]
     return worst
 
@@ -206,12 +218,14 @@ def test_the_estimators_are_the_public_ones(golden):
     names = set()
     for case in cases:
         logits, drafts = arrays[case["arrays"][0]], torch.tensor(case["draft_tokens"])
-        law, span = torch.log_softmax(logits.float(), -1), torch.ones(1, len(drafts), dtype=torch.bool)
+        law = torch.log_softmax(logits.float(), -1)
         for row in case["rows"]:
             names.add(row["estimator"])
-            alpha = survival(estimator_of(row["estimator"], row["params"]), law, drafts)
+            measure = measure_of(SCORE, estimator_of(row["estimator"], row["params"]))
+            assert measure is not None
+            alpha = worth(*measure, law, drafts)
             assert alpha.tolist() == pytest.approx(row["alpha"], abs=1e-5)
-            expected = float(expected_accepted(alpha.unsqueeze(0), span))
+            expected = expected_accepted(alpha.tolist())
             assert expected == pytest.approx(row["expected_accepted"], abs=1e-5)
     assert names == set(NAMES)
 

@@ -9,11 +9,20 @@ from pydantic import TypeAdapter, ValidationError
 
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Request
-from decoders.blocks.router_settings import Bandit, Entropy, Estimator, MinSpan, Router, VerificationCost
-from decoders.blocks.routers import Routing, Signals, expected_accepted, first_span, normalised_entropy, survival
+from decoders.blocks.router_settings import Bandit, Estimator, MinSpan, Router, ScoreRouter, VerificationCost
+from decoders.blocks.routers import (
+    Signals,
+    Threshold,
+    expected_accepted,
+    first_run,
+    measure_of,
+    route_of,
+    signals_of,
+)
+from decoders.blocks.schedules import Drafted
 from decoders.blocks.settings import S2d2Settings
 from decoders.common_settings import Sampling
-from decoders.engine.state import SlotState
+from decoders.engine.notes import normalised_entropy, worth
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)
@@ -23,31 +32,27 @@ LAW = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
 ONE_HOT = torch.tensor([[0.0, 1.0, 0.0, 0.0]], dtype=torch.float64).log()
 
 
-def router_of(settings, *, cost=STATIC, num_slots=1):
-    state = SlotState(num_slots, torch.device("cpu"), max_commit=1)
-    return Routing(state, ROUTERS.validate_python(settings), Entropy(kind="entropy"), cost), state
+def router_of(settings, *, cost=STATIC):
+    return route_of(ROUTERS.validate_python(settings), cost)
 
 
-def signals(*, span=(1,), expected=(0.0,), sure=(0,), progress=(0.0,), entropy=(0.0,), size=8):
-    number = max(len(values) for values in (span, expected, sure, progress, entropy))
-
-    def column(values):
-        return torch.tensor([*values] * (number // len(values)))
-
-    return Signals(column(span), column(expected), column(sure), column(progress), column(entropy), size)
+def signals(*, span=1, expected=0.0, sure=0, progress=0.0, entropy=0.0, size=8):
+    return Signals(span, expected, sure, progress, entropy, size)
 
 
-def decisions(routing, slots, **columns):
-    return routing.decide(torch.tensor(slots), signals(**columns)).tolist()
+def decisions(route, **columns):
+    """Whether each of these drafts is verified, by a new router each or by one that goes on."""
+    number = max(len(values) for values in columns.values())
+    each = [{name: values[index] for name, values in columns.items()} for index in range(number)]
+    return [route().decide(signals(**one)) for one in each]
 
 
 # ---- what a draft says -----------------------------------------------------------------------------------------------
 
 
 def test_the_span_is_the_first_run_of_masks():
-    masks = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 1, 1, 1]]).bool()
-    spans = torch.tensor([[0, 1, 1, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]]).bool()
-    assert torch.equal(first_span(masks), spans)
+    masks = [[1, 2, 4], [0, 1, 2, 3, 4], [4], [], [0, 2, 3, 4]]
+    assert [first_run(places) for places in masks] == [[1, 2], [0, 1, 2, 3, 4], [4], [], [0]]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +72,9 @@ def test_the_span_is_the_first_run_of_masks():
     ],
 )
 def test_estimators_give_what_their_formula_says(settings, alpha, alpha_when_sure):
-    estimator = ESTIMATORS.validate_python(settings)
-    found = survival(estimator, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1]))
+    measure = measure_of(ScoreRouter(kind="score"), ESTIMATORS.validate_python(settings))
+    assert measure is not None
+    found = worth(*measure, torch.cat([LAW, ONE_HOT]), torch.tensor([1, 1]))
     assert found.tolist() == pytest.approx([alpha, alpha_when_sure], abs=1e-12)
 
 
@@ -78,35 +84,44 @@ def test_entropy_is_a_share_of_the_vocabularys():
     assert found.tolist() == pytest.approx([0.875, 0.0, 1.0], abs=1e-12)
 
 
-def test_expected_accepted_tokens_are_the_sum_of_products_over_the_span_alone():
-    alpha = torch.tensor([[9.0, 0.5, 0.5, 0.25, math.nan], [0.5, 0.0, 1.0, 1.0, 1.0], [7.0] * 5])
-    span = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0] * 5]).bool()
-    assert expected_accepted(alpha, span).tolist() == [0.5 + 0.25 + 0.0625, 0.5, 0.0]
+def test_expected_accepted_tokens_are_the_sum_of_products():
+    assert [expected_accepted(alphas) for alphas in ((0.5, 0.5, 0.25), (0.5, 0.0, 1.0, 1.0), ())] == [0.8125, 0.5, 0.0]
+
+
+def test_a_router_asks_for_what_it_reads():
+    estimator = ESTIMATORS.validate_python({"kind": "margin", "tau": 0.25})
+    assert measure_of(MinSpan(kind="min_span"), estimator) is None
+    assert measure_of(Bandit(kind="bandit"), estimator) == ("normalised_entropy", 0.0)
+    assert measure_of(ScoreRouter(kind="score"), estimator) == ("margin", 0.25)
 
 
 def test_a_draft_is_read_place_by_place():
-    masks = torch.tensor([[0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]]).bool()
-    laws, tokens = torch.cat([ONE_HOT, LAW, LAW, ONE_HOT, LAW]), torch.zeros(5, dtype=torch.int64)
-    given = {"num_sure_B": torch.tensor([1, 2, 0]), "progress_B": torch.tensor([0.5, 0.25, 1.0]), "size": 4}
+    masks, alpha = [[1, 3], [0, 1, 2], []], math.exp(-0.875)
+    worths = [{1: 1.0, 3: alpha}, {0: alpha, 1: 1.0, 2: alpha}, {}]
 
-    def read(settings):
-        routing, _ = router_of(settings)
-        notes = torch.full(masks.shape, 9.0, dtype=torch.float64).masked_scatter(masks, routing.note(laws, tokens))
-        return routing.signals(masks, notes, **given)
+    def read(settings, worths):
+        drafts = [{place: Drafted(0, 0.0, 0.0, 0.0, number) for place, number in one.items()} for one in worths]
+        router = ROUTERS.validate_python(settings)
+        return [
+            signals_of(router, places, draft, num_sure=1, progress=0.5, size=4)
+            for places, draft in zip(masks, drafts, strict=True)
+        ]
 
-    found, alpha = read({"kind": "score"}), math.exp(-0.875)
-    assert found.span_B.tolist() == [1, 3, 0] and found.size == 4
-    assert found.expected_B.tolist() == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
+    found = read({"kind": "score"}, worths)
+    assert [one.span for one in found] == [1, 3, 0] and found[0].size == 4
+    assert [one.expected for one in found] == pytest.approx([1.0, 2 * alpha + alpha**2, 0.0])
+    entropies = [{1: 0.0, 3: 0.875}, {0: 0.875, 1: 0.0, 2: 0.875}, {}]
     for over, means in (("span", [0.0, 2 * 0.875 / 3, 0.0]), ("masks", [0.875 / 2, 2 * 0.875 / 3, 0.0])):
-        assert read({"kind": "bandit", "entropy_of": over}).entropy_B.tolist() == pytest.approx(means)
+        said = read({"kind": "bandit", "entropy_of": over}, entropies)
+        assert [one.entropy for one in said] == pytest.approx(means)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 def test_a_span_is_verified_from_its_minimum_on():
-    routing, _ = router_of({"kind": "min_span", "span": 3}, num_slots=4)
-    assert decisions(routing, [0, 1, 2, 3], span=(0, 2, 3, 4)) == [False, False, True, True]
+    route = router_of({"kind": "min_span", "span": 3})
+    assert decisions(lambda: route, span=(0, 2, 3, 4)) == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -118,37 +133,36 @@ def test_a_span_is_verified_from_its_minimum_on():
     ],
 )
 def test_the_score_takes_its_cost_and_verifies_at_the_threshold(cost, scores, verified):
-    routing, _ = router_of({"kind": "score", "tau": 0.5}, cost=cost, num_slots=3)
+    route = router_of({"kind": "score", "tau": 0.5}, cost=cost)
     draft = {"span": (3, 3, 2), "expected": (2.0, 2.25, 1.5), "sure": (0, 4, 2)}
-    assert routing.score(signals(**draft)).tolist() == scores
-    assert decisions(routing, [0, 1, 2], **draft) == verified
+    assert isinstance(route, Threshold)
+    assert [route.score(signals(span=s, expected=k, sure=n)) for s, k, n in zip(*draft.values(), strict=True)] == scores
+    assert decisions(lambda: route, **draft) == verified
 
 
 def test_hysteresis_begins_above_one_threshold_and_ends_below_the_other():
-    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": 0.25}, cost=VerificationCost(kind="static", c=0.0))
+    route = router_of({"kind": "hysteresis", "on": 1.0, "off": 0.25}, cost=VerificationCost(kind="static", c=0.0))
     taken = [(1.0, False), (1.25, True), (0.25, True), (0.5, True), (0.125, False), (0.5, False), (1.5, True)]
     for score, verified in taken:
-        assert decisions(routing, [0], expected=(score,)) == [verified]
+        assert route.decide(signals(expected=score)) == verified
 
 
 def test_a_draft_without_masks_is_never_verified_and_ends_a_hysteresis():
     for settings in ({"kind": "score", "tau": -9.0}, {"kind": "min_span"}, {"kind": "bandit"}):
-        assert decisions(router_of(settings)[0], [0], span=(0,)) == [False]
-    routing, _ = router_of({"kind": "hysteresis", "on": 1.0, "off": -5.0})
-    expected = [
-        decisions(routing, [0], span=(span,), expected=(score,))[0] for span, score in ((2, 4.0), (0, 0.0), (2, 1.5))
-    ]
-    assert expected == [True, False, False]
+        assert not router_of(settings).decide(signals(span=0))
+    route = router_of({"kind": "hysteresis", "on": 1.0, "off": -5.0})
+    drafts = ((2, 4.0), (0, 0.0), (2, 1.5))
+    assert [route.decide(signals(span=span, expected=score)) for span, score in drafts] == [True, False, False]
 
 
 def bandit(beta=1.0, **bins):
-    return router_of({"kind": "bandit", "beta": beta, **bins})[0]
+    return router_of({"kind": "bandit", "beta": beta, **bins})
 
 
-def play(routing, decoded, slot=0, **draft):
-    """One step of the bandit that decodes so many tokens; whether it verified."""
-    (verified,) = decisions(routing, [slot], **draft)
-    routing.learn(torch.tensor([slot]), torch.tensor([decoded]), torch.tensor([verified]))
+def play(route, decoded, **draft):
+    """One step that decodes so many tokens; whether it verified."""
+    verified = route.decide(signals(**draft))
+    route.learn(decoded, verified=verified)
     return verified
 
 
@@ -177,7 +191,7 @@ def test_the_bandit_learns_apart_in_every_context():
     """A context's first visit verifies and its second reveals: what was learned in the others says nothing."""
     routing = bandit()
     drafts = [
-        {"span": (span,), "progress": (progress,), "entropy": (entropy,)}
+        {"span": span, "progress": progress, "entropy": entropy}
         for span in (4, 5)
         for progress in (0.4, 0.5)
         for entropy in (0.49, 1.0)
@@ -186,7 +200,7 @@ def test_the_bandit_learns_apart_in_every_context():
     assert [play(routing, 1, **draft) for draft in drafts] == [False] * 8
     # The other ends of the same bins.
     drafts = [
-        {"span": (span,), "progress": (progress,), "entropy": (entropy,)}
+        {"span": span, "progress": progress, "entropy": entropy}
         for span in (1, 8)
         for progress in (0.0, 1.0)
         for entropy in (0.0, 0.5)
@@ -197,7 +211,7 @@ def test_the_bandit_learns_apart_in_every_context():
 def test_drafts_without_masks_teach_a_bandit_nothing():
     one, other = bandit(span_bins=1), bandit(span_bins=1)
     for decoded in (4, 1, 1, 1, 1, 1, 1):
-        assert play(one, 0, span=(0,)) is False
+        assert play(one, 0, span=0) is False
         assert play(one, decoded) == play(other, decoded)
 
 
@@ -206,28 +220,18 @@ def test_drafts_without_masks_teach_a_bandit_nothing():
 
 def history(seed, length=40):
     """A random course of a sample: what each draft says and how much each step decodes."""
-    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
     return [
         {
-            "span": (int(torch.randint(1, 9, ())),),
-            "expected": (float(torch.rand(()) * 4),),
-            "sure": (int(torch.randint(0, 4, ())),),
-        }
-        | {
-            "progress": (float(torch.rand(())),),
-            "entropy": (float(torch.rand(())),),
-            "decoded": int(torch.randint(1, 6, ())),
+            "span": int(rng.integers(1, 9)),
+            "expected": float(rng.random() * 4),
+            "sure": int(rng.integers(0, 4)),
+            "progress": float(rng.random()),
+            "entropy": float(rng.random()),
+            "decoded": int(rng.integers(1, 6)),
         }
         for _ in range(length)
     ]
-
-
-def follow(routing, slot, steps):
-    taken = []
-    for step in steps:
-        draft = {name: value for name, value in step.items() if name != "decoded"}
-        taken.append(play(routing, step["decoded"], slot, **draft))
-    return taken
 
 
 @pytest.mark.parametrize(
@@ -241,29 +245,16 @@ def follow(routing, slot, steps):
 )
 def test_what_a_router_decides_is_a_function_of_the_samples_own_history(settings):
     courses = [history(seed) for seed in range(4)]
-    alone = [follow(router_of(settings)[0], 0, course) for course in courses]
+    alone = []
+    for course in courses:
+        route = router_of(settings)
+        alone.append([play(route, **step) for step in course])
     assert all(0 < sum(taken) < len(taken) for taken in alone), "every course has to go both ways"
-    # Side by side in one batch, in any order, and each step of all of them in one call.
-    routing, _ = router_of(settings, num_slots=4)
-    slots = [2, 0, 3, 1]
-    together: list[list[bool]] = [[] for _ in courses]
-    for steps in zip(*courses, strict=True):
-        columns = {name: sum((step[name] for step in steps), ()) for name in steps[0] if name != "decoded"}
-        verified = decisions(routing, slots, **columns)
-        decoded = torch.tensor([step["decoded"] for step in steps])
-        routing.learn(torch.tensor(slots), decoded, torch.tensor(verified))
-        for taken, one in zip(together, verified, strict=True):
-            taken.append(one)
-    assert together == alone
-    # Begun in a slot that held another sample, and carried to a third one halfway: what a restart and a refill do.
-    routing, state = router_of(settings, num_slots=3)
-    follow(routing, 1, courses[3])
-    state.widen(1)
-    state.start(1, Request(0, 0, torch.zeros(1, dtype=torch.int32).numpy()))
-    first = follow(routing, 1, courses[0][:20])
-    follow(routing, 2, courses[2])
-    state.move(1, 2)
-    assert first + follow(routing, 2, courses[0][20:]) == alone[0]
+    routes = [router_of(settings) for _ in courses]
+    together = [
+        [play(route, **step) for route, step in zip(routes, steps, strict=True)] for steps in zip(*courses, strict=True)
+    ]
+    assert [list(taken) for taken in zip(*together, strict=True)] == alone
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ def test_an_ask_that_answers_more_rows_than_it_runs_is_a_mistake() -> None:
     assert len([1, 0, 0, 0, 0, FAR, 2, 1, TARGET]) == FIELDS
 
 
+def test_a_span_without_rows_is_a_mistake() -> None:
+    """Beside a span of two rows it would pass for spans of one row each."""
+    with pytest.raises(AssertionError, match="a span without rows"):
+        Table([*wide_span(2, 0, 0, 0), *wide_span(0, 2, 2, 0)], np.array([0, 0]), 1, fields=WIDE)
+
+
 def test_leading_rows_are_counted_sample_by_sample() -> None:
     good = np.array([True, True, False, True, False, True, True])
     assert count_leading(good, np.array([3, 1, 1, 2])).tolist() == [2, 1, 0, 2]

@@ -1,0 +1,154 @@
+"""A sample of a block-diffusion model: a canvas that is revealed block after block, in any order inside of a block.
+
+    position    0 1 2 3 | 4 5 6 7 | 8 9 10 11      block size 4, a prompt of 6, up to 3 new tokens
+    holds       prompt  | p p _ _ | _ . .  .       the places after the canvas are masks too, and cut off at the end
+
+Rank = column = position, and HOLE marks a remaining mask. Blocks begin at multiples of their size, so a prompt's tail lies in the
+block that is filled first. The last block has full size where the model's length allows it, even if less of it was requested.
+
+A completion ends as soon as all requested tokens are revealed, or all tokens before an end token or up to a stop string; tokens
+revealed after it are dropped. With editing the block must be finished first, since its tokens may still change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from decoders.base import HOLE, Outcome, TraceStep
+from decoders.engine.asks import NO_DRAFT, Ask, Named, Spans
+from decoders.engine.ends import LENGTH, Stops, ending
+from decoders.engine.samples import Sample, Spent
+
+PREFILL, DRAFTED, VERIFY, COMMIT = range(4)
+KINDS: Final = ("prefill", "draft", "verify", "commit")
+"""The purposes of a forward."""
+
+
+class Told(NamedTuple):
+    """A token for a position, and its log-probability under the model itself."""
+
+    position: int
+    token: int
+    log_p: float
+
+
+class BlockSample(Sample):
+    """See the module's docstring. `draws` counts drafting forwards: under the rejection rule each has random numbers of its own.
+
+    `first` is the first position that may still be asked about. `log_p_at` are log-probabilities by position, `kinds` forwards by
+    purpose. `is_over`: nothing is left to do.
+    """
+
+    __slots__ = ("draws", "first", "is_over", "kinds", "log_p_at")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if HOLE in self.tokens[: self.prompt]:
+            raise ValueError("block diffusion decodes from left to right: the holes must come after the prompt")
+        self.kinds, self.draws, self.first, self.is_over = [0] * len(KINDS), 0, self.prompt, False
+        self.log_p_at: list[float] = []
+
+    def widen(self, length: int) -> None:
+        """Begin with a canvas of this length, which may end after what was requested."""
+        self.tokens += [HOLE] * (length - len(self.tokens))
+        self.log_p_at = [0.0] * length
+
+    # ---- what decoders ask ---------------------------------------------------------------------------------------
+
+    def named(
+        self,
+        kind: int,
+        rows: list[int],
+        positions: list[int],
+        *,
+        drafts: list[int] | None = None,
+        cells: list[int] | None = None,
+        sures: list[float] | None = None,
+    ) -> Named:
+        """Rows of one kind, and the positions that they speak of."""
+        count = len(rows)
+        drafts, cells, sures = drafts or [NO_DRAFT] * count, cells or [0] * count, sures or [1.0] * count
+        return Named(rows, positions, [kind] * count, drafts, cells, sures, self.first, self.draws)
+
+    def forward(self, purpose: int, tokens: list[int], spans: Spans, named: Named) -> Ask:
+        """A forward, counted by its purpose."""
+        self.kinds[purpose] += 1
+        return Ask(0, tokens, spans, (), named=named)
+
+    # ---- what decoders decide ------------------------------------------------------------------------------------
+
+    def reveal(self, news: Sequence[Told], proposed: Sequence[int] = (), *, stops: bool = True) -> None:
+        """End an iteration: write what it reveals, in this order, up to the end of the completion (if it looks for stops)."""
+        if stops and self.may_stop:
+            news = news[: self.until_end(news)]
+        new = 0
+        for position, token, log_p in news:
+            self.tokens[position], self.log_p_at[position] = token, log_p
+            self.logprob += log_p
+            new += position < self.length
+        self.decided += new
+        self._close_iteration(new, 0, 0)
+        self.show(news, proposed)
+
+    def edit(self, news: Sequence[Told]) -> None:
+        """Replace tokens that were revealed before; part of an iteration."""
+        for position, token, log_p in news:
+            self.tokens[position], self.log_p_at[position] = token, log_p
+        if news:
+            self.show(news)
+
+    def look(self) -> None:
+        """End an iteration that revealed nothing."""
+        self._close_iteration(0, 0, 0)
+
+    def show(self, news: Sequence[Told], proposed: Sequence[int] = ()) -> None:
+        """Trace what was written, and the drafts that a verification judged."""
+        if self.trace is not None:
+            tokens, positions = [told.token for told in news], [told.position for told in news]
+            self.trace.append(TraceStep(len(self.trace), self.nfe, list(proposed), tokens, positions))
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether an end token or a stop string can end the completion early."""
+        return bool(self.stop_ids) or self.stop_text is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a completion that is not edited has ended."""
+        return self.end != LENGTH or self.decided >= self.length
+
+    def until_end(self, news: Sequence[Told]) -> int:
+        """How many of these are revealed until the completion ends; notes the end if it does."""
+        pairs = [(position - self.prompt, token) for position, token, _ in news]
+        stops = Stops(tuple(self.stop_ids), self.stop_text)
+        found = ending(self.tokens[self.prompt :], pairs, stops)
+        if found is None or self.prompt + found[1] > self.length:
+            return len(news)
+        count, kept, self.end = found
+        self.length = self.prompt + kept
+        return count
+
+    def end_edited(self, start: int, end: int) -> None:
+        """Look for an end in a finished block, from left to right."""
+        if not self.may_stop:
+            return
+        start = max(start, self.prompt)
+        tokens = self.tokens[start:end]
+        self.tokens[start:end] = [HOLE] * len(tokens)
+        self.until_end([Told(start + place, token, 0.0) for place, token in enumerate(tokens)])
+        self.tokens[start:end] = tokens
+
+    def outcome(self, spent: Spent | None) -> Outcome:
+        """See Sample; the log-probability is that of the tokens that stayed."""
+        if spent is None:
+            return super().outcome(spent)
+        self.decided = self.length
+        if math.isfinite(self.logprob):
+            self.logprob = sum(self.log_p_at[self.prompt : self.length])
+        outcome = super().outcome(spent)
+        outcome.nfe_kinds = dict(zip(KINDS, self.kinds, strict=True))
+        return outcome

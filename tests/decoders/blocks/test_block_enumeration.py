@@ -1,0 +1,171 @@
+"""S2D2's law, enumerated on the generator itself in the real engine: that of block size 1, whatever the sample stands beside."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decoders.base import Request
+from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from decoders.common_settings import DecoderChoice
+from decoders.draws.noise import sample_key
+from decoders.engine.ends import Stops
+from decoders.engine.engine import Engine
+from decoders.engine.setup import Setup
+from decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
+from decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
+from decoders.registry import algorithm_of
+from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
+from tests.decoders.enumeration import (
+    ChosenAnswers,
+    CoupledChooser,
+    Law,
+    decoded,
+    engine_of,
+    law_of,
+    total_variation,
+)
+
+ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
+CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}
+
+
+def always(size: int, **more: Any) -> S2d2Settings:
+    """Verifies every span, over a causal cache."""
+    return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, **more)
+
+
+def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None) -> Setup:
+    """A table of two tokens and a mask."""
+    info, model = table_info(2, shift=shift), table(2)
+    return Setup(backbone=model, info=info, sampling=REJECTING, max_rows=rows, max_tokens=1 << 20, stops=stops)
+
+
+def request(canvas: list[int], index: int = 0) -> Request:
+    return Request(index, sample_key(7, str(index)), np.array(canvas, dtype=np.int32))
+
+
+def block_size_one(canvas: list[int], *, shift: int = 0) -> Law:
+    """The law of the completions."""
+    prompt, length = [token for token in canvas if token >= 0], len(canvas)
+    plain = PlainBlocks(table(2), table_info(2, shift=shift), ONE, REJECTING)
+    wanted = law_at_size_one(plain, prompt, length)
+    return {text: wanted(text) for text in itertools.product(range(2), repeat=length - len(prompt))}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(
+    ("size", "canvas"), [(1, "tail"), (2, "tail"), (2, "whole"), (2, "long"), (2, "block"), (3, "whole")]
+)
+def test_the_law_is_that_of_block_size_one(canvas: str, shift: int, size: int, fused: bool) -> None:
+    tokens = CANVASES[canvas]
+    law = law_of(setup_of(shift=shift), always(size, fused=fused), [request(tokens)], 0)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, block_size_one(tokens, shift=shift)) < 1e-12
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rows", [2, 3])
+def test_it_is_the_same_beside_others_and_after_refills(rows: int, fused: bool) -> None:
+    """The sample comes into a slot that held another one, and moves when a neighbour ends."""
+    others = [request(canvas, 1 + index) for index, canvas in enumerate(([1, -1], [0, 0, -1, -1], [-1, -1]))]
+    tokens = CANVASES["tail"]
+    law = law_of(setup_of(rows=rows), always(2, fused=fused), [*others, request(tokens)], 0)
+    assert total_variation(law, block_size_one(tokens)) < 1e-12
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_stop_cuts_the_law_of_the_whole_text(fused: bool) -> None:
+    tokens, cut = CANVASES["long"], Law()
+    for text, mass in block_size_one(tokens).items():
+        kept = text[: text.index(1) + 1] if 1 in text else text
+        cut[kept] = cut.get(kept, 0.0) + mass
+    law = law_of(setup_of(stops=Stops((1,))), always(2, fused=fused), [request(tokens)], 0)
+    assert total_variation(law, cut) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_block_diffusion_has_the_law_of_the_plain_reference(schedule: Any) -> None:
+    settings = BlockDiffusionSettings(kind="block_diffusion", block_size=2, schedule=schedule, tau=0.5)
+    tokens = CANVASES["long"]
+    plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
+    wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
+    assert total_variation(law_of(setup_of(), settings, [request(tokens)], 0), wanted) < 1e-12
+
+
+# ---- planted mistakes
+
+
+class Forgetful(ChosenAnswers):
+    """Draws from p after a refused draft, as if q had said nothing."""
+
+    def left_over(self, p, q):
+        return p.exp()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_residual_that_forgets_the_draft_has_another_law(fused: bool) -> None:
+    tokens, setup, settings = CANVASES["long"], setup_of(), always(2, fused=fused)
+
+    def run(chooser: Chooser) -> tuple[int, ...]:
+        answers = Forgetful(REJECTING, setup.info.suppressed, {0: chooser})
+        engine = Engine(setup, algorithm_of(setup, settings), answers=answers)
+        return tuple(decoded(engine, [request(tokens)])[0].tokens.tolist())
+
+    assert total_variation(enumerate_law(run), block_size_one(tokens)) > 0.05
+
+
+@pytest.mark.parametrize("module", ["s2d2", "s2d2_fused"])
+def test_a_copy_that_sees_the_draft_at_its_place_is_found(module: str, monkeypatch: Any) -> None:
+    from decoders.engine import asks
+
+    def near(*numbers: int, **more: int) -> asks.Spans:
+        closer = more.get("own") == asks.SELF
+        return asks.wide_span(*numbers[:4], *(lag - closer for lag in numbers[4:]), **more)
+
+    monkeypatch.setattr(f"decoders.blocks.{module}.wide_span", near)
+    with pytest.raises(AssertionError, match="two columns of one position"):
+        law_of(setup_of(), always(2, fused=module != "s2d2"), [request(CANVASES["long"])], 0)
+
+
+def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
+    """The last decided token is then missing in the cache, and something else stands there."""
+    from decoders.blocks import s2d2_fused
+
+    plain = s2d2_fused.rows_of
+
+    def hasty(s: Any, rules: Any, now: Any) -> Any:
+        s.cached += s.cached > 0
+        return plain(s, rules, now)
+
+    monkeypatch.setattr(s2d2_fused, "rows_of", hasty)
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError, match="two columns of one position"):
+        law_of(setup_of(), always(2, fused=True), [request(CANVASES["long"])], 0)
+
+
+# ---- the engine's own draws
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REJECTING], ids=["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize(("shift", "fused"), [(0, False), (1, False), (0, True), (1, True)])
+def test_batched_draws_are_those_of_a_chooser_that_reads_the_samples_noise(
+    shift: int, fused: bool, sampling: Any
+) -> None:
+    info = table_info(shift=shift)
+    requests = prompts([(p, n) for n in (2, 4, 6) for p in range(n)] * 2)
+    settings: DecoderChoice = always(3, fused=fused)
+    found = ours(requests, info, settings, sampling, rows=3)
+    coupled = sampling.acceptance == "coupled"
+    choosers = {one.index: CoupledChooser(one.key, sampling) if coupled else NoiseChooser(one.key) for one in requests}
+    setup = Setup(backbone=table(), info=info, sampling=sampling, max_rows=3, max_tokens=1 << 20)
+    chosen = decoded(engine_of(setup, settings, choosers), requests)
+    for index, outcome in found.items():
+        other = chosen[index]
+        assert (outcome.tokens.tolist(), outcome.nfe_kinds) == (other.tokens.tolist(), other.nfe_kinds)
+        assert (outcome.proposed, outcome.accepted) == (other.proposed, other.accepted)
