@@ -113,13 +113,18 @@ def _extents(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Tens
     return lines_B, (-(-columns_B // multiple) * multiple).clamp(max=visible_BTW.shape[2])
 
 
-def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype) -> Sight:
-    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is NaN."""
+def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype, *, blind: bool = True) -> Sight:
+    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is NaN.
+
+    Without `blind` no valid row is blind, and the device is not asked.
+    """
     blind_BT = ~visible_BTW.any(2)
     bias_BTW = torch.zeros(visible_BTW.shape, dtype=dtype, device=visible_BTW.device)
     bias_BTW.masked_fill_(~(visible_BTW | blind_BT.unsqueeze(2)), -torch.inf)
-    blind = blind_BT.flatten() if rectangle_N is None else blind_BT.flatten()[rectangle_N]
-    return Sight(bias_BTW, blind.nonzero().squeeze(1) if bool(blind.any()) else None)
+    if not blind:
+        return Sight(bias_BTW, None)
+    blind_N = blind_BT.flatten() if rectangle_N is None else blind_BT.flatten()[rectangle_N]
+    return Sight(bias_BTW, blind_N.nonzero().squeeze(1) if bool(blind_N.any()) else None)
 
 
 def slot_attention(

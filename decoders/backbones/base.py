@@ -16,13 +16,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class KnownStreams:
+    """What the host knows of the rows of a two-stream forward, so that nothing of it has to be read from the device.
+
+    `content_N` and `query_N` are the places of the valid rows in their flattened rectangles, int64 on the device; None where they
+    fill them in order. `blind_N` are the valid queries that see no column, None if all see one; every content row does. `slots`
+    are the slots where they follow each other.
+    """
+
+    content_N: Tensor | None
+    query_N: Tensor | None
+    blind_N: Tensor | None
+    slots: slice | None
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of one two-stream forward. Columns of a slot are the ranks of its decoding order.
 
     Content rows carry a token and write its keys and values at `content_columns_BC`; query rows carry none, stand at the
     rank `query_columns_BQ`, and predict the token there. `*_limits` say how many columns a row sees. Rows that are
     not `*_valid` are padding: their indices are in range but mean nothing, and they write nothing that is ever read.
-    `slots_B` names the slot of each batch row; `order_SW` gives the position of every column of every slot.
+    `slots_B` names the slot of each batch row; `order_SW` gives the position of every column of every slot. Without `known` a
+    forward looks for these facts, and waits for the device.
     """
 
     slots_B: Tensor
@@ -37,10 +53,23 @@ class Rows:
     """No row sees a column at or beyond this one."""
     num_positions: int
     """No position of these slots is at or beyond this one."""
+    known: KnownStreams | None = None
 
     def num_valid(self) -> int:
         """How many rows are no padding."""
         return int(self.content_valid_BC.sum()) + int(self.query_valid_BQ.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the host knows of the rows of a forward, so that nothing of it has to be read from the device.
+
+    `place_N` are the places of the valid rows in the flattened rectangle, int64 [N] on the device; None if they fill it in order.
+    `slots` are the slots where they follow each other. Every valid row sees its own column, in all layers.
+    """
+
+    place_N: Tensor | None
+    slots: slice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +83,7 @@ class TokenRows:
     nothing, they write nothing that is ever read, and their `visible_BTW` may be anything.
 
     `sigma_BT` is the total noise of the canvas that a row belongs to (float, >= 0; decoders/draws/absorbing.py), for models that
-    are conditioned on it; all others ignore it.
+    are conditioned on it; all others ignore it. Without `known` a forward looks for these facts, and waits for the device.
     """
 
     slots_B: Tensor
@@ -64,10 +93,18 @@ class TokenRows:
     valid_BT: Tensor
     visible_BTW: Tensor
     sigma_BT: Tensor | None = None
+    known: Known | None = None
 
     def num_valid(self) -> int:
         """How many rows are no padding."""
         return int(self.valid_BT.sum())
+
+
+def lines_of(valid_BT: Tensor, place_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The batch row and the line of rows at these places of the flattened rectangle, [N] each; None: of all its places."""
+    if place_N is None:
+        place_N = torch.arange(valid_BT.numel(), device=valid_BT.device)
+    return place_N // valid_BT.shape[1], place_N % valid_BT.shape[1]
 
 
 class Model(Protocol):

@@ -146,15 +146,13 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
 
 def _rows(backbone: ModuleBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
     columns = torch.arange(first, first + tokens_BT.shape[1]).expand(tokens_BT.shape)
-    rows = TokenRows(
-        slots_B=torch.tensor(slots),
-        tokens_BT=tokens_BT % backbone.vocab_size,
-        positions_BT=columns,
-        columns_BT=columns,
-        valid_BT=torch.ones(tokens_BT.shape, dtype=torch.bool),
-        visible_BTW=visible(columns + 1, 16),
-        sigma_BT=torch.ones(tokens_BT.shape),
-    )
+    device = backbone.device
     return TokenRows(
-        **{field.name: getattr(rows, field.name).to(backbone.device) for field in dataclasses.fields(rows)}
+        slots_B=torch.tensor(slots, device=device),
+        tokens_BT=(tokens_BT % backbone.vocab_size).to(device),
+        positions_BT=columns.to(device),
+        columns_BT=columns.to(device),
+        valid_BT=torch.ones(tokens_BT.shape, dtype=torch.bool, device=device),
+        visible_BTW=visible(columns + 1, 16).to(device),
+        sigma_BT=torch.ones(tokens_BT.shape, device=device),
     )

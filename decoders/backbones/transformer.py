@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from decoders.backbones.attention import Layout, Sight, cut_ragged, see, slot_attention
-from decoders.backbones.base import TokenRows
+from decoders.backbones.base import Known, TokenRows, lines_of
 from decoders.backbones.cache import SlotCache, as_slice
 from decoders.backbones.families.causal import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
@@ -80,6 +80,8 @@ class ModuleBackbone:
             len(self.windows), key_value_heads(config), head_width(config), dtype=self.dtype, device=self.device
         )
         self._tainted: set[int] = set()
+        self.finite: Tensor | None = None
+        """Whether all of the last forward was finite, a bool on the device; only of rows that the host knows (`known`)."""
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content."""
@@ -120,7 +122,7 @@ class ModuleBackbone:
         `num_rows_computed` counts the rows of the model's products, padding to whole blocks included; the places of the
         attention's rectangle that hold no row are not counted.
         """
-        batch_N, line_N = rows.valid_BT.nonzero(as_tuple=True)
+        batch_N, line_N = _rows_and_lines(rows)
         if self._tainted:
             self._wipe_restarted(rows, batch_N, line_N)
         count = batch_N.shape[0]
@@ -134,7 +136,10 @@ class ModuleBackbone:
             **self._more_inputs(rows, batch_N, line_N),
         ).last_hidden_state
         hidden_ND = hidden_1ND[0, :count]
-        if not bool(hidden_ND.sum(dtype=torch.float32).isfinite()):
+        finite = hidden_ND.sum(dtype=torch.float32).isfinite()
+        if rows.known is not None:
+            self.finite = finite
+        elif not bool(finite):
             self._taint(rows.slots_B[batch_N], hidden_ND)
         if count == rows.valid_BT.numel():
             return hidden_ND.view(*rows.valid_BT.shape, self.width)
@@ -168,7 +173,7 @@ class ModuleBackbone:
         rectangle_N = None if fills else batch_N * num_lines + line_N
         return Layout(
             cache=self.cache,
-            slots=as_slice(rows.slots_B),
+            slots=as_slice(rows.slots_B) if rows.known is None else _slots(rows.slots_B, rows.known),
             num_slots=num_slots,
             num_rows=num_lines,
             rules=self.rules,
@@ -181,18 +186,23 @@ class ModuleBackbone:
 
     def _sights(self, rows: TokenRows, visible_BTW: Tensor, rectangle_N: Tensor | None) -> dict[int | None, Sight]:
         sights: dict[int | None, Sight] = {}
+        blind = rows.known is None
         if None in self.windows:
-            sights[None] = see(visible_BTW, rectangle_N, self.dtype)
+            sights[None] = see(visible_BTW, rectangle_N, self.dtype, blind=blind)
         near_BW = self.cache.positions_SW[rows.slots_B, : visible_BTW.shape[2]] if any(self.windows) else None
         for window in {window for window in self.windows if window is not None}:
             assert near_BW is not None, "a window without the columns' positions"
             within_BTW = near_BW.unsqueeze(1) > rows.positions_BT.unsqueeze(2) - window
             windowed_BTW = visible_BTW.clone()
             windowed_BTW &= within_BTW
-            sights[window] = see(windowed_BTW, rectangle_N, self.dtype)
+            sights[window] = see(windowed_BTW, rectangle_N, self.dtype, blind=blind)
         return sights
 
     # ---- NaN and infinity ----------------------------------------------------------------------------------------
+
+    def taint(self, slots: Iterable[int]) -> None:
+        """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
+        self._tainted.update(slots)
 
     def _taint(self, slots_N: Tensor, hidden_ND: Tensor) -> None:
         self._tainted.update(slots_N[~hidden_ND.isfinite().all(1)].tolist())
@@ -215,6 +225,18 @@ class ModuleBackbone:
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return token embeddings [R, D]."""
         return self.embedding_VD[tokens_R].to(self.dtype)
+
+
+def _rows_and_lines(rows: TokenRows) -> tuple[Tensor, Tensor]:
+    """The batch row and the line of each valid row, [N] each."""
+    if rows.known is None:
+        batch_N, line_N = rows.valid_BT.nonzero(as_tuple=True)
+        return batch_N, line_N
+    return lines_of(rows.valid_BT, rows.known.place_N)
+
+
+def _slots(slots_B: Tensor, known: Known) -> Tensor | slice:
+    return slots_B if known.slots is None else known.slots
 
 
 class TransformerBackbone(ModuleBackbone):

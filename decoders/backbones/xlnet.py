@@ -15,7 +15,7 @@ Legend: N token rows (content first, then queries).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import Rows
+from decoders.backbones.base import Rows, lines_of
 from decoders.backbones.cache import SlotCache, rounded
 from decoders.backbones.families.xlnet import XLNetShape
 from decoders.backbones.invariance import (
@@ -73,6 +73,8 @@ class _Layout:
     """Where the flat token rows of one forward sit in its padded [B, T] rectangle, and what they see."""
 
     num_content: int
+    content_place: tuple[Tensor, Tensor]
+    query_place: tuple[Tensor, Tensor]
     num_slots: int
     num_rows: int
     span: int
@@ -82,7 +84,17 @@ class _Layout:
     slots: Tensor | slice
     hidden_BTW: Tensor
     distance_BTW: Tensor
-    blind_N: Tensor
+    blind_N: Tensor | None
+
+
+def _places(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The batch row and the line of each valid content row, and of each valid query."""
+    if rows.known is not None:
+        content, query = rows.known.content_N, rows.known.query_N
+        return lines_of(rows.content_valid_BC, content), lines_of(rows.query_valid_BQ, query)
+    content_B, content_C = rows.content_valid_BC.nonzero(as_tuple=True)
+    query_B, query_Q = rows.query_valid_BQ.nonzero(as_tuple=True)
+    return (content_B, content_C), (query_B, query_Q)
 
 
 @functools.lru_cache(maxsize=8)
@@ -187,6 +199,8 @@ class XLNetBackbone:
         self.cache = SlotCache(self.num_layers, self.num_heads, self.head_width, dtype=self.dtype, device=self.device)
         # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
         self._tainted: set[int] = set()
+        self.finite: Tensor | None = None
+        """Whether all of the last forward was finite, a bool on the device; only of rows that the host knows (`known`)."""
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802
@@ -250,21 +264,26 @@ class XLNetBackbone:
     def forward(self, rows: Rows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [B, Q, D]."""
         layout = self._layout(rows)
-        content_BC, query_BQ = rows.content_valid_BC, rows.query_valid_BQ
         num_query = layout.rectangle_N.shape[0] - layout.num_content
-        states_ND = torch.cat(
-            [self.embedding_VD[rows.content_tokens_BC[content_BC]], self.mask_embedding_D.expand(num_query, self.width)]
-        )
+        tokens_N = rows.content_tokens_BC[layout.content_place]
+        states_ND = torch.cat([self.embedding_VD[tokens_N], self.mask_embedding_D.expand(num_query, self.width)])
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
         entering_ND = states_ND
         for index, layer in enumerate(self.layers):
             entering_ND = states_ND
             states_ND = self._layer_forward(layer, index, states_ND, layout)
-        if not bool((entering_ND.sum() + states_ND.sum()).isfinite()):
+        finite = (entering_ND.sum() + states_ND.sum()).isfinite()
+        if rows.known is not None:
+            self.finite = finite
+        elif not bool(finite):
             self._taint(rows, entering_ND, states_ND)
-        hidden_BQD = states_ND.new_zeros(*query_BQ.shape, self.width)
-        hidden_BQD[query_BQ] = states_ND
+        hidden_BQD = states_ND.new_zeros(*rows.query_valid_BQ.shape, self.width)
+        hidden_BQD[layout.query_place] = states_ND
         return hidden_BQD
+
+    def taint(self, slots: Iterable[int]) -> None:
+        """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
+        self._tainted.update(slots)
 
     def _taint(self, rows: Rows, entering_ND: Tensor, states_ND: Tensor) -> None:
         """Note the slots of the rows that are not finite: content rows end before the last layer, queries after it."""
@@ -279,8 +298,7 @@ class XLNetBackbone:
         num_content_columns = rows.content_valid_BC.shape[1]
         num_slots, num_queries = rows.query_valid_BQ.shape
         num_rows = max(num_content_columns + num_queries, self.rules.min_queries)
-        content_B, content_C = rows.content_valid_BC.nonzero(as_tuple=True)
-        query_B, query_Q = rows.query_valid_BQ.nonzero(as_tuple=True)
+        (content_B, content_C), (query_B, query_Q) = _places(rows)
         rectangle_N = torch.cat([content_B * num_rows + content_C, query_B * num_rows + num_content_columns + query_Q])
         limits_BT = torch.ones(num_slots, num_rows, dtype=torch.int64, device=self.device)
         columns_BT = torch.zeros_like(limits_BT)
@@ -295,21 +313,34 @@ class XLNetBackbone:
         span = self.rules.columns(rows.num_positions, self.order_SW.shape[1])
         return _Layout(
             num_content=content_B.shape[0],
+            content_place=(content_B, content_C),
+            query_place=(query_B, query_Q),
             num_slots=num_slots,
             num_rows=num_rows,
             span=span,
             rectangle_N=rectangle_N,
             content_slots_N=rows.slots_B[content_B],
             content_columns_N=rows.content_columns_BC[content_B, content_C],
-            slots=self._slot_index(rows.slots_B),
+            slots=self._slot_index(rows),
             hidden_BTW=~visible(limits_BT.clamp(min=1), num_columns),
             distance_BTW=(positions_BT.unsqueeze(2) - order_BP[:, None, :num_columns] + span).clamp(0, 2 * span - 1),
-            blind_N=(limits_BT.flatten()[rectangle_N] == 0).nonzero().squeeze(1),
+            blind_N=self._blind(rows, content_B.shape[0], limits_BT, rectangle_N),
         )
 
-    def _slot_index(self, slots_B: Tensor) -> Tensor | slice:
+    @staticmethod
+    def _blind(rows: Rows, num_content: int, limits_BT: Tensor, rectangle_N: Tensor) -> Tensor | None:
+        """The flat rows that see nothing; None if there are none."""
+        if rows.known is not None:
+            return None if rows.known.blind_N is None else rows.known.blind_N + num_content
+        blind_N = (limits_BT.flatten()[rectangle_N] == 0).nonzero().squeeze(1)
+        assert not len(blind_N) or int(blind_N[0]) >= num_content, "a content row that does not see itself"
+        return blind_N if len(blind_N) else None
+
+    def _slot_index(self, rows: Rows) -> Tensor | slice:
         # A prefix of the slots is read in place; any other choice has to be copied out of the cache.
-        count = slots_B.shape[0]
+        slots_B, count = rows.slots_B, rows.slots_B.shape[0]
+        if rows.known is not None:
+            return slots_B if rows.known.slots is None else rows.known.slots
         prefix = torch.equal(slots_B, torch.arange(count, device=slots_B.device))
         return slice(0, count) if prefix else slots_B
 
@@ -320,9 +351,9 @@ class XLNetBackbone:
         rows_ND, rectangle_N = states_ND[start:], layout.rectangle_N[start:]
         query_ND = linear_rows(rows_ND, layer.query_DD, None, min_rows)
         mixed_ND = self._attention(layer, index, query_ND, rectangle_N, layout)
-        if len(layout.blind_N):
-            blind = layout.blind_N[layout.blind_N >= start] - start
-            mixed_ND[blind] = 0.0
+        if layout.blind_N is not None:
+            # Only queries are blind, and they come last.
+            mixed_ND[layout.blind_N - start] = 0.0
         rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
         rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
         inner = self.activation(linear_rows(rows_ND, *layer.inner_1, min_rows))

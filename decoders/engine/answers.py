@@ -38,6 +38,7 @@ from decoders.engine.rolls import Rolling
 from decoders.engine.row_laws import RowLaws
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
+from decoders.engine.transfers import put
 
 Told = tuple[Ints | None, Ints, NDArray[np.float64]]
 """(accepted drafts of each sample, [B], or None if none were judged; tokens [R]; log-probabilities [R])."""
@@ -170,7 +171,7 @@ class NoiseAnswers:
 
     def _by_noise(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Told:
         parts = [self._drawn(lane, hidden_RD, asked, part) for part in self._parts(asked.num_rows)]
-        token_R, log_p_R = torch.cat(parts, 1).cpu().numpy()
+        token_R, log_p_R = lane.record(torch.cat(parts, 1))
         tokens = token_R.astype(np.int64)
         accepted_B = None
         if (asked.drafts_R != NO_DRAFT).any():
@@ -218,7 +219,7 @@ class NoiseAnswers:
         def draw(logits_RV: Tensor, slot_R: Ints, rank_R: Ints, when_R: Ints) -> Tensor:
             return self._draft(self._suppress(logits_RV), Asked.drafting(slot_R, rank_R, when_R))
 
-        drafts = rolling.drawn(lane, heads, draw).tolist()
+        drafts = lane.record(rolling.drawn(lane, heads, draw).to(torch.float64)).astype(np.int64).tolist()
         return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
@@ -226,7 +227,7 @@ class NoiseAnswers:
         weights_BV = np.zeros((len(asks), self._vocab_size))
         for row_V, ask in zip(weights_BV, asks, strict=True):
             row_V[ask.tokens or slice(None)] = ask.weights or 1.0
-        log_BV = torch.from_numpy(weights_BV).to(self._device).log().to(self._law_dtype)
+        log_BV = put(weights_BV, self._device).log().to(self._law_dtype)
         slots, whens = ([getattr(sample, name) for sample in samples] for name in ("slot", "decided"))
         asked = Asked.drafting(np.array(slots), np.array([ask.rank for ask in asks]), np.array(whens))
         return (Answer(0, [token], [0.0]) for token in self._draft(self._suppress(log_BV), asked).tolist())
@@ -251,16 +252,16 @@ class NoiseAnswers:
         if drafts_R.any():
             which = np.flatnonzero(drafts_R)
             part = asked if drafts_R.all() else asked.part(drafts_R)[0]
-            hidden_DD = hidden_RD if drafts_R.all() else hidden_RD[torch.from_numpy(which).to(self._device)]
+            hidden_DD = hidden_RD if drafts_R.all() else hidden_RD[put(which, self._device)]
             records.append(self._drafted(lane, hidden_DD, part).flatten())
             rows.append(which)
         if not drafts_R.all():
             which = np.flatnonzero(~drafts_R)
             part, samples = asked.part(~drafts_R)
-            hidden_JD = hidden_RD[torch.from_numpy(which).to(self._device)] if drafts_R.any() else hidden_RD
+            hidden_JD = hidden_RD[put(which, self._device)] if drafts_R.any() else hidden_RD
             records.append(self._judged(lane, hidden_JD, part))
             rows.append(which)
-        told = torch.cat(records).cpu().numpy()
+        told = lane.record(torch.cat(records))
         token_R, log_p_R, first = np.zeros(asked.num_rows, dtype=np.int64), np.zeros(asked.num_rows), 0
         for which in rows:
             token_R[which] = told[first : first + len(which)].astype(np.int64)
@@ -274,7 +275,7 @@ class NoiseAnswers:
         slot_N, rank_N, when_N = asked.slot_R[index_N], asked.rank_R[index_N], asked.when_R[index_N]
         key_N2 = self._places.key_S2[slot_N]
         found = keys.uniform_rows(key_N2, self._places.positions(slot_N, rank_N), purpose, when_N)
-        return torch.from_numpy(found).to(self._device)
+        return put(found, self._device)
 
     def _drafted(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Tensor:
         """Draw drafts from q and keep it: tokens and log-probabilities, float64 [2, R]."""
@@ -294,15 +295,15 @@ class NoiseAnswers:
     def _cells(self, asked: Asked, index_N: Ints | slice) -> Tensor:
         assert self._laws is not None, "no distributions are kept"
         assert (asked.rank_R - asked.when_R <= self._window).all(), "a rank beyond the window"
-        return torch.from_numpy(self._laws.cells(asked.slot_R[index_N], asked.rank_R[index_N])).to(self._device)
+        return put(self._laws.cells(asked.slot_R[index_N], asked.rank_R[index_N]), self._device)
 
     def _judged(self, lane: Lane, hidden_JD: Tensor, asked: Asked) -> Tensor:
         """Judge the drafts of each sample; where one is refused, or none is left, draw the token that comes there.
 
         Tokens, log-probabilities and accepted drafts, float64 [2 R + C].
         """
-        is_draft_J = torch.from_numpy(asked.drafts_R != NO_DRAFT).to(self._device)
-        draft_J = torch.from_numpy(np.maximum(asked.drafts_R, 0)).to(self._device)
+        is_draft_J = put(asked.drafts_R != NO_DRAFT, self._device)
+        draft_J = put(np.maximum(asked.drafts_R, 0), self._device)
         sure = bool((asked.kind_R == SURE).any())
         sampled, plain, held = [], [], None
         for part in self._parts(asked.num_rows):
@@ -317,8 +318,8 @@ class NoiseAnswers:
             q_J = self._laws.data_CV[self._cells(asked, slice(None)), draft_J]
             log_ratio_J = log_ratio_J - torch.where(is_draft_J, q_J.to(torch.float64), 0.0)
         good_J = is_draft_J & (self._uniform(asked, slice(None), keys.ACCEPT) < log_ratio_J.exp())
-        size_C = torch.from_numpy(asked.size_B).to(self._device)
-        owner_J = torch.from_numpy(asked.owner_R).to(self._device)
+        size_C = put(asked.size_B, self._device)
+        owner_J = put(asked.owner_R, self._device)
         first_C = size_C.cumsum(0) - size_C
         step_J = torch.arange(asked.num_rows, device=self._device) - first_C[owner_J]
         accepted_C = size_C.scatter_reduce(0, owner_J, torch.where(good_J, size_C[owner_J], step_J), "amin")

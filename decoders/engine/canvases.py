@@ -19,16 +19,17 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.base import TokenRows
+from decoders.backbones.base import Known, TokenRows
 from decoders.backbones.cache import rounded
 from decoders.base import HOLE, ModelInfo
 from decoders.draws.absorbing import total_noise
 from decoders.engine import look_packing as told
 from decoders.engine.algorithm import Canvases
 from decoders.engine.canvas_samples import Canvas
-from decoders.engine.lanes import Lane
+from decoders.engine.lanes import Lane, following
 from decoders.engine.look_packing import Packed, copied, pack
 from decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
 from decoders.engine.memory import Account, column_multiple
@@ -54,6 +55,8 @@ class CanvasLane(Lane):
         self._multiple, self._num_slots, self._width = column_multiple(backbone), 0, 0
         # Of each position: its token, the number of a draft there, and the draft.
         self._canvas_3SW = torch.zeros(3, 0, 0, dtype=torch.int64, device=self.device)
+        # On the device, since a number of the host would have to cross.
+        self._no_draft = torch.full((), _NONE, dtype=torch.int64, device=self.device)
         self.num_nodes = 0
         """Canvases of the last forward."""
 
@@ -107,13 +110,14 @@ class CanvasLane(Lane):
         sent = packed.parcel.send(self.put)
         self._write(sent)
         rows = self._rows(sent, packed)
-        hidden_ND = self._run(rows, packed.num_rows).flatten(0, 1)
-        network_s, self.num_nodes, self._width = self.first_s, packed.num_nodes, packed.width
+        hidden_ND = self._run(rows, packed.num_rows, packed.slot_L).flatten(0, 1)
+        self.num_nodes, self._width = packed.num_nodes, packed.width
         row_R, masks, found = self._masks(sent, packed)
-        record = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
-        self.first_s = network_s
-        self._canvas_3SW[_NUMBER, sent["drafts"][0], sent["drafts"][1]] = _NONE
-        return self._answers(record, found, packed)
+        record_4P = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
+        self._canvas_3SW[_NUMBER, sent["drafts"][0], sent["drafts"][1]] = self._no_draft
+        record = self.record(torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)]))
+        assert record[-1] == len(packed.slot_R), "host and device disagree about how many masks a canvas has"
+        return self._answers(record[:-1].reshape(4, -1), packed)
 
     def settle(self, samples: Sequence[Canvas]) -> None:
         """Copy the columns that samples want copied after their answers; nothing waits for it."""
@@ -151,7 +155,8 @@ class CanvasLane(Lane):
         sights = row_FN[LO1 : LO1 + 2 * packed.num_sights]
         fields_FN = torch.stack([token_N, position_N, row_FN[COLUMN] + step_N, torch.ones_like(step_N), *sights])
         flat_FN = fields_FN.new_zeros(len(fields_FN), packed.num_lines * packed.num_places)
-        flat_FN[:, row_FN[told.PLACE] + step_N] = fields_FN
+        place_N = row_FN[told.PLACE] + step_N
+        flat_FN[:, place_N] = fields_FN
         grid_FLT = flat_FN.view(-1, packed.num_lines, packed.num_places)
         column_W = torch.arange(packed.num_columns, device=self.device)
         visible_LTW = torch.zeros(*grid_FLT.shape[1:], packed.num_columns, dtype=torch.bool, device=self.device)
@@ -161,7 +166,10 @@ class CanvasLane(Lane):
         sigma_LT = None
         if self._conditioned:
             sigma_LT = total_noise(sent["times"][:, 0]).unsqueeze(1).expand_as(grid_FLT[0])
-        return TokenRows(sent["slots"], grid_FLT[0], grid_FLT[1], grid_FLT[2], grid_FLT[3] > 0, visible_LTW, sigma_LT)
+        fills = packed.num_rows == packed.num_lines * packed.num_places
+        known = Known(None if fills else place_N, following(packed.slot_L))
+        numbers = grid_FLT[0], grid_FLT[1], grid_FLT[2], grid_FLT[3] > 0
+        return TokenRows(sent["slots"], *numbers, visible_LTW, sigma_LT, known)
 
     def _masks(self, sent: dict[str, Tensor], packed: Packed) -> tuple[Tensor, Masks, Tensor]:
         """The rows of the asked masks, [R], what is known of them, and how many there are in truth.
@@ -190,11 +198,9 @@ class CanvasLane(Lane):
         )
         return own_FR[told.ROW] + (position_R - self._shift).clamp(min=0), masks, count_Q[-1]
 
-    def _answers(self, record_4P: Tensor, found: Tensor, packed: Packed) -> Iterator[list[Pick]]:
-        """Cut the picks into answers; the one transfer up."""
-        record = torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)]).cpu().numpy()
-        assert record[-1] == len(packed.slot_R), "host and device disagree about how many masks a canvas has"
-        worth_P, position_P, token_P, log_p_P = record[:-1].reshape(4, -1)
+    def _answers(self, record_4P: NDArray[np.float64], packed: Packed) -> Iterator[list[Pick]]:
+        """Cut the picks into answers."""
+        worth_P, position_P, token_P, log_p_P = record_4P
         ints = (position_P.astype(np.int64).tolist(), token_P.astype(np.int64).tolist())
         picks, first = list(zip(worth_P.tolist(), *ints, log_p_P.tolist(), strict=True)), 0
         for size in packed.size_B.tolist():

@@ -368,7 +368,7 @@ class Engine:
 
     def _roll(self, rolling: list[Sample], turn: list[Sample]) -> None:
         """Draft windows from rows of the forward that `turn` has just run."""
-        began_s, lane, before_s = time.perf_counter(), self.lanes[0], self.lanes[0].forward_s
+        began_s, lane = time.perf_counter(), self.lanes[0]
         owner_of = {sample.slot: index for index, sample in enumerate(turn)}
         asks = [sample.ask for sample in rolling if isinstance(sample.ask, Roll)]
         assert self._queries is not None, "a roll follows a forward"
@@ -381,7 +381,7 @@ class Engine:
             assert self.heads is not None, "a roll by a head that was not loaded"
             windows = Rolling(rolling, asks, row_B)
             self._resume(windows.samples, self.answers.roll(lane, self.heads, windows))
-        self.counters.drafted(np.array([sample.slot for sample in rolling]), lane.forward_s - before_s)
+        self.counters.drafted(np.array([sample.slot for sample in rolling]), sum(lane.laps()))
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.drew(len(rolling), max(ask.num_drafts for ask in asks), seconds)
@@ -400,12 +400,13 @@ class Engine:
 
     def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
         """One forward over canvases of these samples, and their answers; returns the samples that ended."""
-        slot_B, before_s = np.array([sample.slot for sample in samples]), lane.forward_s
+        slot_B = np.array([sample.slot for sample in samples])
         canvases = [sample for sample in samples if isinstance(sample, Canvas)]
         answers = lane.look(canvases, slot_B)
-        self._count(samples, lane, slot_B, lane.forward_s - before_s)
+        laps = lane.laps()
+        self._count(samples, lane, slot_B, sum(laps))
         self.stats.verified += lane.num_nodes
-        self.counters.first([sample.slot for sample in samples if sample.nfe == 1], lane.first_s)
+        self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0])
         ended = self._resume(samples, answers)
         lane.settle(canvases)
         return ended
@@ -488,13 +489,12 @@ class Engine:
         is_new: bool,
     ) -> list[Sample]:
         """Run what is packed, answer and count it; returns the samples that ended."""
-        before_s = lane.forward_s
         hidden_RD = lane.forward(packed)
-        first_s = lane.first_s
         answers = answer(hidden_RD)
-        self._count(samples, lane, packed.slot_B, lane.forward_s - before_s)
+        laps = lane.laps()
+        self._count(samples, lane, packed.slot_B, sum(laps))
         if lane.is_target and is_new:
-            self.counters.first([sample.slot for sample in samples if sample.nfe == 1], first_s)
+            self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0] if laps else 0.0)
         return self._resume(samples, answers)
 
     def _owners(self, num_samples: int, more: list[tuple[int, int]]) -> Ints:

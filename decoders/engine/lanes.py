@@ -5,21 +5,21 @@ Legend: B samples of a forward, T rows of a sample, W columns, R answered rows, 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import Backbone, Rows, TokenBackbone, TokenRows
+from decoders.backbones.base import Backbone, Known, KnownStreams, Rows, TokenBackbone, TokenRows
 from decoders.engine.asks import FAR
 from decoders.engine.memory import give
 from decoders.engine.packing import Ints, Table
 from decoders.engine.samples import Sample
+from decoders.engine.transfers import Clock, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,13 @@ class Lane:
         self.backbone, self.device, self.is_target = backbone, backbone.device, is_target
         self._vocab_size = vocab_size
         self._shape = (0, 0)
-        self.forward_s = 0.0
-        """Seconds of all forwards so far, output layers included."""
-        self.first_s = 0.0
-        """Seconds of the network in the last forward."""
+        self.clock = Clock(self.device)
+        """Times the network, the output layer and draft heads."""
+        self._finite: Tensor | None = None
+        """Whether the hidden states of all forwards since the last answer are finite, as far as the model says."""
+        self._unsure = set[int]()
+        """The slots of those forwards."""
+        self._answered = False
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
         self.hidden_ND: Tensor | None = None
@@ -64,10 +67,17 @@ class Lane:
 
     def move(self, source: int, target: int) -> None:
         """Copy all that a slot holds onto another."""
+        self._settle(source)
         self.backbone.move_slot(source, target)
 
     def start(self, sample: Sample) -> None:
         """A new sample has its slot."""
+        self._settle(sample.slot)
+
+    def _settle(self, slot: int) -> None:
+        """Before a slot changes, ask about forwards in it that had no answer."""
+        if slot in self._unsure:
+            self.record(torch.zeros(0, dtype=torch.float64, device=self.device))
 
     def release(self, slot: int) -> None:
         """A slot has become free."""
@@ -85,31 +95,47 @@ class Lane:
 
     def put(self, numbers: Ints) -> Tensor:
         """Bring integers to the device."""
-        held = torch.from_numpy(numbers)
-        return held if self.device.type == "cpu" else held.pin_memory().to(self.device, non_blocking=True)
+        return put(numbers, self.device)
+
+    def record(self, found: Tensor) -> NDArray[np.float64]:
+        """Bring an answer to the host, float64 of any shape: the one transfer up of a forward, and its one wait.
+
+        What the model noted of NaN and infinity comes along: it will wipe the slots of such a forward before it reads them again.
+        """
+        told = found.flatten()
+        if self._finite is not None:
+            told = torch.cat([told, self._finite.to(torch.float64).unsqueeze(0)])
+        host: NDArray[np.float64] = told.cpu().numpy()
+        self._answered = True
+        if self._finite is not None:
+            if not host[-1]:
+                self.backbone.taint(self._unsure)
+            host, self._finite = host[:-1], None
+            self._unsure.clear()
+        return host.reshape(found.shape)
+
+    def laps(self) -> list[float]:
+        """The seconds of the network, output layer and heads since the last answer; without one they are left for the next."""
+        on_gpu = self.device.type == "cuda"
+        return [] if on_gpu and not self._answered else self.clock.laps()
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """The raw logits of rows, as wide as the target's vocabulary: what only one of them has is cut off, or impossible."""
-        logits_RV = self.timed(lambda: self.backbone.logits(hidden_RD))
+        logits_RV = self.clock.timed(lambda: self.backbone.logits(hidden_RD))
         missing = self._vocab_size - logits_RV.shape[1]
         if missing > 0:
             return functional.pad(logits_RV, (0, missing), value=-torch.inf)
         return logits_RV[:, : self._vocab_size] if missing else logits_RV
 
-    def _run(self, rows: Any, useful: int) -> Tensor:
-        hidden = self.timed(lambda: self.backbone.forward(rows))
+    def _run(self, rows: Any, useful: int, slot_B: Ints) -> Tensor:
+        hidden = self.clock.timed(lambda: self.backbone.forward(rows))
+        finite: Tensor | None = getattr(self.backbone, "finite", None)
+        if finite is not None:
+            self._finite = finite if self._finite is None else self._finite & finite
+            self._unsure.update(slot_B.tolist())
+        self._answered = False
         self.useful, self.computed = useful, self.backbone.num_rows_computed
         return hidden
-
-    def timed(self, function: Callable[[], Tensor]) -> Tensor:
-        """Call a network; its seconds are those of a forward."""
-        began_s = time.perf_counter()
-        result = function()
-        if result.is_cuda:
-            torch.cuda.synchronize(result.device)
-        self.first_s = time.perf_counter() - began_s
-        self.forward_s += self.first_s
-        return result
 
 
 class TokenLane(Lane):
@@ -137,10 +163,26 @@ class TokenLane(Lane):
         visible_BTW = columns_W < limits_BT
         if len(fields) == 7:
             visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W < grid[6].unsqueeze(2))
-        rows = TokenRows(self.put(packed.slot_B), tokens_BT, positions_BT, columns_BT, grid[4] > 0, visible_BTW)
-        hidden_ND = self._run(rows, table.num_rows).flatten(0, 1)
+        place_N = None if table.place_N is None else self.put(table.place_N)
+        rows = TokenRows(
+            self.put(packed.slot_B),
+            tokens_BT,
+            positions_BT,
+            columns_BT,
+            grid[4] > 0,
+            visible_BTW,
+            known=Known(place_N, following(packed.slot_B)),
+        )
+        hidden_ND = self._run(rows, table.num_rows, packed.slot_B).flatten(0, 1)
         places = table.asked_places() if packed.places_R is None else packed.places_R
         return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
+
+
+def following(slot_B: Ints) -> slice | None:
+    """Slots that follow each other as a slice; None for others."""
+    first, last = int(slot_B[0]), int(slot_B[-1])
+    ascending = last - first == len(slot_B) - 1 and bool((np.diff(slot_B) == 1).all())
+    return slice(first, last + 1) if ascending else None
 
 
 class TwoStreamLane(Lane):
@@ -150,7 +192,8 @@ class TwoStreamLane(Lane):
 
     def start(self, sample: Sample) -> None:
         """Tell the model the positions of the sample's ranks."""
-        self.backbone.set_order(sample.slot, torch.tensor(sample.order, dtype=torch.int64, device=self.device))
+        super().start(sample)
+        self.backbone.set_order(sample.slot, self.put(np.array(sample.order, dtype=np.int64)))
 
     def forward(self, packed: Packed) -> Tensor:
         """See Lane. Content rows are never answered."""
@@ -172,7 +215,18 @@ class TwoStreamLane(Lane):
             query_valid_BQ=asked[2] > 0,
             num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
             num_positions=packed.longest,
+            known=self._known(packed.slot_B, content, queries, limit_Q),
         )
-        hidden_ND = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows).flatten(0, 1)
+        hidden_ND = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows, packed.slot_B).flatten(0, 1)
         places = queries.asked_places()
         return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
+
+    def _known(self, slot_B: Ints, content: Table, queries: Table, limit_Q: Ints) -> KnownStreams:
+        """Only queries of an empty prompt see nothing."""
+        blind = np.flatnonzero(limit_Q == 0)
+        return KnownStreams(
+            content_N=None if content.place_N is None else self.put(content.place_N),
+            query_N=None if queries.place_N is None else self.put(queries.place_N),
+            blind_N=self.put(blind) if len(blind) else None,
+            slots=following(slot_B),
+        )

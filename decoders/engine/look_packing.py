@@ -55,8 +55,8 @@ class Packed:
     """A forward's buffer, and its shape on the host.
 
     `top_B` is the position below which the masks of each sample are asked about, `slot_R` the slot of each mask that is read,
-    `size_B` how many picks a sample gets. `width` is the length of the longest canvas. Columns are those of the cache, lines
-    its slots.
+    `size_B` how many picks a sample gets. Columns are those of the cache, lines its slots `slot_L`. `width` is the length of the
+    longest canvas.
     """
 
     parcel: Parcel
@@ -68,6 +68,7 @@ class Packed:
     num_positions: int
     num_nodes: int
     width: int
+    slot_L: Ints
     top_B: Ints
     slot_R: Ints
     size_B: Ints
@@ -123,6 +124,7 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
         num_positions=int((asked_AF[:, HI] - asked_AF[:, LO]).sum()),
         num_nodes=int(spans_B.sum()) if not cached else sum(1 + max(look.spans[3::SPAN_FIELDS]) for look in looks),
         width=width,
+        slot_L=slot_L,
         top_B=np.maximum.reduceat(asked_AF[:, HI], first_B),
         slot_R=np.repeat(slot_B[owner_A], masks_A),
         size_B=np.add.reduceat(best_A, first_B),

@@ -109,11 +109,11 @@ class NamedAnswers(NoiseAnswers):
         reading = self._reading(lane, hidden_RD, asked)
         chains, told_FR = reading.chains, reading.told_FR
         if reading.weighed_R is None:
-            told = told_FR.cpu().numpy()
+            told = lane.record(told_FR)
             good_J = (told[_TOKEN].astype(np.int64) == asked.drafts_R)[chains.rows_J]
             return self._by_sample(told, chains.accepted(good_J, len(asked.size_B)), asked.size_B)
         accepted_C = self._weigh_chains(reading)
-        record = torch.cat([told_FR.flatten(), accepted_C.to(torch.float64)]).cpu().numpy()
+        record = lane.record(torch.cat([told_FR.flatten(), accepted_C.to(torch.float64)]))
         told = record[: told_FR.numel()].reshape(told_FR.shape)
         accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
         accepted_B[chains.owner_C] = record[told_FR.numel() :].astype(np.int64)

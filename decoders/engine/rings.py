@@ -18,6 +18,7 @@ from decoders.draws import noise
 from decoders.draws.keys import split_key
 from decoders.engine.packing import Ints, repeated
 from decoders.engine.samples import Sample
+from decoders.engine.transfers import put
 
 _AHEAD: Final = 1 << 16
 """How many noise values to compute at once: for a few values the overhead dominates."""
@@ -141,7 +142,7 @@ class NoiseRing:
             return self._kept(slot_R, rank_R, first_R)
         near_R = slot_R < num_kept
         noise_RV = torch.empty(len(slot_R), self._vocab_size, dtype=torch.float32, device=self._device)
-        near, far = (torch.from_numpy(np.flatnonzero(part)).to(self._device) for part in (near_R, ~near_R))
+        near, far = (put(np.flatnonzero(part), self._device) for part in (near_R, ~near_R))
         noise_RV[near] = self._kept(slot_R[near_R], rank_R[near_R], first_R[near_R])
         noise_RV[far] = self._passing(slot_R[~near_R], rank_R[~near_R])
         return noise_RV
@@ -152,7 +153,7 @@ class NoiseRing:
         )
         if (rank_R >= self._until_S[slot_R]).any():
             self._fill(slot_R, rank_R, first_R)
-        return self.ring.data_CV.index_select(0, torch.from_numpy(self.ring.cells(slot_R, rank_R)).to(self._device))
+        return self.ring.data_CV.index_select(0, put(self.ring.cells(slot_R, rank_R), self._device))
 
     def _fill(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> None:
         """Fill up to the highest rank of each slot; where this is cheap also the ranks after it, for all slots that ask."""
@@ -167,7 +168,7 @@ class NoiseRing:
         count = need_S[slots] - from_S[slots]
         slot_N = np.repeat(slots, count)
         rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
-        cells = torch.from_numpy(self.ring.cells(slot_N, rank_N)).to(self._device)
+        cells = put(self.ring.cells(slot_N, rank_N), self._device)
         self.ring.data_CV[cells] = self._computed(slot_N, rank_N)
         self._until_S[slots] = need_S[slots]
 
@@ -176,9 +177,9 @@ class NoiseRing:
         width = int(rank_R.max(initial=0)) + 1
         cells, which_R = np.unique(slot_R * width + rank_R, return_inverse=True)
         found = self._computed(cells // width, cells % width)
-        return found[torch.from_numpy(which_R).to(self._device)]
+        return found[put(which_R, self._device)]
 
     def _computed(self, slot_N: Ints, rank_N: Ints) -> Tensor:
         keys_N2, position_N = self._places.key_S2[slot_N], self._places.positions(slot_N, rank_N)
-        told = torch.from_numpy(np.column_stack([keys_N2, position_N])).to(self._device)
+        told = put(np.column_stack([keys_N2, position_N]), self._device)
         return noise.gumbel_rows(told[:, :2], told[:, 2], self._vocab_size)

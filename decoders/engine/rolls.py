@@ -96,7 +96,7 @@ class _Markov:
             "before_distance_R": before_distance_R,
             "num_unseen_R": num_unseen_R,
         }
-        return lane.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, hidden_RD, **others))
+        return lane.clock.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, hidden_RD, **others))
 
 
 class _Chain:
@@ -117,7 +117,7 @@ class _Chain:
             "right_RD": _embedded(lane, right_R, drafted_RK),
             "has_right_R": right_R != _UNKNOWN,
         }
-        self._state_RD = lane.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, state_RD, **others))
+        self._state_RD = lane.clock.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, state_RD, **others))
         return self._state_RD
 
 

@@ -16,6 +16,7 @@ from decoders.base import RowSettings
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law, log_laws, nucleus_draw
 from decoders.engine.packing import Ints
+from decoders.engine.transfers import put
 
 
 class RowLaws:
@@ -82,4 +83,4 @@ class RowLaws:
         return law.gather(-1, token_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
 
     def _column(self, values_S: np.ndarray[tuple[int], np.dtype[np.float64]], slot_R: Ints) -> Tensor:
-        return torch.from_numpy(values_S[slot_R]).to(self._device).unsqueeze(1)
+        return put(values_S[slot_R], self._device).unsqueeze(1)
