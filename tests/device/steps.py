@@ -1,0 +1,143 @@
+"""The decoders on a pretended GPU, and what their steps do there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from pydantic import TypeAdapter
+
+import decoders.builtin
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import Outcome, Request
+from decoders.common_settings import Sampling
+from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
+from decoders.registry import build_decoder, find_heads
+from decoders.settings import DecoderSettings
+from tests.device.pretend import KINDS, Counts, pretending
+
+BUILTIN = Path(decoders.builtin.__path__[0])
+SLOTS, LENGTH, NEW = 4, 30, 14
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
+    "speculative": ("ar-tiny", {"kind": "speculative", "k": 4}),
+    "speculative, model": (
+        "ar-tiny",
+        {"kind": "speculative", "k": 4, "drafter": {"kind": "model", "path": "ar-micro"}},
+    ),
+    "jacobi": ("ar-tiny", {"kind": "jacobi", "block_size": 8}),
+    "multiblock_jacobi": ("ar-tiny", {"kind": "multiblock_jacobi", "block_size": 8}),
+    "specdiff": ("ar-tiny", {"kind": "specdiff", "gamma": 4, "drafter": {"path": "mdm-tiny"}, "head": "none"}),
+    "any_subset": ("asarm-tiny", {"kind": "any_subset"}),
+    "parallel": ("asarm-tiny", {"kind": "parallel"}),
+    "assd": ("asarm-tiny", {"kind": "assd", "k": 5}),
+    "assd, n-gram": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "ngram"}),
+    "assd, fused": ("asarm-tiny", {"kind": "assd", "k": 5, "fused": "rows"}),
+    "assd, fused chain": ("asarm-tiny", {"kind": "assd", "k": 5, "fused": "chain"}),
+    "stepwise": ("mdm-tiny", {"kind": "stepwise"}),
+    "stepwise, cached": ("mdm-tiny", {"kind": "stepwise", "cache": "dual_strict", "block_length": 8}),
+    "threshold": ("mdm-tiny", {"kind": "threshold"}),
+    "factor": ("mdm-tiny", {"kind": "factor"}),
+    "ssd": ("mdm-tiny", {"kind": "ssd", "draft_length": 2}),
+    "ssd, cached": ("mdm-tiny", {"kind": "ssd", "draft_length": 2, "cache": "dual_strict", "block_length": 8}),
+    "block_diffusion": ("block-tiny", {"kind": "block_diffusion"}),
+    "s2d2": ("block-tiny", {"kind": "s2d2"}),
+    "s2d2, fused": ("block-tiny", {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True}),
+}
+"""Name of the case: a builtin model, and the settings of a decoder."""
+
+
+@dataclass(slots=True)
+class Step:
+    """The counts of one step. `steady`: no sample came before it, and none ended in it."""
+
+    steady: bool
+    launches: int
+    down: int
+    up: int
+    waits: int
+    shapes: int
+
+
+@dataclass(slots=True)
+class Found:
+    """The outcomes of a case, by index, and the counts of its steps and where they come from."""
+
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    places: str = ""
+
+    @property
+    def steady(self) -> list[Step]:
+        """The steady steps."""
+        return [step for step in self.steps if step.steady]
+
+
+def run(name: str, *, acceptance: str = "coupled", requests: int = 5) -> Found:
+    """Decode a few samples on the pretended device, four at a time."""
+    found = Found()
+    with pretending() as counts:
+        decoder = _made(name, acceptance, "cuda")
+        _decode(decoder, toy_canvases(requests, name), counts, found)
+        found.places = str(counts)
+    return found
+
+
+def run_on_cpu(name: str, *, acceptance: str = "coupled", requests: int = 5) -> Found:
+    """The same samples without the pretence."""
+    found = Found()
+    _decode(_made(name, acceptance, "cpu"), toy_canvases(requests, name), Counts(), found)
+    return found
+
+
+def _made(name: str, acceptance: str, device: str) -> Any:
+    model, given = CASES[name]
+    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
+    folder = BUILTIN / model
+    backbone = load_backbone(folder, dtype="float32", device=device)
+    drafter = getattr(getattr(settings, "drafter", None), "path", None)
+    drafting = load_backbone(BUILTIN / drafter, dtype="float32", device=device) if drafter else None
+    setup = Setup(
+        backbone=backbone,
+        info=inspect_model(folder),
+        sampling=Sampling.model_validate({"acceptance": acceptance}, strict=True),
+        max_rows=SLOTS,
+        max_tokens=SLOTS * 128,
+        stops=None if model in ("asarm-tiny", "mdm-tiny") else Stops(),
+        heads=find_heads(settings, folder, backbone) if hasattr(settings, "head") and not drafter else None,
+        drafter=cast("TokenBackbone | None", drafting),
+        drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
+    )
+    return build_decoder(setup, settings)
+
+
+def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) -> None:
+    while waiting or decoder.active:
+        admitted = bool(waiting) and decoder.room(LENGTH) > 0
+        while waiting and decoder.room(LENGTH):
+            decoder.admit([waiting.pop(0)])
+        before = counts.state()
+        done = decoder.step()
+        found.outcomes |= {outcome.index: outcome for outcome in done}
+        now = counts.state()
+        found.steps.append(Step(not (admitted or done), *(now[kind] - before[kind] for kind in KINDS)))
+
+
+def toy_canvases(count: int, name: str) -> list[Request]:
+    """Canvases of repeated words, with holes at the end or everywhere; of two lengths, so that a slot moves and is refilled."""
+    model, _ = CASES[name]
+    vocab_size, rng, made = inspect_model(BUILTIN / model).vocab_size, np.random.default_rng(0), []
+    for index in range(count):
+        length = LENGTH - 6 * (index % 2)
+        canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)
+        if model == "asarm-tiny":
+            canvas[rng.permutation(length)[: NEW - 6 * (index % 2)]] = -1
+        else:
+            canvas[LENGTH - NEW :] = -1
+        made.append(Request(index, 1000 + 7 * index, canvas))
+    return made

@@ -1,0 +1,52 @@
+"""Every decoder on a pretended GPU: nothing mixes devices, and a step asks no more of the device than it did before.
+
+The numbers are limits that only go down: kernels, transfers to the device and back, waits for it, and results whose shape depends
+on data, in the worst step in which no sample begins or ends. The goal for each decoder: two transfers, one wait, no such shape.
+"""
+
+import pytest
+
+from tests.device.steps import CASES, run, run_on_cpu
+
+# launches, transfers down, transfers up, waits, shapes
+LIMITS = {
+    "autoregressive": (361, 5, 1, 1, 0),
+    "speculative": (361, 5, 1, 1, 0),
+    "speculative, model": (753, 17, 5, 5, 0),
+    "jacobi": (361, 5, 1, 1, 0),
+    "multiblock_jacobi": (381, 7, 1, 1, 0),
+    "specdiff": (1249, 1, 3, 71, 31),
+    "any_subset": (298, 6, 1, 1, 0),
+    "assd": (460, 14, 2, 2, 0),
+    "assd, n-gram": (338, 17, 6, 6, 0),
+    "assd, fused": (500, 15, 2, 2, 0),
+    "assd, fused chain": (506, 14, 2, 2, 0),
+    "stepwise": (294, 1, 1, 1, 0),
+    "stepwise, cached": (435, 1, 1, 1, 0),
+    "threshold": (294, 1, 1, 1, 0),
+    "factor": (294, 1, 1, 1, 0),
+    "ssd": (294, 1, 1, 1, 0),
+    "ssd, cached": (309, 1, 1, 1, 0),
+    "block_diffusion": (648, 5, 4, 47, 21),
+    "s2d2": (886, 5, 5, 69, 37),
+    "s2d2, fused": (803, 4, 1, 37, 19),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_decoder_runs_on_a_device_and_gives_the_same_texts_there(name):
+    found, expected = run(name), run_on_cpu(name)
+    assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
+        index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
+    }
+    for step in found.steady:
+        counts = (step.launches, step.down, step.up, step.waits, step.shapes)
+        assert all(count <= limit for count, limit in zip(counts, LIMITS[name], strict=True)), (counts, found.places)
+
+
+@pytest.mark.parametrize("name", ["speculative, model", "assd", "assd, n-gram"])
+def test_drafts_are_judged_by_their_ratio_without_further_waits(name):
+    found = run(name, acceptance="rejection")
+    assert all(one.error_kind is None for one in found.outcomes.values())
+    assert max(step.waits for step in found.steady) <= LIMITS[name][3]
+    assert max(step.shapes for step in found.steady) == 0
