@@ -1,6 +1,7 @@
 """The masked-diffusion backbones against the public code's golden outputs, and against themselves in other company."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -201,8 +202,16 @@ def test_a_forward_of_a_block_reads_what_the_cache_holds_of_the_rest(golden, fam
     sigma = torch.where(rows < length, 2.0, 0.4)
     backbone.forget()
     backbone.allocate(1, 64)
-    one = (part.unsqueeze(0) for part in (tokens, positions, rows, rows >= 0, seen, sigma))
-    both = backbone.forward(TokenRows(torch.tensor([0]), *one))[0]
+    fields = {
+        "tokens_BT": tokens,
+        "positions_BT": positions,
+        "columns_BT": rows,
+        "valid_BT": rows >= 0,
+        "visible_BTW": seen,
+        "sigma_BT": sigma,
+    }
+    one: dict[str, Any] = {name: part.unsqueeze(0) for name, part in fields.items()}
+    both = backbone.forward(TokenRows(torch.tensor([0]), **one))[0]
     # transformers' norms pass through float32.
     torch.testing.assert_close(first, both[:length], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(later, both[length:], atol=1e-6, rtol=1e-6)

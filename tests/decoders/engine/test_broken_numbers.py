@@ -1,6 +1,7 @@
 """NaN in a slot ends with its sample: the next one in the slot is decoded as if nothing had been there."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 import decoders.builtin
 from decoders.any_subset.settings import AnySubsetSettings
 from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
+from decoders.base import ModelInfo, Request
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from tests.decoders.support import decode, texts
@@ -25,8 +26,8 @@ def request(index, first, length, prompt):
     return Request(index, 100 + index, canvas)
 
 
-def broken_model(name):
-    backbone = load_backbone(BUILTIN / name, dtype="float32", device="cpu")
+def broken_model(name: str) -> tuple[Any, ModelInfo]:
+    backbone: Any = load_backbone(BUILTIN / name, dtype="float32", device="cpu")
     # The output layer may share these weights, and stays as it is.
     broken = backbone.embedding_VD.clone()
     broken[BROKEN] = torch.nan
@@ -46,5 +47,6 @@ def test_a_sample_is_decoded_alike_after_one_that_left_nan_in_its_slot(name, set
     found = decode(backbone, info, settings, Sampling(temperature=0.0), [*bad, *good], rows=rows)
     assert [found[one.index].error_kind for one in bad] == ["nan_logits"] * rows
     assert [found[one.index].error_kind for one in good] == [None] * rows
-    alone = decode(*broken_model(name), settings, Sampling(temperature=0.0), good, rows=rows)
+    fresh, _ = broken_model(name)
+    alone = decode(fresh, info, settings, Sampling(temperature=0.0), good, rows=rows)
     assert texts(alone) == {one.index: texts(found)[one.index] for one in good}
