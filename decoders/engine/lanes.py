@@ -18,6 +18,7 @@ from decoders.backbones.base import Backbone, Known, KnownStreams, Rows, TokenBa
 from decoders.engine.asks import FAR
 from decoders.engine.memory import give
 from decoders.engine.packing import Ints, Table
+from decoders.engine.parcels import Parcel
 from decoders.engine.samples import Sample
 from decoders.engine.transfers import Clock, put
 
@@ -157,25 +158,29 @@ class TokenLane(Lane):
             till_N = table.till(column_N)
             fields += [own_N, till_N]
             width = max(width, int(till_N.max()))
-        grid = self.put(table.rectangle(*fields))
+        parcel = Parcel()
+        parcel.add("grid", table.rectangle(*fields))
+        parcel.add("slots", packed.slot_B)
+        parcel.maybe("rows", table.place_N)
+        parcel.maybe("asked", table.asked_places() if packed.places_R is None else packed.places_R)
+        sent = parcel.send(self.put)
+        grid = sent["grid"]
         tokens_BT, positions_BT, columns_BT, limits_BT = grid[0], grid[1], grid[2], grid[3].unsqueeze(2)
         columns_W = torch.arange(width, device=self.device)
         visible_BTW = columns_W < limits_BT
         if len(fields) == 7:
             visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W < grid[6].unsqueeze(2))
-        place_N = None if table.place_N is None else self.put(table.place_N)
         rows = TokenRows(
-            self.put(packed.slot_B),
+            sent["slots"],
             tokens_BT,
             positions_BT,
             columns_BT,
             grid[4] > 0,
             visible_BTW,
-            known=Known(place_N, following(packed.slot_B)),
+            known=Known(sent.get("rows"), following(packed.slot_B)),
         )
         hidden_ND = self._run(rows, table.num_rows, packed.slot_B).flatten(0, 1)
-        places = table.asked_places() if packed.places_R is None else packed.places_R
-        return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
+        return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND
 
 
 def following(slot_B: Ints) -> slice | None:
@@ -202,10 +207,19 @@ class TwoStreamLane(Lane):
         column_N, rank_Q = content.columns(), queries.columns()
         seen_N, limit_Q = content.limits(column_N), queries.limits(rank_Q)
         token_N = np.array(packed.tokens, dtype=np.int64)
-        told = self.put(content.rectangle(token_N, column_N, seen_N, np.ones_like(column_N)))
-        asked = self.put(queries.rectangle(rank_Q, limit_Q, np.ones_like(rank_Q)))
+        blind = np.flatnonzero(limit_Q == 0)  # queries of an empty prompt
+        parcel = Parcel()
+        parcel.add("content", content.rectangle(token_N, column_N, seen_N, np.ones_like(column_N)))
+        parcel.add("queries", queries.rectangle(rank_Q, limit_Q, np.ones_like(rank_Q)))
+        parcel.add("slots", packed.slot_B)
+        parcel.maybe("content rows", content.place_N)
+        parcel.maybe("query rows", queries.place_N)
+        parcel.maybe("blind", blind if len(blind) else None)
+        parcel.maybe("asked", queries.asked_places())
+        sent = parcel.send(self.put)
+        told, asked = sent["content"], sent["queries"]
         rows = Rows(
-            slots_B=self.put(packed.slot_B),
+            slots_B=sent["slots"],
             content_tokens_BC=told[0],
             content_columns_BC=told[1],
             content_limits_BC=told[2],
@@ -215,18 +229,12 @@ class TwoStreamLane(Lane):
             query_valid_BQ=asked[2] > 0,
             num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
             num_positions=packed.longest,
-            known=self._known(packed.slot_B, content, queries, limit_Q),
+            known=KnownStreams(
+                content_N=sent.get("content rows"),
+                query_N=sent.get("query rows"),
+                blind_N=sent.get("blind"),
+                slots=following(packed.slot_B),
+            ),
         )
         hidden_ND = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows, packed.slot_B).flatten(0, 1)
-        places = queries.asked_places()
-        return hidden_ND if places is None else hidden_ND.index_select(0, self.put(places))
-
-    def _known(self, slot_B: Ints, content: Table, queries: Table, limit_Q: Ints) -> KnownStreams:
-        """Only queries of an empty prompt see nothing."""
-        blind = np.flatnonzero(limit_Q == 0)
-        return KnownStreams(
-            content_N=None if content.place_N is None else self.put(content.place_N),
-            query_N=None if queries.place_N is None else self.put(queries.place_N),
-            blind_N=self.put(blind) if len(blind) else None,
-            slots=following(slot_B),
-        )
+        return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND

@@ -25,6 +25,11 @@ class Parcel:
         flat = np.ascontiguousarray(array).reshape(-1)
         self._parts.append((name, array.shape, is_float, flat.view(np.int64) if is_float else flat.astype(np.int64)))
 
+    def maybe(self, name: str, array: NDArray[Any] | None) -> None:
+        """Add an array if there is one."""
+        if array is not None:
+            self.add(name, array)
+
     def send(self, put: Callable[[Ints], Tensor]) -> dict[str, Tensor]:
         """Bring all to the device with one `put`; returns views of it by name."""
         whole = put(np.concatenate([flat for *_, flat in self._parts]))

@@ -267,7 +267,7 @@ def test_rows_computed_are_counted_with_their_padding(tmp_path):
 def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
     save_random(tmp_path)
 
-    def see_all(visible_BTW, rectangle_N, dtype):
+    def see_all(visible_BTW, rectangle_N, dtype, **_):
         return attention.Sight(torch.zeros(visible_BTW.shape, dtype=dtype), None)
 
     monkeypatch.setattr(transformer, "see", see_all)
