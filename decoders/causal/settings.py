@@ -102,7 +102,7 @@ class SpecDiffSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.specdiff:SpecDiff"
+        return "decoders.causal.specdiff:algorithm"
 
     @property
     def draft_head(self) -> str:

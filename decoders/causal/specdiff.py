@@ -1,54 +1,172 @@
 """`specdiff`: speculative decoding with a masked-diffusion model as the drafter.
 
-The loop is that of `speculative`. The drafts come from diffusion_drafter.py: many in few forwards, since a diffusion model
-fills all masks at once. So drafts are long, and their cost depends on the steps rather than on their number. With a draft
-head they are drawn one after the other, each given those before it.
+    window       the | cat | [M]  [M]  [M]  [M]         four drafts in T = 2 forwards, left to right
+    forward 1              | sat   on  [M]  [M]         the first chunk of ceil(4 / 2), tokens independent
+    forward 2              | sat   on   a   mat         the second, which sees the first
+    target's forward  cat  | sat   on   a   mat         as in `speculative`: accepts some, adds one
 
-Source: Christopher et al., "Speculative Diffusion Decoding" (2025).
+A diffusion model fills all masks at once. So drafts are long, and their cost depends on the steps rather than on their number.
+
+q is the warped softmax of the forward that revealed a token. From left to right, q is the token's distribution given exactly the
+tokens before it, so the rejection rule is exact. In the `native` order, which is random, a token may depend on later ones: q is
+then not conditioned on the tokens before it alone, and under rejection the texts do not follow the target's distribution.
+Coupled acceptance is exact in any order.
+
+The drafts of one forward are independent: their distribution is a product of marginals, and later drafts are accepted less
+often. A draft head (backbones/heads.py, trained for this pair of models) makes it a chain: from left to right, each row is
+corrected for the token before it, known or just drafted, and for the number of tokens that the row has not seen. q is then the
+distribution of the corrected row, so all of the above holds. The products are small, but run one after the other.
+
+The model sees its whole window in both directions, so nothing is cached and each forward runs the window. A `short` window holds
+as much of the text as fits, and the masks; a `full` one has as many tokens as the model was trained on, with masks to the end.
+A token that the model does not know reads as a mask.
+
+Differs from Christopher et al., "Speculative Diffusion Decoding" (2025), Algorithm 1: it starts from Gaussian noise, where
+absorbing diffusion starts from masks; its indices are off; and it does not define q for a draft of several steps.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
-from decoders.causal.diffusion_drafter import DiffusionDrafter, Revealing
-from decoders.causal.draft_and_verify import DraftAndVerify
+import numpy as np
+
+from decoders.causal.autoregressive import prompt_but_one
 from decoders.causal.settings import SpecDiffSettings
-from decoders.engine.budget import DraftBudget
-from decoders.engine.cost import CostTable
-from decoders.engine.setup import Setup
+from decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
+from decoders.draws import keys
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.asks import DRAFT, FAR, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
+from decoders.engine.samples import Sample
+
+if TYPE_CHECKING:
+    from decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 48
-"""The most drafts that `auto` gives to a slot; the paper's best are 30 to 45."""
+"""The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""
 
 
-class SpecDiff(DraftAndVerify):
-    """`drafter` is the diffusion model, `drafter_info` describes it, `heads` (or None) is its draft head.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revealing:
+    """How masks become drafts, in at most `steps` forwards: `gamma` of them if there is room, None if chosen at run time.
 
-    Raises ValueError if `window: full` is impossible with it.
+    The drafter's row at a position predicts the token `shift` positions after it. `longest` is its longest window, `vocab_size`
+    how many ids it knows, `mask` its mask.
     """
 
-    def __init__(self, setup: Setup, settings: SpecDiffSettings) -> None:
-        super().__init__(setup, settings.gamma, most_auto=MOST_AUTO)
-        drafter, drafter_info, heads = setup.drafter, setup.drafter_info, setup.heads
-        assert drafter is not None and drafter_info is not None, "decoder.drafter names a model, but none was loaded"
-        settings.check_drafter(drafter_info)
-        open_ended = settings.gamma == "auto"
-        revealing = Revealing(settings.steps, None if open_ended else self.k, settings.order)
-        costs, drawing = (CostTable(), CostTable()) if open_ended else (None, None)
-        self.drafter = DiffusionDrafter(
-            drafter,
-            drafter_info,
-            self.state,
-            self._draw_draft,
-            revealing=revealing,
-            full=settings.window == "full",
-            vocab_size=self.info.vocab_size,
-            keep_laws=not self.acceptance.coupled,
-            head=None if heads is None else heads.markov,
-            costs=costs,
-            drawing=drawing,
-        )
-        if open_ended:
-            forwards = revealing.forwards(self.k)
-            self.budget = DraftBudget(self.state, self.k, drafter=costs, draft_forwards=forwards, drawing=drawing)
+    steps: int
+    gamma: int | None
+    native: bool
+    full: bool
+    has_head: bool
+    mask: int
+    shift: int
+    longest: int | None
+    vocab_size: int
+
+    def chunk(self, count: int) -> int:
+        """How many drafts each forward reveals; the last drafts of a canvas are fewer and take fewer forwards."""
+        return -(-(count if self.gamma is None else self.gamma) // self.steps)
+
+
+def num_forwards(steps: int, most: int) -> list[int]:
+    """How many forwards 0 .. `most` drafts take, if their number is chosen at run time."""
+    return [0, *(-(-count // -(-count // steps)) for count in range(1, most + 1))]
+
+
+def by_diffusion(s: Sample, r: Revealing, allot: Allot) -> Drafter:
+    """Reveal masks after the text, chunk by chunk; the text in the window has at least one token."""
+
+    def draft(most: int) -> Drafting:
+        n = s.decided
+        count = yield from allot(most if r.longest is None else min(most, r.longest - 1))
+        order = _shuffled(s, n, count) if r.native else list(range(count))
+        size = r.chunk(count)
+        drafts: list[int | None] = [None] * count
+        for first in range(0, count, max(size, 1)):
+            now = sorted(order[first : first + size])
+            start, tokens = _window(s, r, drafts)
+            window = Window(tokens.count(r.mask) / len(tokens), count)
+            s.nfe_draft += 1
+            row = n + now[0] - start - r.shift
+            if r.has_head:
+                yield Ask(1, tokens, _spans(len(tokens), []), (), window=window)
+                told = yield Roll(MARKOV, n + now[0], len(now), row, n + now[0], 1)
+            else:
+                ranks = [n + offset for offset in now]
+                spans = _spans(len(tokens), [(rank - start - r.shift, rank) for rank in ranks])
+                told = yield Ask(1, tokens, spans, [NO_DRAFT] * len(now), window=window)
+            for offset, token in zip(now, told.tokens, strict=True):
+                drafts[offset] = s.tokens[n + offset] = token
+        return s.tokens[n : n + count]
+
+    return draft
+
+
+def _shuffled(s: Sample, n: int, count: int) -> list[int]:
+    """The offsets of the drafts in the sample's own random order."""
+    positions, when = np.arange(n, n + count), np.full(count, n)
+    words = np.tile(np.array(keys.split_key(s.key)), (count, 1))
+    uniforms = keys.uniform_rows(words, positions, keys.ORDER, when)
+    order: list[int] = uniforms.argsort(kind="stable").tolist()
+    return order
+
+
+def _window(s: Sample, r: Revealing, drafts: list[int | None]) -> tuple[int, list[int]]:
+    """The rank at which the window begins, and its tokens: all of the text where it fits, else its end; drafts, and masks."""
+    end = s.decided + len(drafts)
+    start = 0 if r.longest is None else max(end - r.longest, 0)
+    tokens = [*s.tokens[start : s.decided], *(r.mask if draft is None else draft for draft in drafts)]
+    tokens = [token if token < r.vocab_size else r.mask for token in tokens]
+    if r.full and r.longest is not None:
+        tokens += [r.mask] * (r.longest - len(tokens))
+    return start, tokens
+
+
+def _spans(length: int, asked: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Rows that all see each other; of `asked` rows, by (row, rank), each run of neighbours is a span that ends with them."""
+    spans, begin = list[int](), 0
+    for _, run in groupby(enumerate(asked), key=lambda item: item[1][0] - item[0]):
+        pairs = [pair for _, pair in run]
+        (row, rank), size = pairs[0], len(pairs)
+        spans += (row + size - begin, begin, begin, length, FAR, FAR, size, rank, DRAFT)
+        begin = row + size
+    if begin < length:
+        spans += (length - begin, begin, begin, length, FAR, FAR, 0, 0, 0)
+    return tuple(spans)
+
+
+def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
+    """How the engine runs these settings. Raises ValueError if `window: full` is impossible with the drafter."""
+    drafter, info = setup.drafter, setup.drafter_info
+    assert drafter is not None and info is not None, "decoder.drafter names a model, but none was loaded"
+    assert info.mask_id is not None, "a drafter without a mask token"
+    settings.check_drafter(info)
+    is_auto, has_head = settings.gamma == "auto", setup.heads is not None
+    assert not (has_head and settings.order == "native"), "a head corrects for what stands before"
+    k = MOST_AUTO if settings.gamma == "auto" else settings.gamma
+    r = Revealing(
+        steps=settings.steps,
+        gamma=None if is_auto else k,
+        native=settings.order == "native",
+        full=settings.window == "full",
+        has_head=has_head,
+        mask=info.mask_id,
+        shift=info.shift,
+        longest=info.max_length,
+        vocab_size=drafter.vocab_size,
+    )
+    drafting = partial(by_diffusion, r=r, allot=those_that_pay if is_auto else all_of)
+    return Algorithm(
+        decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),
+        window=k + 1,
+        auto="drafts" if is_auto else None,
+        most_auto=k,
+        draft_forwards=num_forwards(settings.steps, k) if is_auto else None,
+        keeps_laws=True,
+        windows=settings.window,
+        shared=prompt_but_one,
+    )

@@ -50,13 +50,14 @@ class Algorithm:
 
     `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
     time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all; `auto_rows` and
-    `auto_forwards` are what an iteration with 0, 1, .. drafts takes (budget.py). Or the drafts that are `nodes` of a canvas: then
-    `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a distribution, which the rejection rule reads.
-    `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
+    `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` the forwards of a drafting model (budget.py).
+    Or the drafts that are `nodes` of a canvas: then `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a
+    distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
     `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
     canvas length. With `scores` the samples have tokens to score where others have holes. `shared` is how many leading columns of
     a prompt another sample with the same canvas can take over.
 
+    `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
     `notes` are those of named rows, `canvases` is for masked diffusion.
     """
@@ -68,8 +69,10 @@ class Algorithm:
     most_auto: int = 0
     auto_rows: Sequence[int] | None = None
     auto_forwards: Sequence[int] | None = None
+    draft_forwards: Sequence[int] | None = None
     keeps_laws: bool = False
     knows_logprob: bool = True
+    windows: Literal["short", "full"] | None = None
     joins_prompts: bool = True
     columns: Callable[[int], int] = lambda length: length
     scores: bool = False

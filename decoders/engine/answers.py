@@ -164,7 +164,9 @@ class NoiseAnswers:
     # ---- answers -------------------------------------------------------------------------------------------------
 
     def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
-        """See Answers."""
+        """See Answers. Where no row is asked about, nothing is drawn: a `Roll` follows."""
+        if not asked.num_rows:
+            return (Answer(0, [], []) for _ in asked.size_B)
         judges = not self._coupled and not np.isin(asked.kind_R, (TARGET, LOOSE, GIVEN)).all()
         told = self._by_ratio(lane, hidden_RD, asked) if judges else self._by_noise(lane, hidden_RD, asked)
         return by_sample(told, asked.size_B)

@@ -98,11 +98,22 @@ class Named(NamedTuple):
     when: int
 
 
+class Window(NamedTuple):
+    """A forward of a masked-diffusion model that drafts: its rows are a whole window of text and masks, and see each other.
+
+    `share` of the window are masks; the iteration makes `num_drafts` drafts, in this forward and others.
+    """
+
+    share: float
+    num_drafts: int
+
+
 class Ask(NamedTuple):
     """One sample's part of a forward of the model `model`: 0 is the target, 1 the drafting model.
 
     `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
     `queries` are the spans of an any-subset model's query rows. With `named` rows the spans are wide, and `drafts` empty.
+    `window` is for a drafting model that runs windows.
     """
 
     model: int
@@ -111,13 +122,15 @@ class Ask(NamedTuple):
     drafts: list[int] | tuple[int, ...]
     queries: Spans = ()
     named: Named | None = None
+    window: Window | None = None
 
 
 class Roll(NamedTuple):
     """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, from query rows of the sample's last forward.
 
     Draft j comes from the row `row + j` (BARE); from that row, corrected with the tokens that it has not seen, those at ranks
-    from `limit` on (MARKOV); or from a state that rolls on from the row `row` (CHAIN). Answered before the next forward.
+    from `limit` on (MARKOV); or from a state that rolls on from the row `row` (CHAIN). Answered before the next forward. Those
+    of a drafting model come from all its rows, since each is a token.
     """
 
     head: int
@@ -125,6 +138,7 @@ class Roll(NamedTuple):
     num_drafts: int
     row: int
     limit: int = 0
+    model: int = 0
 
 
 class Weights(NamedTuple):

@@ -61,6 +61,7 @@ from decoders.engine.rolls import Rolling
 from decoders.engine.room import Room
 from decoders.engine.samples import Sample, Times, equal_queries
 from decoders.engine.setup import Setup
+from decoders.engine.windows import WindowLane
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
@@ -94,7 +95,7 @@ class Engine:
         self.account = Account.unmeasured(setup.backbone.device)
         self.lanes: list[Lane] = [self._target(setup)]
         if setup.drafter:
-            self.lanes.append(TokenLane(setup.drafter, setup.info.vocab_size, is_target=False))
+            self.lanes.append(self._drafting(setup))
         made = NamedAnswers if self._names else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
@@ -116,7 +117,13 @@ class Engine:
         self._fresh: list[Sample] = []
         self._instant: list[Outcome] = []
         self._all_slots: Ints = np.arange(setup.max_rows)
-        self._queries: Table | None = None  # of the last forward
+        self._rolled: Table | None = None  # the rows of the last forward from which a window can be rolled
+
+    def _drafting(self, setup: Setup) -> Lane:
+        if self.algorithm.windows:
+            return WindowLane(setup, self.algorithm.windows)
+        assert setup.drafter is not None, "a drafting model"
+        return TokenLane(setup.drafter, setup.info.vocab_size, is_target=False)
 
     def _target(self, setup: Setup) -> Lane:
         if (canvases := self.algorithm.canvases) is not None:
@@ -339,7 +346,9 @@ class Engine:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
         if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
-            self._roll(rolling, turn.samples)
+            seconds = self._roll(rolling, turn.samples, self.lanes[0])
+            if self.lengths is not None:
+                self.lengths.spent(seconds)
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes
         return done + [self._finish(sample) for sample in ended]
@@ -349,12 +358,23 @@ class Engine:
         began_s = time.perf_counter()
         self._weigh(turn.samples)
         while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
-            forward_s, kv = time.perf_counter(), sum(sample.cached_draft for sample in asking)
+            forward_s = time.perf_counter()
+            rows, kv = self._size_of(asking)
             self._run(asking, self.lanes[1], is_new=False)
             if self.lengths is not None and turn.is_usual:
-                self.lengths.drafted(self.lanes[1].useful, kv, time.perf_counter() - forward_s)
+                self.lengths.drafted(rows or self.lanes[1].useful, kv, time.perf_counter() - forward_s)
+            if rolling := [sample for sample in asking if isinstance(sample.ask, Roll)]:
+                self._roll(rolling, asking, self.lanes[1])
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
+
+    @staticmethod
+    def _size_of(asking: list[Sample]) -> tuple[int, int]:
+        """What a forward of the drafting model costs by: of windows the drafts to be made; and the columns that are read."""
+        windows = [sample.ask.window for sample in asking if isinstance(sample.ask, Ask) and sample.ask.window]
+        if windows:
+            return sum(window.num_drafts for window in windows), sum(sample.decided for sample in asking)
+        return 0, sum(sample.cached_draft for sample in asking)
 
     def _weigh(self, samples: list[Sample]) -> None:
         """Draw drafts from distributions of the samples' own, rank after rank."""
@@ -366,32 +386,31 @@ class Engine:
         if most and self.lengths is not None:
             self.lengths.drew(count, most, time.perf_counter() - began_s)
 
-    def _roll(self, rolling: list[Sample], turn: list[Sample]) -> None:
-        """Draft windows from rows of the forward that `turn` has just run."""
-        began_s, lane = time.perf_counter(), self.lanes[0]
+    def _roll(self, rolling: list[Sample], turn: list[Sample], lane: Lane) -> float:
+        """Draft windows from rows of the forward that `turn` has just run; returns the seconds."""
+        began_s = time.perf_counter()
         owner_of = {sample.slot: index for index, sample in enumerate(turn)}
         asks = [sample.ask for sample in rolling if isinstance(sample.ask, Roll)]
-        assert self._queries is not None, "a roll follows a forward"
+        assert self._rolled is not None, "a roll follows a forward"
         assert len({ask.head for ask in asks}) == 1, "the samples of a decoder roll by the same head"
         owner_B = np.array([owner_of[sample.slot] for sample in rolling])
-        row_B = self._queries.places(owner_B, np.array([ask.row for ask in asks]))
+        row_B = self._rolled.places(owner_B, np.array([ask.row for ask in asks]))
         if asks[0].head == BARE:
-            self._resume(rolling, self._rolled_bare(rolling, asks, row_B))
+            self._resume(rolling, self._rolled_bare(rolling, asks, row_B, lane))
         else:
             assert self.heads is not None, "a roll by a head that was not loaded"
             windows = Rolling(rolling, asks, row_B)
             self._resume(windows.samples, self.answers.roll(lane, self.heads, windows))
         self.counters.drafted(np.array([sample.slot for sample in rolling]), sum(lane.laps()))
+        seconds = time.perf_counter() - began_s
         if self.lengths is not None:
-            seconds = time.perf_counter() - began_s
             self.lengths.drew(len(rolling), max(ask.num_drafts for ask in asks), seconds)
-            self.lengths.spent(seconds)
+        return seconds
 
-    def _rolled_bare(self, rolling: list[Sample], asks: list[Roll], row_B: Ints) -> Iterator[Answer]:
+    def _rolled_bare(self, rolling: list[Sample], asks: list[Roll], row_B: Ints, lane: Lane) -> Iterator[Answer]:
         """Drafts from the rows' own distributions: no rank waits for the one before it."""
         spans = [number for ask in asks for number in equal_queries(ask.rank, ask.num_drafts, 0, DRAFT)]
         table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
-        lane = self.lanes[0]
         assert lane.hidden_ND is not None, "a roll follows a forward"
         hidden_RD = lane.hidden_ND.index_select(0, lane.put(row_B[table.owner_N] + table.step_N))
         slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.num_drafts for ask in asks]
@@ -419,7 +438,7 @@ class Engine:
         spans: list[int] = []
         queries: list[int] = []
         drafts: list[int] = []
-        sizes, whens, more, more_queries = [], [], [], []
+        sizes, whens, more, more_queries, shares = [], [], [], [], list[float]()
         for index, sample in enumerate(samples):
             ask = sample.ask
             assert isinstance(ask, Ask), "offers were answered before"
@@ -429,17 +448,21 @@ class Engine:
             drafts += ask.drafts
             sizes.append(len(ask.drafts))
             whens.append(sample.decided)
+            if ask.window is not None:
+                shares.append(ask.window.share)
             if len(ask.spans) != FIELDS:
                 more.append((index, len(ask.spans) // FIELDS))
             if len(ask.queries) != FIELDS:
                 more_queries.append((index, len(ask.queries) // FIELDS))
         slot_B = self._slots_of(samples)
         table = Table(spans, self._owners(len(samples), more), len(samples))
-        answered = table
+        answered = self._rolled = table
         if queries:
-            answered = self._queries = Table(queries, self._owners(len(samples), more_queries), len(samples))
+            answered = self._rolled = Table(queries, self._owners(len(samples), more_queries), len(samples))
         longest = max(len(sample.tokens) for sample in samples)
-        packed = Packed(slot_B, tokens, table, answered if queries else None, longest)
+        packed = Packed(
+            slot_B, tokens, table, answered if queries else None, longest, share_B=np.array(shares) if shares else None
+        )
         asked = Asked.of(answered, slot_B, drafts, sizes, whens)
         if lane.is_target:
             self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.backbones.base import Backbone, Known, KnownStreams, Rows, TokenBackbone, TokenRows
+from decoders.draws.absorbing import noise_of_share
 from decoders.engine.asks import FAR
 from decoders.engine.memory import give
 from decoders.engine.packing import Ints, Table
@@ -28,7 +29,7 @@ class Packed:
     """What the samples of a forward ask: their rows, the tokens of these, and the query rows of an any-subset model.
 
     `longest` is the length of the longest canvas among them. `places_R` are the answered rows' places in the flattened rectangle
-    where the asks name them.
+    where the asks name them. `share_B` is the share of masks of each sample's window, for a model that diffuses.
     """
 
     slot_B: Ints
@@ -37,6 +38,7 @@ class Packed:
     queries: Table | None
     longest: int
     places_R: Ints | None = None
+    share_B: NDArray[np.float64] | None = None
 
 
 class Lane:
@@ -56,7 +58,7 @@ class Lane:
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
         self.hidden_ND: Tensor | None = None
-        """Hidden states of all query rows of the last forward, in the places of their table; a Roll reads them."""
+        """Hidden states of all rows (query rows) of the last forward, in the places of their table; a Roll reads them."""
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
@@ -128,6 +130,11 @@ class Lane:
             return functional.pad(logits_RV, (0, missing), value=-torch.inf)
         return logits_RV[:, : self._vocab_size] if missing else logits_RV
 
+    def embed(self, tokens_R: Tensor) -> Tensor:
+        """The embeddings of tokens, [R, D]."""
+        embedded: Tensor = self.backbone.embed(tokens_R)
+        return embedded
+
     def _run(self, rows: Any, useful: int, slot_B: Ints) -> Tensor:
         hidden = self.clock.timed(lambda: self.backbone.forward(rows))
         finite: Tensor | None = getattr(self.backbone, "finite", None)
@@ -162,6 +169,7 @@ class TokenLane(Lane):
         parcel.add("grid", table.rectangle(*fields))
         parcel.add("slots", packed.slot_B)
         parcel.maybe("rows", table.place_N)
+        parcel.maybe("shares", packed.share_B)
         parcel.maybe("asked", table.asked_places() if packed.places_R is None else packed.places_R)
         sent = parcel.send(self.put)
         grid = sent["grid"]
@@ -170,6 +178,9 @@ class TokenLane(Lane):
         visible_BTW = columns_W < limits_BT
         if len(fields) == 7:
             visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W < grid[6].unsqueeze(2))
+        sigma_BT = None
+        if "shares" in sent:
+            sigma_BT = noise_of_share(sent["shares"]).unsqueeze(1).expand_as(tokens_BT)
         rows = TokenRows(
             sent["slots"],
             tokens_BT,
@@ -177,9 +188,10 @@ class TokenLane(Lane):
             columns_BT,
             grid[4] > 0,
             visible_BTW,
+            sigma_BT,
             known=Known(sent.get("rows"), following(packed.slot_B)),
         )
-        hidden_ND = self._run(rows, table.num_rows, packed.slot_B).flatten(0, 1)
+        hidden_ND = self.hidden_ND = self._run(rows, table.num_rows, packed.slot_B).flatten(0, 1)
         return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND
 
 

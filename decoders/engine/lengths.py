@@ -87,6 +87,7 @@ class DraftLengths:
             rows=algorithm.auto_rows,
             forwards=algorithm.auto_forwards,
             drafter=self._costs,
+            draft_forwards=algorithm.draft_forwards,
             drawing=self._drawing,
         )
         self._is_open = False

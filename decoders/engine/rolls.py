@@ -75,8 +75,7 @@ class Rolling:
 def _embedded(lane: Lane, read_R: Tensor, drafted_RK: Tensor) -> Tensor:
     """The embeddings of tokens that are ids or references to drafts."""
     own_R = drafted_RK.gather(1, (-2 - read_R).clamp(min=0).unsqueeze(1)).squeeze(1)
-    embedded: Tensor = lane.backbone.embed(torch.where(read_R <= -2, own_R, read_R).clamp(min=0))
-    return embedded
+    return lane.embed(torch.where(read_R <= -2, own_R, read_R).clamp(min=0))
 
 
 class _Markov:
@@ -131,8 +130,8 @@ def _token(sample: Sample, first: int, rank: int) -> int:
 
 def _distance(sample: Sample, rank: int, other: int) -> int:
     """The index of the clipped signed distance between the positions of two ranks (heads.distance_index)."""
-    assert sample.order is not None, "an any-subset canvas has an order"
-    away = sample.order[rank] - sample.order[other]
+    order = sample.order
+    away = rank - other if order is None else order[rank] - order[other]
     return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
 
 

@@ -71,6 +71,9 @@ class ChosenAnswers:
     def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
         first, answers = 0, []
         for owner, size in enumerate(asked.size_B.tolist()):
+            if not size:
+                answers.append(Answer(0, [], []))  # a roll follows
+                continue
             rows = slice(first, first + size)
             first += size
             slot = int(asked.slot_R[rows][0])

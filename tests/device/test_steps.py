@@ -15,7 +15,7 @@ LIMITS = {
     "speculative, model": (753, 10, 5, 5, 0),
     "jacobi": (361, 4, 1, 1, 0),
     "multiblock_jacobi": (381, 4, 1, 1, 0),
-    "specdiff": (1249, 1, 3, 71, 31),
+    "specdiff": (1249, 9, 3, 3, 0),
     "any_subset": (298, 4, 1, 1, 0),
     "assd": (460, 10, 2, 2, 0),
     "assd, n-gram": (338, 14, 6, 6, 0),

@@ -300,12 +300,18 @@ def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()
-    before_s = decoder.stats.forward_s
+    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.lanes[1].laps
+
+    def laps():
+        drafting_s.extend(told := ask())
+        return told
+
+    decoder.lanes[1].laps = laps
     again, fresh = run_all(decoder, requests), run(requests, specdiff(3))
     assert texts(again) == texts(fresh)
     assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]
     assert sum(o.device_s for o in again.values()) == pytest.approx(decoder.stats.forward_s - before_s)
-    assert decoder.drafter.forward_s > 0
+    assert 0 < sum(drafting_s) < decoder.stats.forward_s - before_s
 
 
 # ---- settings ----------------------------------------------------------------------------------------------------

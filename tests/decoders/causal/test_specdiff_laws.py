@@ -3,19 +3,25 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from decoders.base import Request
+from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
 from decoders.draws import noise
+from decoders.engine.setup import Setup
 from decoders.references import causal as causal_reference
 from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
 from decoders.references.choosers import RejectionRule, enumerate_law
-from tests.decoders.masked.diffusion_tables import MASK, VOCAB, drafter, target
+from tests.decoders import enumeration
+from tests.decoders.masked.diffusion_tables import MASK, TARGET_INFO, VOCAB, drafter, mask_info, specdiff, target
 from tests.decoders.support import toy_heads
 
 LENGTH = 4
 PROMPT = [1]
+AR = AutoregressiveSettings(kind="autoregressive")
 
 
 def plain(sampling, suppressed=()):
@@ -116,3 +122,46 @@ def test_the_native_order_deviates_once_a_token_depends_on_later_ones():
     native = total_variation(law_of(model, masked, gamma=2, steps=2, orders=shuffles), exact)
     assert native > 0.005
     assert total_variation(law_of(model, masked, gamma=2, steps=2, orders=backwards), exact) > native
+
+
+# ---- the production code -------------------------------------------------------------------------------------------
+
+
+def on_the_engine(settings, *, rows=1, heads=None, requests=None, index=0, **sampling):
+    setup = Setup(
+        backbone=target(),
+        info=TARGET_INFO,
+        sampling=Sampling(acceptance="rejection", **sampling),
+        max_rows=rows,
+        max_tokens=99,
+        drafter=None if settings is AR else drafter(),
+        drafter_info=None if settings is AR else mask_info(max_length=5),
+        heads=heads,
+    )
+    return enumeration.law_of(setup, settings, requests or [request_of(0)], index)
+
+
+def request_of(index, prompt=2, holes=3):
+    return Request(index, 55 + index, np.array([*range(prompt), *[-1] * holes], dtype=np.int32))
+
+
+@pytest.mark.parametrize(("gamma", "steps"), [(1, 1), (2, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("window", ["short", "full"])
+@pytest.mark.parametrize("with_head", [False, True])
+def test_the_decoder_in_the_engine_has_the_autoregressive_law(gamma, steps, window, with_head):
+    heads = toy_heads(VOCAB + 1) if with_head else None
+    found = on_the_engine(specdiff(gamma, steps, window=window), heads=heads)
+    assert enumeration.total_variation(found, on_the_engine(AR)) < 1e-12
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_a_sample_that_refills_a_slot_beside_others_has_that_law_too(with_head):
+    heads = toy_heads(VOCAB + 1) if with_head else None
+    requests = [request_of(1, 1, 2), request_of(2, 2, 4), request_of(0)]
+    found = on_the_engine(specdiff(2, 2), rows=2, heads=heads, requests=requests, index=0, temperature=0.7)
+    assert enumeration.total_variation(found, on_the_engine(AR, temperature=0.7)) < 1e-12
+
+
+def test_the_native_order_has_another_law_in_the_engine():
+    found = on_the_engine(specdiff(2, 2, order="native"))
+    assert enumeration.total_variation(found, on_the_engine(AR)) > 1e-4

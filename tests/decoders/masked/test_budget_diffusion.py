@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.budget_worlds import MOST, World
-from decoders.causal.diffusion_drafter import Revealing
+from decoders.causal.specdiff import num_forwards
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
 from decoders.engine.state import SlotState
@@ -20,7 +20,7 @@ class DiffusionWorld(World):
         super().__init__(rates, **costs)
         self.steps, self.forward, self.head = steps, forward, head
         self.draft_costs, self.drawing = CostTable(), CostTable()
-        forwards = Revealing(steps, None).forwards(MOST)
+        forwards = num_forwards(steps, MOST)
         drawing = self.drawing if told else None
         self.budget = DraftBudget(
             SlotState(self.num, torch.device("cpu"), max_commit=1),
