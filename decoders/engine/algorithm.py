@@ -50,10 +50,10 @@ class Algorithm:
 
     `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
     time in every step: the `drafts` of each sample, at most `most_auto`, or one `block_size` for all; `auto_rows` and
-    `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` the forwards of a drafting model (budget.py).
-    Or the drafts that are `nodes` of a canvas: then `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a
-    distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text. With
-    `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
+    `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py). Or
+    the drafts that are `nodes` of a canvas: then `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a
+    distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text.
+    With `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
     canvas length. With `scores` the samples have tokens to score where others have holes. `shared` is how many leading columns of
     a prompt another sample with the same canvas can take over.
 
