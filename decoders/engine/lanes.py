@@ -92,7 +92,7 @@ class Lane:
 
     def forward(self, packed: Packed) -> Tensor:
         """Run the rows; returns the answered rows' hidden states, [R, D]."""
-        raise NotImplementedError
+        raise AssertionError("this lane runs by `look` alone")
 
     # ---- a forward -----------------------------------------------------------------------------------------------
 

@@ -76,8 +76,8 @@ class Free(NamedTuple):
 class NodeOffer(NamedTuple):
     """Offers up to `most` drafts; answered with how many of them to take, before the forward.
 
-    `root` and `node` are the rows of the canvas itself and of each other node. The node with `refresh_at` drafts (-1: none) makes
-    the cache anew and takes `whole` rows.
+    `root` and `node` are the rows of the canvas itself and of each other node. The node with `refresh_at` drafts (-1: none)
+    rebuilds the cache and takes `whole` rows.
     """
 
     most: int

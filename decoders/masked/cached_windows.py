@@ -1,12 +1,12 @@
-"""Which positions a forward with a cache runs: the whole canvas when the cache is made anew, else a window around its masks.
+"""Which positions a forward with a cache runs: the whole canvas when the cache is rebuilt, else a window around its masks.
 
     block_length 4           position    0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
     the cache is made                    x x x   x x x x   x x x x    x
     then, in the first block             . . .   x x x x   . . . .    .      `prefix` runs all after it too
     the first in the second block,
-    where the cache is not made anew     . . .   x x x x   x x x x    .
+    where the cache is not rebuilt     . . .   x x x x   x x x x    .
 
-Other positions are read from the cache. It is made anew at the start of each block; or, with `refresh`, after that many tokens,
+Other positions are read from the cache. It is rebuilt at the start of each block; or, with `refresh`, after that many tokens,
 wherever blocks begin. In the latter case a block that ended since the last forward runs once more, so that its last token is not
 read as the mask that it was. A model with a shift reads a position from the row before it, so that row runs with the window.
 
@@ -26,7 +26,7 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Caching:
-    """The cache's kind, after how many tokens it is made anew (None: at each block), and the model's shift."""
+    """The cache's kind, after how many tokens it is rebuilt (None: at each block), and the model's shift."""
 
     kind: str = "none"
     refresh: int | None = None
@@ -42,7 +42,7 @@ class Windows:
         self.last, self.made_at = -1, s.decided
 
     def window(self, block: int) -> Run:
-        """What a forward in a block runs without making the cache anew."""
+        """What a forward in a block runs without rebuilding the cache."""
         start = self._s.origin + block * self._s.size
         return max(start - self._caching.shift, 0), (
             self._s.length if self._caching.kind == "prefix" else self._s.end_of(block)
@@ -60,7 +60,7 @@ class Windows:
         return self.between(last, block)
 
     def between(self, last: int, block: int) -> list[Run]:
-        """What a forward in `block` runs after one in `last` where the cache is not made anew."""
+        """What a forward in `block` runs after one in `last` where the cache is not rebuilt."""
         (first, middle), (start, end) = sorted((self.window(last), self.window(block)))
         return [(first, max(middle, end))] if start <= middle else [(first, middle), (start, end)]
 

@@ -13,10 +13,10 @@ A node whose drafts are right reveals what `stepwise` reveals from that canvas, 
 the next drafts. With `tree: mixed` each node but the last two has one more child, which swaps the next two drafts: if only the
 order of two drafts was wrong, the walk gets one token further.
 
-With a cache, when it is made anew (cached_windows.py), node 0 runs the whole canvas and the other nodes run their windows in the
+With a cache, when it is rebuilt (cached_windows.py), node 0 runs the whole canvas and the other nodes run their windows in the
 same forward: a window reads node 0's new keys and values in every layer, as `stepwise` would in its next forward, so a refresh is
 exact. Drafts end where the next one is due: at the block's end, or with `refresh` after that many tokens, and then they
-continue into the next block (ssd_nodes.py). With `dual_relaxed` they continue past it, and the cache is made anew after the
+continue into the next block (ssd_nodes.py). With `dual_relaxed` they continue past it, and the cache is rebuilt after the
 round: fewer forwards, but the text may differ from that of `stepwise`.
 
 `draft_length: auto`: the nodes of all samples share a budget (engine/node_lengths.py), and one of them may refresh the cache.
@@ -168,7 +168,7 @@ def offer(s: Canvas, tree: Tree, windows: Windows, most: int, rows: int, *, fuse
 
 
 def refresh_at(s: Canvas, tree: Tree, windows: Windows) -> int:
-    """After how many more tokens the cache is made anew: at the block's end, or after the interval."""
+    """After how many more tokens the cache is rebuilt: at the block's end, or after the interval."""
     refresh = tree.caching.refresh
     return s.next_masks()[2] if refresh is None else refresh - windows.since()
 
@@ -184,7 +184,7 @@ def stand(
     fused: bool,
 ) -> None:
     """Place all nodes; the root runs `runs`."""
-    anew_at = refresh_at(s, tree, windows) if fused else -1
+    rebuilt_at = refresh_at(s, tree, windows) if fused else -1
     for number, node in enumerate(nodes):
         node.block = s.block(node.nth_mask(s.holes, 0))
         if not tree.cached:
@@ -196,7 +196,7 @@ def stand(
             standing.root(node, runs)
             continue
         node.made_at = before.made_at
-        if number == anew_at:
+        if number == rebuilt_at:
             node.made_at = s.decided + number
             standing.beside(number, node, before, [(0, s.length)])
         else:

@@ -14,7 +14,7 @@ forward:
 
     columns                      0 .. canvas .. | node 1 | node 2 | ..
 
-A node whose forward would make the cache anew (a *refresh*) runs its whole canvas, and later nodes read it. Such a node costs far
+A node whose forward would rebuild the cache (a *refresh*) runs its whole canvas, and later nodes read it. Such a node costs far
 more rows than others, so there is at most one, and only where the time decides how many drafts there are. Keys and values that
 the last right node reads, and that the next forward won't compute again, are copied into the cache.
 """
