@@ -21,6 +21,7 @@ from typing import Any
 
 from jobs.driving.head import check_head
 from jobs.driving.nodes import NodeRoom
+from jobs.driving.own_cluster import own_address
 from storage.errors import StoreError, UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +190,8 @@ def _clear_away() -> None:
 
 
 def _connect(address: str) -> None:
+    if address == "auto" and JOB_CONFIG in os.environ:
+        address = own_address() or address
     if check_reachable(address):
         check_head(address)
     try:
