@@ -8,7 +8,11 @@ import sys
 
 from jobs.driving.own_cluster import address_among
 
-RAYLET = ["/somewhere/ray/core/src/ray/raylet/raylet", "--raylet_socket_name=/tmp/socket", "--gcs-address=10.0.0.5:6379"]
+RAYLET = [
+    "/somewhere/ray/core/src/ray/raylet/raylet",
+    "--raylet_socket_name=/tmp/socket",
+    "--gcs-address=10.0.0.5:6379",
+]
 SUPERVISOR = ["ray::JobSupervisor", ""]
 
 
