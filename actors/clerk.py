@@ -25,6 +25,7 @@ from actors.task import Infill
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.causal.settings import DrafterPlace, NgramDrafterSettings
+from decoders.drafts.settings import SuffixDrafterSettings
 from decoders.draws.keys import nth_key, sample_key
 from storage.errors import RowError
 from storage.failpoints import failpoint
@@ -257,12 +258,14 @@ def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
 
 
 def drafter_of(job: Job, has_head: bool) -> str | None:
-    """The source of drafts: the model itself, its draft head, an n-gram table, or a model's path; None without drafts."""
+    """What drafts: the model itself, its draft head, an n-gram table, an index of texts, a model's path; None without drafts."""
     match getattr(job.decoder, "drafter", None):
         case DrafterPlace(path=path):
             return path
         case NgramDrafterSettings():
             return "ngram"
+        case SuffixDrafterSettings():
+            return "suffix"
         case "self" if has_head:
             return "head"
         case drafter:

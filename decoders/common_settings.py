@@ -63,6 +63,11 @@ class DecoderChoice(Settings):
         ...
 
     @property
+    def drafts_of_neighbours(self) -> bool:
+        """Whether what is drafted depends on other samples."""
+        return False
+
+    @property
     def draft_head(self) -> str:
         """Which draft head to use: `auto`, `none`, or a folder."""
         return "none"
@@ -76,10 +81,10 @@ class DecoderChoice(Settings):
         """Raise ValueError if the settings ask for something that the model, by its config.json, cannot do."""
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError if the decoder has no rejection rule, or if its results would depend on timing under that rule.
+        """Raise ValueError if the decoder has no rejection rule, or if texts would depend on timing or neighbours under it.
 
-        A draft length chosen by timing does not change the text under coupled acceptance. Under the rejection rule it decides
-        which random numbers a token is drawn with.
+        A draft length chosen by timing does not change the text under coupled acceptance, nor do drafts from
+        other samples' texts. Under the rejection rule they decide which random numbers a token is drawn with.
         """
         if sampling.acceptance != "rejection":
             return
@@ -87,6 +92,12 @@ class DecoderChoice(Settings):
             raise ValueError(
                 f"sampling.acceptance: 'rejection' needs the probabilities of a draft, and decoder {self.name()!r} has none; "
                 "allowed: 'coupled'"
+            )
+        if self.drafts_of_neighbours:
+            raise ValueError(
+                "decoder.drafter: 'suffix' drafts from other samples' texts, and under sampling.acceptance 'rejection' a text "
+                "depends on its drafts, so it would depend on its neighbours; allowed with 'rejection': any other drafter; "
+                "with 'suffix': acceptance 'coupled'"
             )
         for field in ("k", "gamma"):
             if getattr(self, field, None) == "auto":

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from decoders.base import ModelKind
 from decoders.common_settings import DecoderChoice
+from decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -47,16 +48,22 @@ class AssdSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
-    drafter: Literal["self", "ngram"] = "self"
+    drafter: Literal["self", "ngram", "suffix"] | SuffixDrafterSettings = "self"
     head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
     fused: Literal["none", "rows", "chain"] = "none"
     rows: Literal["all", "ends"] = "all"
 
+    @field_validator("drafter", mode="before")
+    @classmethod
+    def _with_its_settings(cls, drafter: Any) -> Any:
+        return SuffixDrafterSettings(kind="suffix") if drafter == "suffix" else drafter
+
     @model_validator(mode="after")
     def _consistent(self) -> AssdSettings:
-        if self.drafter == "ngram" and self.fused != "none":
+        if self.drafter != "self" and self.fused != "none":
+            name = "suffix" if self.drafts_of_neighbours else self.drafter
             raise ValueError(
-                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter 'ngram' it must be 'none'"
+                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {name!r} it must be 'none'"
             )
         if self.fused == "chain" and self.head == "none":
             raise ValueError(
@@ -67,7 +74,14 @@ class AssdSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
+        if self.drafts_of_neighbours:
+            return "decoders.any_subset.suffix:algorithm"
         return "decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
+
+    @property
+    def drafts_of_neighbours(self) -> bool:
+        """See DecoderChoice."""
+        return isinstance(self.drafter, SuffixDrafterSettings)
 
     @property
     def draft_head(self) -> str:

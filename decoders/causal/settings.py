@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from decoders.base import ModelInfo, ModelKind
 from decoders.common_settings import DecoderChoice, Settings
+from decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AutoregressiveSettings(DecoderChoice):
@@ -60,9 +61,14 @@ class SpeculativeSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     kind: Literal["speculative"]
     k: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] = 5
-    drafter: Annotated[ModelDrafterSettings | NgramDrafterSettings, Field(discriminator="kind")] = NgramDrafterSettings(
-        kind="ngram"
-    )
+    drafter: Annotated[
+        ModelDrafterSettings | NgramDrafterSettings | SuffixDrafterSettings, Field(discriminator="kind")
+    ] = NgramDrafterSettings(kind="ngram")
+
+    @property
+    def drafts_of_neighbours(self) -> bool:
+        """See DecoderChoice."""
+        return isinstance(self.drafter, SuffixDrafterSettings)
 
     @property
     def runs(self) -> str:

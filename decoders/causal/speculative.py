@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 from decoders.causal.autoregressive import prompt_but_one
 from decoders.causal.lookup import Lookup
 from decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
+from decoders.drafts.settings import SuffixDrafterSettings
+from decoders.drafts.suffix_index import Reader, SuffixIndex
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
 from decoders.engine.samples import Sample
@@ -90,6 +92,29 @@ def by_lookup(s: Sample, max_n: int, min_n: int, allot: Allot) -> Drafter:
     return draft
 
 
+def among_texts(s: Sample, k: int, index: SuffixIndex, allot: Allot, *, searches: bool) -> Decoding:
+    """All texts of the worker draft, and are read into its index as far as they are decided. Look-ups are counted as above."""
+    reader, known = Reader(index), 0
+
+    def read() -> None:
+        nonlocal known
+        reader.read(s.tokens[known : s.decided])
+        known = s.decided
+
+    def draft(most: int) -> Drafting:
+        found = list[int]()
+        read()
+        if most:
+            s.nfe_draft += 1
+            found = reader.drafts(most)
+        count = yield from allot(len(found))
+        return found[:count]
+
+    read()
+    yield from speculative(s, k, lambda _: draft, SURE, searches=searches)
+    read()
+
+
 def all_of(most: int) -> Generator[Any, Any, int]:
     """As many as there can be."""
     yield from ()
@@ -106,18 +131,21 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
     is_auto = settings.k == "auto"
     k = MOST_AUTO if settings.k == "auto" else settings.k
-    allot = those_that_pay if is_auto else all_of
-    if isinstance(settings.drafter, NgramDrafterSettings):
-        drafter, kind = (
-            partial(by_lookup, max_n=settings.drafter.max_n, min_n=settings.drafter.min_n, allot=allot),
-            SURE,
-        )
-    else:
-        assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
-        longest = None if setup.drafter_info is None else setup.drafter_info.max_length
-        drafter, kind = partial(by_model, max_length=longest, allot=allot), JUDGE
+    allot, kind = those_that_pay if is_auto else all_of, SURE
+    decode: Callable[[Sample], Decoding]
+    match settings.drafter:
+        case SuffixDrafterSettings():
+            decode = partial(among_texts, k=k, index=SuffixIndex(settings.drafter), allot=allot, searches=is_auto)
+        case NgramDrafterSettings(max_n=max_n, min_n=min_n):
+            drafter = partial(by_lookup, max_n=max_n, min_n=min_n, allot=allot)
+            decode = partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto)
+        case _:
+            assert setup.drafter is not None, "decoder.drafter names a model, but none was loaded"
+            longest, kind = None if setup.drafter_info is None else setup.drafter_info.max_length, JUDGE
+            by_own = partial(by_model, max_length=longest, allot=allot)
+            decode = partial(speculative, k=k, drafter=by_own, kind=kind, searches=is_auto)
     return Algorithm(
-        decode=partial(speculative, k=k, drafter=drafter, kind=kind, searches=is_auto),
+        decode=decode,
         window=k + 1,
         auto="drafts" if is_auto else None,
         most_auto=k,

@@ -22,6 +22,7 @@ FOLDER = Path(decoders.builtin.__path__[0]) / "asarm-tiny"
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"drafter": "ngram"},
+    {"drafter": "suffix"},
     {"fused": "rows"},
     {"fused": "rows", "rows": "ends"},
     {"fused": "chain"},

@@ -25,6 +25,7 @@ from decoders.causal.settings import (
     SpeculativeSettings,
 )
 from decoders.common_settings import Sampling
+from decoders.drafts.settings import SuffixDrafterSettings
 from decoders.draws.noise import sample_key
 from decoders.engine.ends import Stops
 from tests.decoders.support import decode, pairwise, texts
@@ -33,6 +34,7 @@ BUILTIN = Path(decoders.builtin.__path__[0])
 TARGET, DRAFTER = BUILTIN / "ar-tiny", BUILTIN / "ar-micro"
 AR = AutoregressiveSettings(kind="autoregressive")
 MODEL, NGRAM = ModelDrafterSettings(kind="model", path="builtin:ar-micro"), NgramDrafterSettings(kind="ngram")
+SUFFIX = SuffixDrafterSettings(kind="suffix")
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -127,7 +129,7 @@ def multiblock(**case):
 
 
 KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
-    "speculative": (speculative, {"k": [1, 3, 5, 8, "auto"], "drafter": [MODEL, NGRAM]}),
+    "speculative": (speculative, {"k": [1, 3, 5, 8, "auto"], "drafter": [MODEL, NGRAM, SUFFIX]}),
     "jacobi": (jacobi, {"block_size": [4, 16, "auto"], "window": ["fixed", "running"]}),
     "multiblock_jacobi": (multiblock, BLOCKS),
 }

@@ -17,6 +17,7 @@ from decoders.causal.settings import (
     SpeculativeSettings,
 )
 from decoders.common_settings import Sampling
+from decoders.drafts.settings import SuffixDrafterSettings
 from decoders.draws.noise import sample_key
 from decoders.engine.budget import DraftBudget
 from decoders.engine.ends import Stops
@@ -33,7 +34,9 @@ INFO = token_info(VOCAB)
 AR = AutoregressiveSettings(kind="autoregressive")
 MODEL = ModelDrafterSettings(kind="model", path="drafter")
 NGRAM = NgramDrafterSettings(kind="ngram", max_n=2, min_n=1)
+SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=4.0, min_token_prob=0.0)
 DRAFTERS: dict[str, Any] = {"model": MODEL, "ngram": NGRAM}
+ALL: dict[str, Any] = DRAFTERS | {"suffix": SUFFIX}
 WARPS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -82,25 +85,25 @@ def requests_of(*canvases):
 # ---- the text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ALL)
 @pytest.mark.parametrize("warp", WARPS, ids=str)
 def test_coupled_text_is_the_autoregressive_text(drafter, warp):
     requests, sampling = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=2), Sampling(**warp)
     expected = decode(table(), INFO, AR, sampling, requests, rows=5)
     for number, (k, rows) in enumerate([(0, 3), (1, 1), (2, 16), (3, 3), (5, 1), (8, 3), (8, 16), ("auto", 3)]):
         shuffled = [requests[i] for i in np.random.default_rng(number).permutation(len(requests))]
-        found = speculate(shuffled, k=k, drafter=DRAFTERS[drafter], sampling=sampling, rows=rows)
+        found = speculate(shuffled, k=k, drafter=ALL[drafter], sampling=sampling, rows=rows)
         assert texts(found) == texts(expected)
         for index, outcome in found.items():
             assert outcome.logprob == pytest.approx(expected[index].logprob, abs=1e-9)
             assert outcome.nfe <= expected[index].nfe and outcome.finish == expected[index].finish
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ALL)
 def test_whatever_lengths_are_chosen_the_text_is_the_autoregressive_one(drafter, monkeypatch):
     monkeypatch.setattr(DraftBudget, "plan", random_lengths)
     requests = toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=9)
-    found = speculate(requests, k="auto", drafter=DRAFTERS[drafter], rows=5)
+    found = speculate(requests, k="auto", drafter=ALL[drafter], rows=5)
     assert texts(found) == texts(decode(table(), INFO, AR, Sampling(), requests))
     assert sum(outcome.accepted for outcome in found.values()) > 5
 

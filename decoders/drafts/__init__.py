@@ -1,0 +1,1 @@
+"""Drafts that need no model: an index of the texts that a worker reads and writes."""

@@ -1,0 +1,22 @@
+"""Settings of the drafters that any family of models may use. Pydantic only, no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from decoders.common_settings import Settings
+
+
+class SuffixDrafterSettings(Settings):
+    """Drafts what followed the longest end of a sample's text elsewhere in the texts of its worker (SuffixDecoding).
+
+    The index holds the last `max_tokens` tokens or at least half of them. Up to `max_spec_factor` times as many tokens are
+    drafted as match, as long as all of them hold with a probability of at least `min_token_prob`, by how often they followed.
+    """
+
+    kind: Literal["suffix"]
+    max_tokens: int = Field(default=1 << 20, ge=1 << 10, le=1 << 28)
+    max_spec_factor: float = Field(default=1.0, gt=0.0, le=64.0, allow_inf_nan=False)
+    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0, allow_inf_nan=False)
