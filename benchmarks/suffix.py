@@ -38,13 +38,14 @@ from recipes.corpus import encode, split, standard_library
 from tests.real.model import find_model
 
 BUILTIN = Path(decoders.builtin.__path__[0])
-SUFFIX = SuffixDrafterSettings(kind="suffix")
+NGRAM, SUFFIX = NgramDrafterSettings(kind="ngram"), SuffixDrafterSettings(kind="suffix")
+DRAFTERS: dict[str, NgramDrafterSettings | SuffixDrafterSettings] = {"n-gram": NGRAM, "suffix": SUFFIX}
 CAUSAL: dict[str, DecoderChoice] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
     **{
         f"speculative, {name}, k={k}": SpeculativeSettings(kind="speculative", k=k, drafter=drafter)
         for k in (5, 10)
-        for name, drafter in {"n-gram": NgramDrafterSettings(kind="ngram"), "suffix": SUFFIX}.items()
+        for name, drafter in DRAFTERS.items()
     },
 }
 ANY_SUBSET: dict[str, DecoderChoice] = {

@@ -129,7 +129,7 @@ def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
     for _ in range(2):
         assert not decoder.step(), "the first is still at work"
     decoder.admit([Request(99, request.key, request.canvas)])
-    outcomes = {}
+    outcomes: dict[int, Outcome] = {}
     while decoder.active:
         outcomes |= {outcome.index: outcome for outcome in decoder.step()}
     assert outcomes[99].tokens.tolist() == alone[request.index].tokens.tolist()
