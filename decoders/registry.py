@@ -19,8 +19,8 @@ from decoders.base import CachedDecoder
 from decoders.common_settings import DecoderChoice, Estimate, Sampling
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.engine import Engine
+from decoders.engine.score_engine import ScoreEngine
 from decoders.engine.setup import Setup
-from decoders.engine.slots import SlotDecoder
 from decoders.settings import check_model
 
 
@@ -28,26 +28,23 @@ def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:
     """Return a decoder with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
     settings.check_sampling(setup.sampling)
-    made = cast("Callable[[Setup, DecoderChoice], Algorithm | SlotDecoder]", _named(settings.runs))(setup, settings)
-    return Engine(setup, made) if isinstance(made, Algorithm) else made
+    return Engine(setup, algorithm_of(setup, settings))
 
 
 def algorithm_of(setup: Setup, settings: DecoderChoice) -> Algorithm:
     """What the engine runs for these settings."""
-    made = _named(settings.runs)(setup, settings)
-    assert isinstance(made, Algorithm), f"{settings.name()!r} does not run on the engine"
-    return made
+    return cast("Callable[[Setup, DecoderChoice], Algorithm]", _named(settings.runs))(setup, settings)
 
 
 def build_scorer(setup: Setup, settings: DecoderChoice, estimate: Estimate) -> CachedDecoder:
     """Return what scores texts, with free slots. Raises ValueError, with the field path, where settings and model do not fit."""
     check_model(settings, setup.info)
-    make = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm | SlotDecoder]", _named(settings.scorer))
-    made = make(setup, settings, estimate)
-    if not isinstance(made, Algorithm):
-        return made
+    algorithm = cast("Callable[[Setup, DecoderChoice, Estimate], Algorithm]", _named(settings.scorer))(
+        setup, settings, estimate
+    )
     # The model's own distribution scores; at temperature 0 its first choice is known beside it, and there is no noise.
-    return Engine(replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False), made)
+    plain = replace(setup, sampling=Sampling(temperature=0.0), heads=None, drafter=None, trace=False)
+    return ScoreEngine(plain, algorithm) if algorithm.estimates else Engine(plain, algorithm)
 
 
 def _named(place: str) -> Any:

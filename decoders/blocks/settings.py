@@ -84,7 +84,7 @@ class BlockDiffusionSettings(BlockSettings):
     """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); lossy with more than one token per step."""
 
     tasks: ClassVar = ("complete", "score")
-    scorer: ClassVar = "decoders.blocks.scoring:BlockScorer"
+    scorer: ClassVar = "decoders.blocks.scoring:algorithm"
     estimates: ClassVar = ("llada",)
     scored_with: ClassVar = ("block_size", "causal_cache")
     kind: Literal["block_diffusion"]

@@ -54,8 +54,8 @@ class Algorithm:
     the drafts that are `nodes` of a canvas: then `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a
     distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text.
     With `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
-    canvas length. With `scores` the samples have tokens to score where others have holes. `shared` is how many leading columns of
-    a prompt another sample with the same canvas can take over.
+    canvas length. With `scores` the samples have tokens to score where others have holes; `estimates`: by several canvases each
+    (score_engine.py). `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
 
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
@@ -76,6 +76,7 @@ class Algorithm:
     joins_prompts: bool = True
     columns: Callable[[int], int] = lambda length: length
     scores: bool = False
+    estimates: bool = False
     shared: Callable[[Sample], int] = lambda sample: 0
     sample: Callable[..., Sample] = Sample
     has_prompt: Callable[[Sample], bool] = lambda sample: True

@@ -42,6 +42,9 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from decoders.engine.looks import Look, NodeOffer
 
 COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
@@ -180,18 +183,42 @@ class Noted(NamedTuple):
     worths: list[float]
 
 
+class GivenRows(NamedTuple):
+    """A canvas whose tokens are all known, as the rows of a forward that keeps nothing.
+
+    `tokens` are those of the rows in the wide `spans`. `rows` are numbers among them (a row may be read twice), each of which is
+    asked for the log-probability of its one of `wanted`. `share` of the canvas are masks, for a model that diffuses.
+    """
+
+    tokens: NDArray[np.int64]
+    spans: Spans
+    rows: NDArray[np.int64]
+    wanted: NDArray[np.int64]
+    share: float | None = None
+
+
+class Score(NamedTuple):
+    """Asks for some canvases of a text, each of which is an evaluation, after an Offer of them (score_engine.py).
+
+    Answered with two arrays for each canvas: the log-probabilities, and whether each token is the model's first choice. Or with
+    None where memory ran out: then none of them counts, and they are to be offered again.
+    """
+
+    canvases: list[GivenRows]
+
+
 class Search(NamedTuple):
     """Asks whether drafting may pay in this step at all (draft lengths `auto`); answered with a bool before the forward."""
 
 
 class Offer(NamedTuple):
-    """Offers up to `most` drafts (draft lengths `auto`); answered with the number to take, before the forward."""
+    """Offers up to `most` drafts (draft lengths `auto`), or canvases; answered with the number to take, before the forward."""
 
     most: int
 
 
 SEARCH: Final = Search()
 
-Wish = Ask | Roll | Weights | Search | Offer | Look | NodeOffer
+Wish = Ask | Roll | Weights | Search | Offer | Look | NodeOffer | Score
 Decoding = Generator[Wish, Any, None]
 """A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

@@ -29,10 +29,11 @@ class Counters:
         """Carry a sample's counts along."""
         self._counts_FS[:, target] = self._counts_FS[:, source]
 
-    def ran(self, slot_B: Ints, *, useful: int, computed: int, seconds: float) -> None:
-        """Charge a forward of the target; its rows count."""
-        active = len(slot_B)
-        self._counts_FS[_DEVICE_S:, slot_B] += np.array([[seconds / active], [active], [useful], [computed]])
+    def ran(self, slot_B: Ints, *, useful: int, computed: int, seconds: float, forwards_B: Ints | None = None) -> None:
+        """Charge a forward of the target; its rows count. `forwards_B`: how often each slot takes part, by default once."""
+        active = len(slot_B) if forwards_B is None else int(forwards_B.sum())
+        each = np.array([[seconds / active], [active], [useful], [computed]])
+        self._counts_FS[_DEVICE_S:, slot_B] += each if forwards_B is None else each * forwards_B
         self._stats.active_slot_steps += active
         self._stats.useful_rows += useful
         self._stats.computed_rows += computed

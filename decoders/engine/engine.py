@@ -136,7 +136,11 @@ class Engine:
     @property
     def active(self) -> int:
         """Number of samples inside: in a slot, or finished without needing one."""
-        return len(self._slots) - len(self._holes) + len(self._instant)
+        return self._inside + len(self._instant)
+
+    @property
+    def _inside(self) -> int:
+        return len(self._slots) - len(self._holes)
 
     @property
     def samples(self) -> list[Sample]:
@@ -162,8 +166,7 @@ class Engine:
 
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
-        inside = len(self._slots) - len(self._holes)
-        most = self._space.most_rows(self._space.columns(self._longest_with(length)))
+        inside, most = self._inside, self._space.most_rows(self._space.columns(self._longest_with(length)))
         return max(most - inside, 1 if inside == 0 else 0)
 
     def most_rows(self, length: int) -> int:
@@ -191,7 +194,7 @@ class Engine:
             else:
                 waiting.append(sample)
         if waiting:
-            self._make_room(len(waiting), max(sample.length for sample in waiting))
+            self._make_room(self._inside + len(waiting), max(sample.length for sample in waiting))
         for sample in waiting:
             self._place(sample)
 
@@ -208,8 +211,8 @@ class Engine:
             request, ranks, prompt, stops=self.stops, times=times, stats=self.stats, traced=self.tracing
         )
 
-    def _make_room(self, count: int, length: int) -> None:
-        needed = len(self._slots) - len(self._holes) + count
+    def _make_room(self, needed: int, length: int) -> None:
+        """Give the caches at least `needed` slots, for canvases of this length too."""
         shape = self._space.shape(self._shape, needed=needed, longest=self._longest_with(length))
         if shape != self._shape:
             if shape[0] < self._shape[0]:
@@ -341,7 +344,7 @@ class Engine:
         self._draft(turn)
         began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
         is_new = turn.fresh or turn.joined
-        ended = self._run_named(turn.samples) if self._names else self._run(turn.samples, self.lanes[0], is_new=is_new)
+        ended = self._evaluate(turn.samples, is_new=is_new)
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
@@ -352,6 +355,10 @@ class Engine:
         self.stats.steps += 1
         self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes
         return done + [self._finish(sample) for sample in ended]
+
+    def _evaluate(self, samples: list[Sample], *, is_new: bool) -> list[Sample]:
+        """The target's forward; returns the samples that ended."""
+        return self._run_named(samples) if self._names else self._run(samples, self.lanes[0], is_new=is_new)
 
     def _draft(self, turn: Turn) -> None:
         """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target."""

@@ -33,7 +33,7 @@ class Packed:
     """
 
     slot_B: Ints
-    tokens: list[int]
+    tokens: list[int] | Ints
     table: Table
     queries: Table | None
     longest: int

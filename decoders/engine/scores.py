@@ -1,60 +1,47 @@
-"""Shared by the scorers of diffusion models, which generate nothing: a text in a slot, its tokens' log-probabilities.
+"""The log-probabilities of given tokens in the rows that predict them, and whether each is the model's first choice.
 
-    rank      0 .. prompt-1    | prompt .. length-1
-    holds     the given tokens | the scored ones, in canvas order
-
-The distribution is the model's own (temperature 1, no truncation), with ids that have no token left out, as in every decoder.
-Legend: R scored rows.
+Legend: R rows that are read, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.base import HOLE, Request
-from decoders.common_settings import Sampling
+from decoders.engine.lanes import Lane
+from decoders.engine.memory import Account
+from decoders.engine.packing import Ints
 from decoders.engine.setup import Setup
-from decoders.engine.slots import SlotDecoder
 
 
-@dataclass(frozen=True, slots=True)
 class Scores:
-    """Each token's log-probability, float64 [R], and whether it is the most likely one, bool [R]."""
+    """Reads rows in parts whose logits fit into memory (`account`). Ids that are never generated are impossible."""
 
-    log_p_R: Tensor
-    is_first_R: Tensor
+    def __init__(self, setup: Setup, account: Callable[[], Account]) -> None:
+        device, info = setup.backbone.device, setup.info
+        self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=device)
+        self._dtype = torch.float64 if setup.backbone.dtype == torch.float64 else torch.float32
+        self._row_bytes, self._account = info.vocab_size * self._dtype.itemsize, account
 
+    def read(self, lane: Lane, hidden_RD: Tensor, token_R: Ints) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """The log-probability of each token in its row, and whether it is the most likely one, [R] each; one record."""
+        if not len(token_R):
+            lane.record(torch.zeros(0, dtype=torch.float64, device=hidden_RD.device))
+            return np.zeros(0), np.zeros(0, dtype=np.bool_)
+        wanted_R = lane.put(token_R)
+        parts = [
+            self._part(lane, hidden_RD[part], wanted_R[part])
+            for part in self._account().parts(len(token_R), self._row_bytes)
+        ]
+        log_p_R, is_first_R = lane.record(torch.cat(parts, 1))
+        return log_p_R, is_first_R > 0
 
-class Scorer(SlotDecoder):
-    """A decoder whose canvases have no holes; see the module's docstring and decoders.base.Decoder."""
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(replace(setup, sampling=Sampling(), trace=False))
-
-    def _needs_slot(self, request: Request) -> bool:
-        """Give each request a slot, although it has no holes."""
-        return True
-
-    def _put(self, slot: int, request: Request) -> Tensor:
-        """Put a text into its slot: the given tokens, then the scored ones; returns the position of each rank."""
-        canvas = request.canvas.copy()
-        canvas[request.to_score()] = HOLE
-        order_L = self.state.start(slot, replace(request, canvas=canvas))
-        tokens_L = torch.from_numpy(request.canvas.astype(np.int64)).to(self.state.device)
-        self.state.tokens_SW[slot, : len(order_L)] = tokens_L[order_L]
-        return order_L
-
-    def _scores_of(self, hidden_RD: Tensor, tokens_R: Tensor) -> Scores:
-        """The scores of tokens, each in its row, in parts whose logits fit into memory."""
-        parts = [self._part(hidden_RD[part], tokens_R[part]) for part in self._parts(len(hidden_RD))]
-        log_p, is_first = zip(*parts, strict=True)
-        return Scores(torch.cat(log_p), torch.cat(is_first))
-
-    def _part(self, hidden_RD: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
-        law_RV = self._logits(hidden_RD).to(self.law_dtype).log_softmax(-1)
-        log_p_R = law_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1).to(torch.float64)
-        return log_p_R, law_RV.argmax(-1) == tokens_R
+    def _part(self, lane: Lane, hidden_RD: Tensor, token_R: Tensor) -> Tensor:
+        logits_RV = lane.logits(hidden_RD).index_fill_(-1, self._suppressed, -torch.inf)
+        law_RV = logits_RV.to(self._dtype).log_softmax(-1)
+        log_p_R = law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1).to(torch.float64)
+        return torch.stack([log_p_R, (law_RV.argmax(-1) == token_R).to(torch.float64)])

@@ -40,7 +40,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete", "score")
-    scorer: ClassVar = "decoders.masked.scoring:MaskedScorer"
+    scorer: ClassVar = "decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("llada", "mdlm")
     scores_any: ClassVar = True
     kind: Literal["stepwise"]
@@ -120,7 +120,7 @@ class AncestralSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "ancestral"
     tasks: ClassVar = ("infill", "complete", "score")
-    scorer: ClassVar = "decoders.masked.scoring:MaskedScorer"
+    scorer: ClassVar = "decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("mdlm", "llada")
     scores_any: ClassVar = True
     kind: Literal["ancestral"]

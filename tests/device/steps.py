@@ -13,10 +13,10 @@ import decoders.builtin
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
 from decoders.base import Outcome, Request
-from decoders.common_settings import Sampling
+from decoders.common_settings import Estimate, Sampling
 from decoders.engine.ends import Stops
 from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, find_heads
+from decoders.registry import build_decoder, build_scorer, find_heads
 from decoders.settings import DecoderSettings
 from tests.device.pretend import KINDS, Counts, pretending
 
@@ -50,8 +50,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "block_diffusion": ("block-tiny", {"kind": "block_diffusion"}),
     "s2d2": ("block-tiny", {"kind": "s2d2"}),
     "s2d2, fused": ("block-tiny", {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True}),
+    "stepwise, score": ("mdm-tiny", {"kind": "stepwise"}),
+    "block_diffusion, score": ("block-tiny", {"kind": "block_diffusion", "block_size": 8}),
 }
-"""Name of the case: a builtin model, and the settings of a decoder."""
+"""Name of the case: a builtin model, and the settings of a decoder, or of what scores for it."""
 
 
 @dataclass(slots=True)
@@ -115,7 +117,11 @@ def _made(name: str, acceptance: str, device: str) -> Any:
         drafter=cast("TokenBackbone | None", drafting),
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
     )
-    return build_decoder(setup, settings)
+    return (
+        build_scorer(setup, settings, Estimate(samples=12))
+        if name.endswith("score")
+        else build_decoder(setup, settings)
+    )
 
 
 def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) -> None:
@@ -139,7 +145,7 @@ def toy_canvases(count: int, name: str) -> list[Request]:
         canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)
         if model == "asarm-tiny":
             canvas[rng.permutation(length)[: NEW - 6 * (index % 2)]] = -1
-        else:
+        elif not name.endswith("score"):
             canvas[LENGTH - NEW :] = -1
-        made.append(Request(index, 1000 + 7 * index, canvas))
+        made.append(Request(index, 1000 + 7 * index, canvas, score_from=LENGTH - NEW))
     return made

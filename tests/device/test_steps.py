@@ -32,6 +32,8 @@ LIMITS = {
     "block_diffusion": (421, 4, 1, 1, 0),
     "s2d2": (435, 4, 1, 1, 0),
     "s2d2, fused": (434, 4, 1, 1, 0),
+    "stepwise, score": (209, 2, 1, 1, 0),
+    "block_diffusion, score": (257, 2, 1, 1, 0),
 }
 
 
@@ -41,6 +43,9 @@ def test_a_decoder_runs_on_a_device_and_gives_the_same_texts_there(name):
     assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
         index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
     }
+    for index, outcome in found.outcomes.items():
+        assert outcome.logprob == pytest.approx(expected.outcomes[index].logprob, abs=1e-3)
+    assert found.steady or name not in LIMITS
     for step in found.steady:
         counts = (step.launches, step.down, step.up, step.waits, step.shapes)
         assert all(count <= limit for count, limit in zip(counts, LIMITS[name], strict=True)), (counts, found.places)

@@ -160,7 +160,7 @@ def test_draws_share_the_clean_text_that_is_longer_than_their_copies():
     scorer.admit([request])
     (outcome,) = (outcome for _ in range(2) for outcome in scorer.step())
     # Three masks of the last block, two a canvas: 4 clean rows and 2 or 1 copies of 2.
-    assert outcome.nfe == 2 and scorer.counting.useful_rows == 2 * 4 + 3 * 2
+    assert outcome.nfe == 2 and scorer.stats.useful_rows == 2 * 4 + 3 * 2
 
 
 def test_what_is_not_the_end_of_a_text_is_refused():

@@ -130,10 +130,19 @@ def test_every_forward_is_full_while_canvases_are_left():
         while queue and scorer.room(len(queue[0].canvas)):
             scorer.admit([queue.pop(0)])
         done |= {outcome.index: outcome for outcome in scorer.step()}
-    assert scorer.counting.num_forwards == -(-total // 8)
+    assert scorer.stats.steps == -(-total // 8)
     assert sum(outcome.nfe for outcome in done.values()) == total == scorer.stats.active_slot_steps
     assert scorer.stats.committed == sum(len(one.scored) for one in requests)
-    assert scorer.stats.slot_steps == 8 * scorer.counting.num_forwards
+    assert scorer.stats.slot_steps == 8 * scorer.stats.steps
+
+
+def test_a_text_is_charged_for_its_own_canvases_in_the_forwards_that_they_took_part_in():
+    # Forwards of 4 canvases: 3 of the first text and 1 of the second, then 2 and 2 of the third, 4, and its last one alone.
+    requests = [text(LENGTH, scored, index=index) for index, scored in enumerate([[0, 1], [2, 3], [1, 2, 3]])]
+    outcomes = score(drafter(), mask_info(), LLADA, requests, rows=4, samples=8)
+    assert [outcomes[index].nfe for index in range(3)] == [3, 3, 7]
+    assert [outcomes[index].batch_rows for index in range(3)] == [4, 4, (2 * 4 + 4 * 4 + 1) / 7]
+    assert all(outcome.device_s > 0 and outcome.pad_fraction == 0 for outcome in outcomes.values())
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError])
@@ -198,7 +207,7 @@ def test_the_error_of_one_pair_is_that_of_the_mean_of_two_values():
     (outcome,) = score(drafter(), mask_info(), LLADA, [base], samples=2).values()
     scorer = scorer_for(drafter(), mask_info(), LLADA, samples=2)
     scorer.admit([base])
-    (held,) = scorer._texts
+    (held,) = scorer.texts
     scorer.step()
     values = 2 * held.sampled_M
     assert outcome.logprob == pytest.approx(statistics.mean(values))
