@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
-from decoders.engine.state import SlotState
 
 MOST = 16
 """The most drafts of a slot."""
@@ -37,9 +35,8 @@ class World:
         self.base, self.per_token, self.free, self.drafter = base, per_token, free, drafter
         self.rng = np.random.default_rng(seed)
         self.draft_costs = CostTable() if drafter else None
-        state = SlotState(self.num, torch.device("cpu"), max_commit=1)
-        self.budget = DraftBudget(state, MOST, drafter=self.draft_costs)
-        self.slots, self.kv = torch.arange(self.num), 100 * self.num
+        self.budget = DraftBudget(self.num, MOST, drafter=self.draft_costs)
+        self.slots, self.kv = np.arange(self.num), 100 * self.num
 
     def noisy(self, seconds: float) -> float:
         """Seconds as a clock measures them: up to some tenths more, and now and then five times as much."""
@@ -64,13 +61,12 @@ class World:
             self.budget.spent(took)
         true = (self.rng.random((self.num, MOST)) < self.rates[:, None]).cumprod(1).sum(1)
         gained = np.minimum(true, counts)
-        self.budget.learn(self.slots, torch.from_numpy(counts), torch.from_numpy(gained))
+        self.budget.learn(self.slots, counts, gained)
         return int(self.num + gained.sum()), target + sum(seconds for _, seconds in drafting)
 
     def plan(self, most: int = MOST, fresh: bool = False) -> Any:
         """The drafts of each slot."""
-        most_B = torch.full((self.num,), most)
-        return self.budget.plan(self.slots, most_B, kv_tokens=self.kv, fresh=fresh).numpy()
+        return self.budget.plan(self.slots, np.full(self.num, most), kv_tokens=self.kv, fresh=fresh)
 
     def run(self, num_steps: int, length: int | None = None) -> float:
         """Tokens per second with `length` drafts for every slot, or as many as the budget chooses."""

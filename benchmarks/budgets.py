@@ -47,7 +47,7 @@ def one_rate(survival: Survival, slots_B: Any) -> Any:
 
 def slot_rates(survival: Survival, slots_B: Any) -> Any:
     """One acceptance rate for each slot, for every draft position."""
-    tried_B, gained_B = survival._tried_S[slots_B].numpy(), survival._gained_S[slots_B].numpy()
+    tried_B, gained_B = survival._tried_S[slots_B], survival._gained_S[slots_B]
     rates_B = (gained_B + 16.0 * _mean(survival)) / (tried_B + 16.0)
     return np.repeat(rates_B[:, None], len(survival._reached_K), 1).cumprod(1)
 

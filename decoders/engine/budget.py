@@ -23,18 +23,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from decoders.engine.cost import Cost, CostTable
 from decoders.engine.ledger import Ledger
 from decoders.engine.offers import Offers, lines_a_slot
-from decoders.engine.state import SlotState
-from decoders.engine.survival import Survival
-
-Numbers = NDArray[np.float64]
-Counts = NDArray[np.int64]
+from decoders.engine.survival import Counts, Numbers, Survival
 
 MOST_AUTO: Final = 16
 """The most drafts that `auto` gives to a slot."""
@@ -65,15 +58,15 @@ class DraftBudget:
     `rows` and `forwards` give the target's rows and forwards in an iteration with e = 0 .. K drafts; by default 1 + e and one.
     `drafter` times the forwards of a drafting model; None if drafts cost no forward. Its `draft_forwards` for
     e = 0 .. K drafts are one for each draft position, each with a row a slot, unless given: then each runs all positions.
-    `drawing` times what the drafts take besides forwards, where they are drawn one after the other outside of the timed part of
-    a step (`drafted` is for those within): by their number in the longest draft, and by all of them in place of keys.
+    `drawing` times what the drafts take besides forwards, where they are drawn one after the other: by their number in the
+    longest draft, and by all of them in place of keys.
 
     Each step: `plan` before drafting, then `timed` with what the step took, and `learn` for the iterations that ended.
     """
 
     def __init__(
         self,
-        state: SlotState,
+        num_slots: int,
         most: int = MOST_AUTO,
         *,
         rows: Sequence[int] | None = None,
@@ -85,20 +78,28 @@ class DraftBudget:
         self.most, self.target, self.drafter = most, CostTable(), drafter
         self._draft_forwards_E = None if draft_forwards is None else np.array(draft_forwards, dtype=np.float64)
         self._drawing = drawing or CostTable()
-        self.survival = Survival(state, most)
+        self.survival = Survival(num_slots, most)
         # Where a slot's rows are its drafts and one more, a forward's attention is as wide as they are ragged.
         self._ragged, self._lines = rows is None, 1.0
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
         self._priced_rows, self._num_planned = 1.0, 0
-        self._rate, self._drafted_s = 0.0, 0.0
+        self._rate = 0.0
         self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
         self._num_probes, self._num_tries = 0, 0
         self._ledger, self._plain_s, self._num_slots = Ledger(), 0.0, 1
         self._fresh, self._joined, self._drafting = False, False, False
 
-    def learn(self, slots_B: Tensor, tried_B: Tensor, gained_B: Tensor) -> None:
+    def start(self, slot: int) -> None:
+        """A new sample."""
+        self.survival.start(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """A sample moves to another slot."""
+        self.survival.move(source, target)
+
+    def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` were accepted."""
         self._num_tries += int((tried_B > 0).sum())
         # The first token of a prompt's forward is no gain of drafts; that forward is never timed.
@@ -106,15 +107,9 @@ class DraftBudget:
         self.survival.learn(slots_B, tried_B, gained_B)
 
     def timed(self, tokens: int, kv_tokens: int, seconds: float) -> None:
-        """Record the seconds of a step with one target forward; the time spent in `drafted` is subtracted."""
+        """Record the seconds of a step with one target forward."""
         self._ledger.spend(seconds)
-        self.target.observe(tokens, round(kv_tokens * self._lines), max(seconds - self._drafted_s, 0.0))
-        self._drafted_s = 0.0
-
-    def drafted(self, num_slots: int, num_drafts: int, seconds: float) -> None:
-        """Record the seconds of drawing drafts one after the other, within a step that will be `timed`."""
-        self._drawing.observe(num_drafts, num_drafts * num_slots, seconds)
-        self._drafted_s += seconds
+        self.target.observe(tokens, round(kv_tokens * self._lines), seconds)
 
     def spent(self, seconds: float) -> None:
         """Record the seconds of drafting outside of what is `timed`."""
@@ -140,7 +135,7 @@ class DraftBudget:
     def _may_try(self) -> bool:
         return self._ledger.allows(self._plain_s)
 
-    def plan(self, slots_B: Tensor, most_B: Tensor, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Tensor:
+    def plan(self, slots_B: Counts, most_B: Counts, *, kv_tokens: int, fresh: bool, joined: bool = False) -> Counts:
         """Return how many drafts each slot gets, at most `most_B`, int64 [B].
 
         `kv_tokens` is the number of columns that the slots' rows read. With `fresh` the slots' prompts are in this step: it is
@@ -148,7 +143,7 @@ class DraftBudget:
         are in the step, so that its time says nothing about its drafts.
         """
         self._begin_step(fresh=fresh, joined=joined)
-        most = most_B.clamp(max=self.most).cpu().numpy()
+        most = np.minimum(most_B, self.most)
         cost = self.target.cost()
         if not fresh and cost is not None and most.any():
             num_rows = self._slot_rows(len(most))[:, 0].sum(keepdims=True) / self._forwards_E[0]
@@ -157,13 +152,13 @@ class DraftBudget:
         self._drafting = bool(counts.any())
         if self._ragged and self._drafting:
             self._lines = float(lines_a_slot(1 + counts[None])[0])
-        return torch.from_numpy(counts).to(most_B.device)
+        return counts
 
-    def _plan_fresh(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
+    def _plan_fresh(self, slots_B: Counts, most: Counts, kv_tokens: int) -> Counts:
         offers = self._offers(slots_B, most, kv_tokens) if self._rate and not self._resting else None
         return np.zeros_like(most) if offers is None else offers.worth(self._rate)
 
-    def _plan_regular(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Counts:
+    def _plan_regular(self, slots_B: Counts, most: Counts, kv_tokens: int) -> Counts:
         if not most.any():
             # No drafts are possible: nothing to decide or to learn.
             self._num_planned += self._resting
@@ -214,7 +209,7 @@ class DraftBudget:
 
     # ---- the allocation ------------------------------------------------------------------------------------------
 
-    def _offers(self, slots_B: Tensor, most: Counts, kv_tokens: int) -> Offers | None:
+    def _offers(self, slots_B: Counts, most: Counts, kv_tokens: int) -> Offers | None:
         """The allocations to choose from; None while a cost is unknown."""
         cost = self.target.cost()
         drafting = None if self.drafter is None else self.drafter.cost()

@@ -6,10 +6,7 @@ All offers of a step are settled together by the budget (budget.py), since all s
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+import numpy as np
 
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import Offer, Search
@@ -19,70 +16,65 @@ from decoders.engine.jacobi_size import JacobiSizes
 from decoders.engine.samples import Sample
 
 
-class HostColumns:
-    """Numbers a slot, kept on the host; what a budget knows of a sample moves with it."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots, self.device = num_slots, torch.device("cpu")
-        self._columns: list[Tensor] = []
-
-    def column(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Register and return a zeroed tensor [S, *shape]."""
-        self._columns.append(torch.zeros(self.num_slots, *shape, dtype=dtype))
-        return self._columns[-1]
-
-    def start(self, slot: int) -> None:
-        """Forget what the slot held."""
-        for column in self._columns:
-            column[slot] = 0
-
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's numbers along."""
-        for column in self._columns:
-            column[target] = column[source]
-
-
-class Lengths(Protocol):
-    """What settles the offers of every step."""
+class Lengths:
+    """What settles the offers of every step, and hears what it took; nothing that it hears needs to interest it."""
 
     def start(self, slot: int) -> None:
         """A new sample."""
-        ...
 
     def move(self, source: int, target: int) -> None:
         """A sample moves to another slot."""
-        ...
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """Answer the samples' questions until each of them asks for a forward."""
-        ...
+        raise NotImplementedError
 
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
         """A forward of the drafting model, with its draws: its rows, and the columns that they read."""
-        ...
 
     def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
         """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
-        ...
 
     def spent(self, seconds: float) -> None:
         """What all drafting before the target's forward took."""
-        ...
 
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
         """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
-        ...
+        raise NotImplementedError
 
 
-class DraftLengths:
+class BudgetLengths(Lengths):
+    """Lengths by a budget, which learns from every iteration of a step in which drafting was open."""
+
+    budget: DraftBudget
+
+    def __init__(self) -> None:
+        self._is_open = False
+
+    def start(self, slot: int) -> None:
+        """See Lengths."""
+        self.budget.start(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """See Lengths."""
+        self.budget.move(source, target)
+
+    def _learn(self, samples: list[Sample]) -> None:
+        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
+        for sample in samples:
+            sample.just = None
+        if self._is_open and ended:
+            self.budget.learn(*np.array(ended).T)
+
+
+class DraftLengths(BudgetLengths):
     """Chooses how many drafts each sample takes; `has_drafter`: each draft costs a forward of a drafting model."""
 
     def __init__(self, num_slots: int, algorithm: Algorithm, *, has_drafter: bool) -> None:
-        self._columns = HostColumns(num_slots)
+        super().__init__()
         self._costs, self._drawing = CostTable() if has_drafter else None, CostTable()
-        columns: Any = self._columns
         self.budget = DraftBudget(
-            columns,
+            num_slots,
             algorithm.most_auto,
             rows=algorithm.auto_rows,
             forwards=algorithm.auto_forwards,
@@ -90,15 +82,6 @@ class DraftLengths:
             draft_forwards=algorithm.draft_forwards,
             drawing=self._drawing,
         )
-        self._is_open = False
-
-    def start(self, slot: int) -> None:
-        """See Lengths."""
-        self._columns.start(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """See Lengths."""
-        self._columns.move(source, target)
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """See Lengths."""
@@ -112,9 +95,9 @@ class DraftLengths:
         if not is_open or not any(isinstance(sample.ask, Offer) for sample in samples):
             # All are in the second forward of an iteration: what they draft is settled.
             return
-        most = [sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples]
-        slots, kv = torch.tensor([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
-        counts = self.budget.plan(slots, torch.tensor(most), kv_tokens=kv, fresh=fresh, joined=joined).tolist()
+        most = np.array([sample.ask.most if isinstance(sample.ask, Offer) else 0 for sample in samples])
+        slots, kv = np.array([sample.slot for sample in samples]), sum(sample.decided for sample in samples)
+        counts = self.budget.plan(slots, most, kv_tokens=kv, fresh=fresh, joined=joined).tolist()
         for sample, count in zip(samples, counts, strict=True):
             if isinstance(sample.ask, Offer):
                 sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
@@ -138,25 +121,15 @@ class DraftLengths:
         """See Lengths."""
         if is_usual:
             self.budget.timed(rows, kv, seconds)
-        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
-        for sample in samples:
-            sample.just = None
-        if self._is_open and ended:
-            self.budget.learn(*torch.tensor(ended).unbind(1))
+        self._learn(samples)
 
 
-class BlockSizes:
+class BlockSizes(Lengths):
     """Chooses one block size for all samples (jacobi_size.py): each yields a Search, which is answered with the size."""
 
     def __init__(self) -> None:
         self.sizes = JacobiSizes()
         self._size, self._committed = 0, 0
-
-    def start(self, slot: int) -> None:
-        """See Lengths; nothing is known of a single sample."""
-
-    def move(self, source: int, target: int) -> None:
-        """See Lengths."""
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """See Lengths. The time of a step with prompts says little about later steps: the size stays."""
@@ -166,15 +139,6 @@ class BlockSizes:
         for sample in samples:
             assert isinstance(sample.ask, Search), "a sample asks for the size in every iteration"
             sample.ask = sample.decoding.send(self._size)  # type: ignore[union-attr]
-
-    def drafted(self, rows: int, kv: int, seconds: float) -> None:
-        """See Lengths; there is no drafting model."""
-
-    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
-        """See Lengths; no drafts are drawn."""
-
-    def spent(self, seconds: float) -> None:
-        """See Lengths; drafts cost nothing."""
 
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
         """See Lengths."""

@@ -9,23 +9,22 @@ Legend: E = K + 1 choices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
-import torch
 
 from decoders.engine.asks import Search
-from decoders.engine.budget import Counts, DraftBudget, Numbers
-from decoders.engine.lengths import HostColumns
+from decoders.engine.budget import DraftBudget
+from decoders.engine.lengths import BudgetLengths
 from decoders.engine.looks import Free, NodeOffer
 from decoders.engine.samples import Sample
+from decoders.engine.survival import Counts, Numbers
 
 
 class NodeBudget(DraftBudget):
     """Each step: `size` before `plan`. `nodes` are those beside the root for 0, 1, .. drafts."""
 
-    def __init__(self, columns: Any, nodes: Sequence[int]) -> None:
-        super().__init__(columns, len(nodes) - 1)
+    def __init__(self, num_slots: int, nodes: Sequence[int]) -> None:
+        super().__init__(num_slots, len(nodes) - 1)
         # A node's rows fill lines of their own.
         self._ragged = False
         self._nodes_E = np.array(nodes, dtype=np.float64)
@@ -49,27 +48,19 @@ class NodeBudget(DraftBudget):
         return self._rows_BE
 
 
-class NodeLengths:
+class NodeLengths(BudgetLengths):
     """See decoders.engine.lengths.Lengths. `free` gives the columns a sample may take beside its canvas, among so many samples of
     at most this length.
     """
 
     def __init__(self, num_slots: int, nodes: Sequence[int], free: Callable[[int, int], int]) -> None:
-        self._columns, self._free = HostColumns(num_slots), free
-        self.budget = NodeBudget(self._columns, nodes)
-        self._is_open = False
-
-    def start(self, slot: int) -> None:
-        """See Lengths."""
-        self._columns.start(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """See Lengths."""
-        self._columns.move(source, target)
+        super().__init__()
+        self.budget: NodeBudget = NodeBudget(num_slots, nodes)
+        self._free = free
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """See Lengths."""
-        slots, width = torch.tensor([sample.slot for sample in samples]), max(sample.length for sample in samples)
+        slots, width = np.array([sample.slot for sample in samples]), max(sample.length for sample in samples)
         self._is_open = self.budget.open(fresh=False)
         free = Free(self._free(len(samples), width), width) if self._is_open else None
         for sample in samples:
@@ -77,31 +68,18 @@ class NodeLengths:
             sample.ask = sample.decoding.send(free)  # type: ignore[union-attr]
         if not self._is_open:
             # Drafts don't pay: the step is then that of the baseline.
-            self.budget.plan(slots, torch.zeros_like(slots), kv_tokens=0, fresh=False)
+            self.budget.plan(slots, np.zeros_like(slots), kv_tokens=0, fresh=False)
             return
         offers = [sample.ask for sample in samples if isinstance(sample.ask, NodeOffer)]
         assert len(offers) == len(samples), "all rounds begin together"
         self.budget.size(offers)
         kv = sum(sample.decided for sample in samples)
-        most = torch.tensor([offer.most for offer in offers])
+        most = np.array([offer.most for offer in offers])
         counts = self.budget.plan(slots, most, kv_tokens=kv, fresh=False).tolist()
         for sample, count in zip(samples, counts, strict=True):
             sample.ask = sample.decoding.send(count)  # type: ignore[union-attr]
 
-    def drafted(self, rows: int, kv: int, seconds: float) -> None:
-        """See Lengths; there is no drafting model."""
-
-    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
-        """See Lengths; no drafts are drawn by themselves."""
-
-    def spent(self, seconds: float) -> None:
-        """See Lengths; drafting costs nothing before the forward."""
-
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
         """See Lengths."""
         self.budget.timed(rows, 0, seconds)
-        told = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
-        for sample in samples:
-            sample.just = None
-        if self._is_open and told:
-            self.budget.learn(*torch.tensor(told).unbind(1))
+        self._learn(samples)

@@ -91,7 +91,7 @@ def texts(outcomes):
 
 def random_lengths(budget, slots_B, most_B, **_):
     """In place of DraftBudget.plan: any number of drafts for every slot, none and all among them."""
-    return (torch.rand(len(most_B)) * (most_B + 1)).long().clamp(max=budget.most)
+    return np.minimum((torch.rand(len(most_B)).numpy() * (most_B + 1)).astype(np.int64), budget.most)
 
 
 def pairwise(factors):

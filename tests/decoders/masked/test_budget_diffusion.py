@@ -4,13 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.budget_worlds import MOST, World
 from decoders.causal.specdiff import num_forwards
 from decoders.engine.budget import DraftBudget
 from decoders.engine.cost import CostTable
-from decoders.engine.state import SlotState
 
 
 class DiffusionWorld(World):
@@ -23,7 +21,7 @@ class DiffusionWorld(World):
         forwards = num_forwards(steps, MOST)
         drawing = self.drawing if told else None
         self.budget = DraftBudget(
-            SlotState(self.num, torch.device("cpu"), max_commit=1),
+            self.num,
             MOST,
             drafter=self.draft_costs,
             draft_forwards=forwards,

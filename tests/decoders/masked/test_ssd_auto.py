@@ -13,7 +13,6 @@ from decoders.common_settings import Sampling
 from decoders.draws.noise import sample_key
 from decoders.engine import engine
 from decoders.engine.budget import DraftBudget
-from decoders.engine.lengths import HostColumns
 from decoders.engine.looks import NodeOffer
 from decoders.engine.node_lengths import NodeBudget
 from decoders.engine.setup import Setup
@@ -59,7 +58,7 @@ def test_any_choice_gives_the_text_of_stepwise(golden, monkeypatch, cache, refre
 
 @pytest.mark.parametrize(("cache", "refresh"), LIVES[1:])
 def test_a_model_that_keeps_its_mind_pays_nothing_for_a_refresh_in_a_chain(monkeypatch, cache, refresh):
-    monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: most_B.clamp(max=2))
+    monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: np.minimum(most_B, 2))
     model = TokenTable(vocab_size=4, num_positions=7)
     model.table_PXV[:] = model.table_PXV[:, :1]
     info = ModelInfo("table", 4, 3, None, "masked", 0, (3,))
@@ -70,10 +69,10 @@ def test_a_model_that_keeps_its_mind_pays_nothing_for_a_refresh_in_a_chain(monke
 
 
 def test_a_draft_over_a_refresh_is_charged_with_a_whole_canvas():
-    budget = NodeBudget(HostColumns(2), range(5))
+    budget = NodeBudget(2, range(5))
     budget.size([NodeOffer(4, 40, 8, 40, 3), NodeOffer(4, 8, 8, 30, 9)])
     assert budget._slot_rows(2).tolist() == [[40, 48, 56, 96, 104], [8, 16, 24, 32, 40]]
-    mixed = NodeBudget(HostColumns(1), [0, 1, 3, 5])
+    mixed = NodeBudget(1, [0, 1, 3, 5])
     mixed.size([NodeOffer(3, 40, 8, 40, -1)])
     assert mixed._slot_rows(1).tolist() == [[40, 48, 64, 80]]
 
