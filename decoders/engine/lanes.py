@@ -64,7 +64,7 @@ class Lane:
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Give the cache this many slots and columns."""
-        had, self._shape = self._shape, (0, 0)  # until the resize has succeeded
+        had, self._shape = self._shape, (FAR, FAR)  # until it has succeeded: then any size is less, and is made exactly
         give(self.backbone, num_slots, num_columns, had)
         self._shape = (num_slots, num_columns)
 
