@@ -37,10 +37,10 @@ class DecoderChoice(Settings):
     and a top_p of its own; with `token_logprobs` the decoder records the log-probability of each token where a row asks for it.
     Under sampling.acceptance 'rejection' a decoder needs `draft_law`, the probabilities with which a draft was drawn.
 
-    If `score` is among the tasks, `scorer` is the class that scores texts (`module:class`, built from a Setup, these settings and
-    an Estimate). `estimates` are the kinds of estimators that it has, the family's own first, none if its scores are exact; with
-    `scores_any` it scores any tokens given all others, else only the end of a text. `scored_with` are the only settings that a
-    score depends on.
+    If `score` is among the tasks, `scorer` is what scores texts (`module:name`, called with a Setup, these settings and an
+    Estimate; it gives an Algorithm). `estimates` are the kinds of estimators that it has, the family's own first, none if its
+    scores are exact; with `scores_any` it scores any tokens given all others, else only the end of a text. `scored_with` are the
+    only settings that a score depends on.
     """
 
     runs_on: ClassVar[ModelKind]
@@ -58,7 +58,7 @@ class DecoderChoice(Settings):
     def runs(self) -> str:
         """What runs these settings, as `module:name`; a string, so that settings load without torch.
 
-        It is called with a Setup and the settings, and gives an Algorithm for the engine, or a decoder.
+        It is called with a Setup and the settings, and gives an Algorithm for the engine.
         """
         ...
 

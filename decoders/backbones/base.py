@@ -1,4 +1,4 @@
-"""The Backbone interfaces, and CountingBackbone, the only place where forwards are counted.
+"""The Backbone interfaces: what a decoder's engine asks of a model.
 
 A backbone turns rows into hidden states against a cache of slots. It knows nothing of drafts, acceptance or samples. There are
 two kinds: two-stream models (any-subset) have content rows and query rows; in all other models every row is a token.
@@ -6,8 +6,6 @@ two kinds: two-stream models (any-subset) have content rows and query rows; in a
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,10 +53,6 @@ class Rows:
     """No position of these slots is at or beyond this one."""
     known: KnownStreams | None = None
 
-    def num_valid(self) -> int:
-        """How many rows are no padding."""
-        return int(self.content_valid_BC.sum()) + int(self.query_valid_BQ.sum())
-
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -94,10 +88,6 @@ class TokenRows:
     visible_BTW: Tensor
     sigma_BT: Tensor | None = None
     known: Known | None = None
-
-    def num_valid(self) -> int:
-        """How many rows are no padding."""
-        return int(self.valid_BT.sum())
 
 
 def lines_of(valid_BT: Tensor, place_N: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -164,87 +154,3 @@ class TokenBackbone(Model, Protocol):
     def forward(self, rows: TokenRows) -> Tensor:
         """Write every valid row into the cache and return the hidden states of all rows, [B, T, D]; padding rows hold junk."""
         ...
-
-
-class SlotCounters:
-    """What was counted for each slot's sample, as plain numbers; one row a slot."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.nfe = [0] * num_slots
-        self.device_s = [0.0] * num_slots
-        self.active_rows = [0] * num_slots
-        self.used_rows = [0] * num_slots
-        self.computed_rows = [0] * num_slots
-        self.first_forward_s = [0.0] * num_slots
-
-    def reset(self, slot: int) -> None:
-        """Start a new sample in `slot`."""
-        for column in vars(self).values():
-            column[slot] = 0
-
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's counts from one slot to another."""
-        for column in vars(self).values():
-            column[target] = column[source]
-
-
-class CountingBackbone:
-    """Wraps a backbone and counts: every forward of every sample passes here, and nowhere else is anything counted.
-
-    A forward is charged to every slot that takes part: one evaluation (NFE) each, and the forward's seconds, output layer
-    included, divided by the number of slots. A forward that raises is not charged.
-    """
-
-    def __init__(self, backbone: Model, num_slots: int) -> None:
-        self.backbone = backbone
-        self.counters = SlotCounters(num_slots)
-        self.num_forwards = 0
-        self.forward_s = 0.0
-        self._last_slots: list[int] = []
-        self.active_slot_steps = 0
-        self.useful_rows = 0
-        self.computed_rows = 0
-
-    def forward(self, rows: Any, slots: list[int]) -> Tensor:
-        """Run one forward for `slots` (the same as rows.slots_B, on the host) and count it; returns its hidden states."""
-        useful = rows.num_valid()
-        started = time.perf_counter()
-        hidden = self.backbone.forward(rows)
-        if hidden.is_cuda:
-            # Without waiting, the seconds of a forward would be those of its launch.
-            torch.cuda.synchronize(hidden.device)
-        self._charge(slots, time.perf_counter() - started, useful, self.backbone.num_rows_computed)
-        return hidden
-
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Apply the output layer to rows of the last forward; its seconds are part of that forward's, [R, V]."""
-        return self.part_of_forward(self.backbone.logits, hidden_RD)
-
-    def part_of_forward(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Call a network on the last forward's rows (output layer, draft head); its seconds count as that forward's."""
-        started = time.perf_counter()
-        result = function(*args, **kwargs)
-        if result.is_cuda:
-            torch.cuda.synchronize(result.device)
-        seconds = time.perf_counter() - started
-        self.forward_s += seconds
-        for slot in self._last_slots:
-            self.counters.device_s[slot] += seconds / len(self._last_slots)
-        return result
-
-    def _charge(self, slots: list[int], seconds: float, useful: int, computed: int) -> None:
-        counters, active = self.counters, len(slots)
-        self._last_slots = slots
-        for slot in slots:
-            if counters.nfe[slot] == 0:
-                counters.first_forward_s[slot] = seconds
-            counters.nfe[slot] += 1
-            counters.device_s[slot] += seconds / active
-            counters.active_rows[slot] += active
-            counters.used_rows[slot] += useful
-            counters.computed_rows[slot] += computed
-        self.num_forwards += 1
-        self.forward_s += seconds
-        self.active_slot_steps += active
-        self.useful_rows += useful
-        self.computed_rows += computed

@@ -1,6 +1,6 @@
 """Visibility rules: which columns of its slot a row sees. Pure functions over index tensors.
 
-An any-subset model decodes the positions of a canvas in an *order* (decoders/engine/state.py); the *rank* of a position is its
+An any-subset model decodes the positions of a canvas in an *order* (decoders/engine/orders.py); the *rank* of a position is its
 place in it. In a slot the columns of the cache are ranks, so a rule needs one number a row, its *limit*: the row sees the columns
 < limit.
 

@@ -36,11 +36,6 @@ def noise_of_share(share: Tensor) -> Tensor:
     return -torch.log1p(-share.clamp(max=1 - NOISE_EPS))
 
 
-def time_of_share(share: Tensor) -> Tensor:
-    """The time at which a share of the tokens is masked, at most 1."""
-    return (share / (1 - NOISE_EPS)).clamp(max=1.0)
-
-
 def chance_by_time(time: Tensor, later: Tensor) -> Tensor:
     """How likely a mask of `time` is revealed until `later` (nearer to 0), whatever the model says: (m_t - m_s) / m_t (MDLM)."""
     return 1.0 - later / time

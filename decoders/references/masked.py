@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from decoders.base import HOLE
-from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, time_of_share, total_noise
-from decoders.draws.schedule import LAST_TIME
+from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
+from decoders.draws.schedule import LAST_TIME, time_at
 from decoders.references.causal import PlainMasked
 
 Strike = Callable[[int, int, float], bool]
@@ -26,7 +26,7 @@ def ancestral(
 ) -> tuple[list[int], int]:
     """The canvas without its holes, and in how many steps something was revealed."""
     tokens, busy = list(canvas), 0
-    first = float(time_of_share(torch.tensor(sum(t == HOLE for t in canvas) / len(canvas), dtype=torch.float64)))
+    first = time_at(sum(t == HOLE for t in canvas) / len(canvas))
     times = [first + (LAST_TIME - first) * step / steps for step in range(steps + 1)]
     for step in range(steps + 1):
         seen = [model.mask_id if token == HOLE else token for token in tokens]

@@ -15,11 +15,11 @@ from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSetting
 from decoders.common_settings import Sampling
 from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
-from decoders.engine.acceptance import NoiseWindow
+from decoders.engine.algorithm import Algorithm
+from decoders.engine.answers import NoiseAnswers
 from decoders.engine.memory import Account
 from decoders.engine.rings import NoiseRing, Places
 from decoders.engine.setup import Setup
-from decoders.engine.state import SlotState
 from decoders.masked.settings import SelfSpeculativeSettings
 from decoders.references.table import TableBackbone
 from decoders.references.token_table import TokenTable
@@ -290,27 +290,44 @@ def test_a_cache_that_is_made_smaller_keeps_what_lies_within(monkeypatch: pytest
     assert sum(layer.numel() for layer in cache.layers_2SKWd) == cache.positions_SW.numel() == 0
 
 
-def test_slot_state_that_runs_out_of_memory_half_way_is_what_it_was(monkeypatch: pytest.MonkeyPatch):
-    state = SlotState(3, torch.device("cpu"), max_commit=1)
-    state.widen(4)
-    laws = [state.wide(2, 5, dtype=torch.float32) for _ in range(2)]
-    state.use(1)
-    cat, calls = torch.cat, []
-
-    def refuse(tensors: Any, *more: Any) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return cat(tensors, *more)
-
-    monkeypatch.setattr(torch, "cat", refuse)
+def test_rings_that_run_out_of_memory_half_way_are_what_they_were(monkeypatch: pytest.MonkeyPatch):
+    info = ModelInfo("table", VOCAB, None, None, "any_subset", 0)
+    setup = Setup(
+        backbone=TableBackbone(vocab_size=VOCAB, num_positions=4),
+        info=info,
+        sampling=Sampling(acceptance="rejection"),
+        max_rows=4,
+        max_tokens=100,
+    )
+    answers: Any = NoiseAnswers(
+        setup, Algorithm(decode=iter, window=5, keeps_laws=True), account=lambda: Account(1 << 20, 1 << 20)
+    )
+    noise, laws = answers._noise_ring(), answers._laws
+    answers.use(1)
+    monkeypatch.setattr(laws, "resized", lambda num_slots: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
-        state.widen(9)
-    assert state.tokens_SW.shape == state.order_SW.shape == (3, 4)
-    monkeypatch.setattr(laws[1], "with_rows", lambda num_rows: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        answers.use(3)
+    assert (noise.ring.num_slots, laws.num_slots, noise.num_used) == (1, 1, 1)
+    monkeypatch.undo()
+    answers.use(3)
+    assert (noise.ring.num_slots, laws.num_slots, noise.num_used) == (3, 3, 3)
+
+
+def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypatch: pytest.MonkeyPatch):
+    table = Cached()
+    decoder: Any = build_decoder(
+        Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=1 << 20), AR
+    )
+    decoder.admit([prompt(index, 5) for index in range(10)])
+    held = tuple(table.tokens_SW.shape)
+    monkeypatch.setattr(table, "allocate", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
-        state.use(3)
-    assert [len(law.data) for law in laws] == [1, 1] and state.num_used == 1
+        decoder.admit([prompt(index, 5) for index in range(10, 40)])
+    assert tuple(table.tokens_SW.shape) == held and held[0] >= 10
+    monkeypatch.undo()
+    assert len(decoder.clear()) == 10
+    assert table.tokens_SW.numel() == 0
+    assert len(run_all(decoder, [prompt(0, 5)])[0].tokens) == 4
 
 
 # ---- logits in parts -------------------------------------------------------------------------------------------------
@@ -365,27 +382,6 @@ def toys() -> list[Request]:
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 9])
 def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int):
-    state = SlotState(4, torch.device("cpu"), max_commit=1)
-    state.widen(20)
-    state.order_SW[:] = torch.arange(20)
-    state.length_S[:] = 20
-    state.key_S2[:] = key_words([5, 6, 7, 8])
-    window = NoiseWindow(state, 3, 10)
-    state.noise_bytes = kept * window._size * 10 * 4
-    state.use(4)
-    assert len(window._ring.data) == min(kept, 4)
-    generator = torch.Generator().manual_seed(0)
-    for first in range(0, 15, 2):
-        slots = torch.randint(0, 4, (9,), generator=generator)
-        ranks = first + torch.randint(0, 3, (9,), generator=generator)
-        assert torch.equal(window.rows(slots, ranks), gumbel_rows(state.key_S2[slots], ranks, 10))
-    state.move(3, 0)
-    slots, ranks = torch.tensor([0, 0, 1]), torch.tensor([15, 16, 16])
-    assert torch.equal(window.rows(slots, ranks), gumbel_rows(state.key_S2[slots], ranks, 10))
-
-
-@pytest.mark.parametrize("kept", [0, 1, 2, 9])
-def test_noise_of_an_engine_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int):
     places = Places(4)
     places.key_S2[:], places.length_S[:] = key_words([5, 6, 7, 8]).numpy(), 20
     noise = NoiseRing(places, window=3, vocab_size=10, device=torch.device("cpu"))
