@@ -1,0 +1,120 @@
+"""Tries the kernels once on the device that is there, beside their references: one that fails or differs is not used.
+
+A driver, a compiler or a GPU that nobody has tried must cost speed, not results.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from decoders.draws import noise
+from decoders.kernels import attention_reference, choice_reference, experts_reference
+from decoders.kernels.choice_reference import Warp
+from decoders.kernels.seen import Seen
+
+_log = logging.getLogger(__name__)
+# The largest difference allowed, beside the largest number.
+_ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+# Rows of three slots with two intervals each, and one row that sees nothing.
+_SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
+_LOW: Final = [[0, 0, 5, 9, 0, 0, 250, 0], [0, 0, 30, 0, 0, 0, 0, 290]]
+_HIGH: Final = [[200, 9, 40, 9, 300, 1, 280, 90], [0, 0, 60, 0, 0, 0, 0, 300]]
+
+
+def attention_works(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> bool:
+    """Whether attention by the kernel equals the reference for heads of this kind."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from decoders.kernels import attention
+
+        query_NHd = _normal(device, 8, num_heads, width).to(dtype)
+        layer_2SKWd = _normal(device, 2, 3, key_heads, 300, width).to(dtype)
+        slot_N, low_IN, high_IN = (
+            torch.tensor(told, dtype=torch.int32, device=device) for told in (_SLOTS, _LOW, _HIGH)
+        )
+        pairs = []
+        for rows_at_once, shares, window in ((1, 4, None), (3, 1, 50)):
+            seen = Seen.of(
+                slot_N,
+                low_IN,
+                high_IN,
+                position_N=30 * torch.arange(8, device=device),
+                positions_SW=torch.arange(300, device=device).repeat(3, 1),
+                rows_at_once=rows_at_once,
+                group=num_heads // key_heads,
+            )
+            asked = (query_NHd, layer_2SKWd, seen)
+            found = attention.attend(*asked, scaling=width**-0.5, window=window, shares=shares)
+            pairs.append((found, attention_reference.attend(*asked, scaling=width**-0.5, window=window)))
+        return pairs
+
+    return _works("attention", tried)
+
+
+def experts_work(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the product with the weights of experts equals the reference."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from decoders.kernels import experts
+
+        rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
+        end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
+        expected = experts_reference.product(rows_PD, weight_EMD, end_E)
+        return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
+
+    return _works("experts", tried)
+
+
+def choice_works(device: torch.device) -> bool:
+    """Whether tokens and their log-probabilities equal the reference's."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from decoders.kernels import choice
+
+        logits_RV = _normal(device, 8, 601) * 4
+        keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
+        temperature_R = torch.tensor([1.0, 0.0, 0.7, 2.0] * 2, dtype=torch.float64, device=device)
+        top_p_R = torch.tensor([1.0] * 4 + [0.8] * 4, dtype=torch.float64, device=device)
+        position_R = torch.arange(8, device=device)
+        pairs = []
+        for top_k in (None, 30):
+            warp = Warp(temperature_R, top_p_R, True, top_k, torch.arange(601, device=device) < 3)
+            found, expected = (one.choose(logits_RV, warp, keys, position_R) for one in (choice, choice_reference))
+            pairs += [
+                (found.token_R.float(), expected.token_R.float()),
+                (found.log_p_R.float(), expected.log_p_R.float()),
+            ]
+        return pairs
+
+    return _works("choice", tried)
+
+
+def _works(name: str, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> bool:
+    from triton.errors import TritonError
+
+    try:
+        wrong = [float((found - expected).abs().max()) for found, expected in tried() if not _close(found, expected)]
+    except (RuntimeError, TritonError) as error:
+        _log.warning("the kernel for %s fails here, torch's own operations run instead: %s", name, error)
+        return False
+    if wrong:
+        _log.warning(
+            "the kernel for %s is wrong here by up to %g, torch's own operations run instead", name, max(wrong)
+        )
+    return not wrong
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether all numbers agree up to rounding; NaN never does."""
+    most = _ROUNDING[found.dtype] * expected.abs().max().clamp(min=1.0)
+    return bool(((found - expected).abs() <= most).all())
+
+
+def _normal(device: torch.device, *shape: int) -> Tensor:
+    """Random normal numbers, the same everywhere."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)

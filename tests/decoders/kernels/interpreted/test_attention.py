@@ -1,0 +1,127 @@
+"""Attention by intervals over the slot cache equals its reference."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from decoders.kernels import attention, attention_reference
+from decoders.kernels.seen import Seen
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def case(slots, *, columns, key_heads, group, width, low, high, dtype=torch.float32, rows_at_once=1, seed=0):
+    """Random queries of these rows, a layer of a cache with 3 slots, intervals [I, N], and positions out of order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    def intervals(numbers):
+        rows = numbers if not numbers or isinstance(numbers[0], list) else [numbers]
+        return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), len(slots))
+
+    query = normal(len(slots), key_heads * group, width)
+    layer = normal(2, 3, key_heads, columns, width)
+    positions = torch.stack([torch.randperm(columns, generator=generator) for _ in range(3)])
+    seen = Seen.of(
+        torch.tensor(slots, dtype=torch.int64),
+        intervals(low),
+        intervals(high),
+        position_N=torch.randint(0, columns, (len(slots),), generator=generator),
+        positions_SW=positions,
+        rows_at_once=rows_at_once,
+        group=group,
+    )
+    return query, layer, seen
+
+
+def check(query, layer, seen, **more):
+    shares = more.pop("shares", None)
+    found = attention.attend(query, layer, seen, scaling=0.3, shares=shares, **more)
+    expected = attention_reference.attend(query, layer, seen, scaling=0.3, **more)
+    assert found.dtype == query.dtype and found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[query.dtype])
+    return found
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("group", "width"), [(1, 20), (3, 20), (8, 64)])
+def test_ragged_rows_of_several_slots(dtype, group, width):
+    # Slot 2 comes twice, one row of slot 0 sees nothing, and no number of columns is a multiple of a tile.
+    slots, low = [2, 2, 2, 0, 0, 1, 2], [0, 0, 5, 9, 0, 66, 0]
+    high = [67, 1, 40, 9, 33, 67, 12]
+    found = check(
+        *case(slots, columns=67, key_heads=2, group=group, width=width, low=low, high=high, dtype=dtype, rows_at_once=4)
+    )
+    assert not found[3].any() and found[[0, 1, 2, 4, 5, 6]].any(2).all()
+
+
+def test_tiles_may_run_in_any_order():
+    # The last tile to run covers places of rows of other slots.
+    slots, high = [0, 1, 1, 2, 0, 0], [9, 40, 3, 20, 30, 8]
+    query, layer, seen = case(slots, columns=40, key_heads=2, group=3, width=20, low=[0] * 6, high=high, rows_at_once=4)
+    check(query, layer, replace(seen, first_T=seen.first_T.flip(0)))
+
+
+def test_one_row_and_no_row():
+    check(*case([1], columns=5, key_heads=1, group=1, width=20, low=[0], high=[5]))
+    assert check(*case([], columns=5, key_heads=1, group=3, width=20, low=[[]], high=[[]])).shape == (0, 3, 20)
+
+
+def test_no_intervals_show_nothing():
+    found = check(*case([0, 1], columns=40, key_heads=1, group=3, width=20, low=[], high=[]))
+    assert not found.any()
+
+
+def test_a_column_of_several_intervals_counts_once():
+    # Overlapping, equal, apart and empty intervals; the last one of the first row reaches beyond the cache.
+    low = [[0, 3, 10, 0], [5, 3, 60, 9], [90, 0, 0, 70]]
+    high = [[20, 30, 20, 0], [33, 30, 64, 9], [120, 1, 0, 95]]
+    arguments = case([0, 0, 2, 2], columns=100, key_heads=2, group=3, width=20, low=low, high=high, rows_at_once=2)
+    check(*arguments)
+    check(*arguments, shares=4)
+
+
+@pytest.mark.parametrize("shares", [2, 8])
+def test_shares_of_the_columns_are_added(shares):
+    # Row 1 sees fewer columns than there are shares, row 2 none.
+    arguments = case([0, 1, 2], columns=200, key_heads=1, group=8, width=20, low=[0, 7, 0], high=[200, 9, 0])
+    assert not check(*arguments, shares=shares)[2].any()
+
+
+@pytest.mark.parametrize(("rows_at_once", "shares"), [(1, 2), (4, 1)])
+def test_a_window_hides_far_positions(rows_at_once, shares):
+    low, high = [[0, 0, 30, 0, 0]], [[90, 90, 90, 3, 90]]
+    arguments = case(
+        [0, 0, 0, 1, 2], columns=90, key_heads=1, group=3, width=20, low=low, high=high, rows_at_once=rows_at_once
+    )
+    check(*arguments, window=25, shares=shares)
+    check(*arguments, window=1, shares=shares)
+
+
+@pytest.mark.parametrize(("columns", "rows_at_once"), [(70, 4), (33, 1)])
+def test_relative_scores_are_gathered_by_distance(columns, rows_at_once):
+    slots, low, high = [2, 2, 2, 1, 2], [0, 0, 4, 0, 0], [columns, 9, 4, 20, 30]
+    query, layer, seen = case(
+        slots, columns=columns, key_heads=3, group=1, width=20, low=low, high=high, rows_at_once=rows_at_once
+    )
+    # The second table is too short for all distances: they are cut.
+    for distances in (2 * columns, 40):
+        relative = torch.randn(len(slots), 3, distances, generator=torch.Generator().manual_seed(1)) * 2
+        check(query, layer, seen, relative_NHP=relative)
+        check(query, layer, seen, relative_NHP=relative, shares=2)
+
+
+def test_strided_queries_are_read_in_place():
+    query, layer, seen = case([0, 1, 1], columns=40, key_heads=2, group=3, width=20, low=[0, 0, 0], high=[40, 9, 30])
+    heads_first = query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not heads_first.is_contiguous()
+    assert torch.equal(check(heads_first, layer, seen), check(query, layer, seen))
+
+
+def test_other_dtypes_are_refused():
+    query, layer, seen = case([0], columns=5, key_heads=1, group=1, width=20, low=[0], high=[5])
+    with pytest.raises(ValueError, match=r"torch\.float64, cache torch\.float32; allowed: the same one of"):
+        attention.attend(query.double(), layer, seen, scaling=1.0)

@@ -1,0 +1,157 @@
+"""Every kernel compiles ahead of time, as it is launched, for several GPUs, with shared memory that they all have."""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+
+from decoders.kernels.choice_reference import Warp
+from decoders.kernels.seen import Seen
+
+TYPES = {
+    torch.float64: "*fp64",
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+}
+SHARED_BYTES = 99 * 1024
+"""What a program may have on every GPU since Ampere (8.6 and 8.9 have the least)."""
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (the extra gpu)"
+)
+
+
+class Recorder:
+    """Stands in for a kernel and notes its launches."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launches = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.launches.append((grid, args, kwargs))
+
+
+@pytest.fixture
+def launches(monkeypatch, tmp_path):
+    """Calls a function with one of its module's kernels replaced by a recorder; returns the kernel and its only launch."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def launch(module, names, wanted, call):
+        where = importlib.import_module(f"decoders.kernels.{module}")
+        recorders = {name: Recorder(getattr(where, name)) for name in names}
+        with monkeypatch.context() as patch:
+            for name, recorder in recorders.items():
+                patch.setattr(where, name, recorder)
+            call(where)
+        (found,) = recorders[wanted].launches
+        return recorders[wanted].kernel, found
+
+    return launch
+
+
+def compiled(kernel, launch, capability):
+    """Compile a kernel for the arguments of a launch."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    _, args, kwargs = launch
+    constants = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+    options = {name: value for name, value in kwargs.items() if name not in constants}
+    signature = dict.fromkeys(constants, "constexpr")
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        signature[name] = (
+            TYPES[value.dtype] if isinstance(value, torch.Tensor) else {int: "i32", float: "fp32"}[type(value)]
+        )
+    assert set(signature) == set(kernel.arg_names)
+    source = ASTSource(kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, window=None, relative=False, shares=1):
+    def call(module):
+        rows, columns = 64, 256
+        seen = Seen.of(
+            torch.arange(rows) // rows_at_once,
+            torch.zeros(intervals, rows, dtype=torch.int32),
+            torch.ones(intervals, rows, dtype=torch.int32),
+            position_N=torch.arange(rows),
+            positions_SW=torch.zeros(rows, columns, dtype=torch.int64),
+            rows_at_once=rows_at_once,
+            group=heads // key_heads,
+        )
+        module.attend(
+            torch.zeros(rows, heads, width, dtype=dtype),
+            torch.zeros(2, rows, key_heads, columns, width, dtype=dtype),
+            seen,
+            scaling=0.1,
+            window=window,
+            relative_NHP=torch.zeros(rows, heads, 2 * columns, dtype=dtype) if relative else None,
+            shares=shares,
+        )
+
+    return call
+
+
+def warp(rows, vocab_size, top_k):
+    half = torch.full((rows,), 0.5, dtype=torch.float64)
+    return Warp(half, half, top_k is not None, top_k, torch.zeros(vocab_size, dtype=torch.bool))
+
+
+def choose(top_k):
+    keys, positions = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    return lambda module: module.choose(torch.zeros(4, 50000), warp(4, 50000, top_k), keys, positions)
+
+
+def weigh(module):
+    zeros = torch.zeros(4, dtype=torch.int64)
+    module.weigh(torch.zeros(4, 50000), warp(4, 50000, 20), zeros, zeros.double())
+
+
+def multiply(dtype):
+    rows, weights = torch.zeros(512, 2048, dtype=dtype), torch.zeros(64, 768, 2048, dtype=dtype)
+    return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
+
+
+ATTENTION, CHOICE = ["attend_tiles", "add_shares"], ["choose_rows", "weigh_rows"]
+HALF = torch.bfloat16
+CASES = {
+    "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
+    "tokens, all warps": ("choice", CHOICE, "choose_rows", choose(top_k=20)),
+    "experts": ("experts", ["multiply_tiles"], "multiply_tiles", multiply(HALF)),
+    "attention, two intervals and a window": (
+        "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)
+    ),
+    "attention, XLNet": ("attention", ATTENTION, "attend_tiles", attend(HALF, 12, 12, 64, rows_at_once=16, relative=True)),
+    "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
+    "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
+    "tokens, no warp": ("choice", CHOICE, "choose_rows", choose(top_k=None)),
+    "ratios": ("choice", CHOICE, "weigh_rows", weigh),
+}  # fmt: skip
+TENSOR_CORES = [
+    name for name in CASES if name == "experts" or (name.startswith("attention, ") and "float32" not in name)
+]
+EVERYWHERE = list(CASES)[:3]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [(90, name) for name in CASES] + [(other, name) for other in (80, 100) for name in EVERYWHERE],
+)
+def test_a_kernel_compiles_ahead_of_time(launches, capability, name):
+    kernel, launch = launches(*CASES[name])
+    made = compiled(kernel, launch, capability)
+    assert made.asm["cubin"] and made.metadata.shared <= SHARED_BYTES
+    assert f".target sm_{capability}" in made.asm["ptx"]
+    if name in TENSOR_CORES and "sum" not in name:
+        assert "mma" in made.asm["ptx"], "half precision is multiplied by tensor cores"
+
+
+def test_a_launch_with_dead_programs_alone_has_the_shape_of_a_full_one(launches):
+    _, one = launches(*CASES["attention, an 8B Llama"])
+    assert one[0] == (64, 8, 1), "a tile for each row at most, whatever the slots: the launch depends on shapes alone"

@@ -1,0 +1,97 @@
+"""What flat rows see, how they are cut into tiles, the references, and the switch; all without Triton."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from decoders.kernels import attention_reference, experts_reference
+from decoders.kernels.seen import MOST_LINES, Seen, first_rows
+from decoders.kernels.switch import VARIABLE, use_kernels
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows_at_once", "expected"),
+    [
+        ("aaaaabcc", 2, [0, 2, 4, 5, 6]),
+        ("aaaaabcc", 16, [0, 5, 6]),
+        ("abab", 4, [0, 1, 2, 3]),
+        ("aaaa", 1, [0, 1, 2, 3]),
+        ("a", 3, [0]),
+    ],
+)
+def test_tiles_are_rows_of_one_slot_that_follow_each_other(slots, rows_at_once, expected):
+    found = first_rows(torch.tensor([ord(slot) for slot in slots]), rows_at_once).tolist()
+    assert found == expected + [len(slots)] * (len(slots) - len(expected))
+
+
+def test_the_rows_of_a_tile_fit_with_their_heads():
+    nothing = torch.zeros(1, 5, dtype=torch.int32)
+    made = [
+        Seen.of(torch.zeros(5, dtype=torch.int64), nothing, nothing, rows_at_once=40, group=group)
+        for group in (1, 8, 500)
+    ]
+    assert [seen.rows_at_once for seen in made] == [40, MOST_LINES // 8, 1]
+
+
+def test_some_of_the_rows_see_what_they_saw():
+    slots, low, high = torch.tensor([0, 0, 1]), torch.tensor([[0, 2, 1]]), torch.tensor([[3, 4, 1]])
+    whole = Seen.of(
+        slots, low, high, position_N=slots, positions_SW=torch.zeros(2, 5, dtype=torch.int64), rows_at_once=4
+    )
+    part = whole.part(slice(1, 3))
+    assert torch.equal(part.visible_NW(5, 1), whole.visible_NW(5, 1)[1:])
+    assert part.first_T.tolist() == [0, 1] and part.rows_at_once == 4
+
+
+def test_the_reference_is_attention_under_a_mask_of_the_intervals():
+    generator = torch.Generator().manual_seed(0)
+    query, layer = torch.randn(4, 6, 10, generator=generator), torch.randn(2, 2, 2, 9, 10, generator=generator)
+    slots = torch.tensor([1, 0, 1, 1])
+    low, high = torch.tensor([[0, 0, 4, 5], [3, 8, 0, 5]]), torch.tensor([[4, 1, 6, 5], [7, 9, 0, 2]])
+    columns = [{0, 1, 2, 3, 4, 5, 6}, {0, 8}, {4, 5}, set()]
+    found = attention_reference.attend(query, layer, Seen.of(slots, low, high), scaling=0.5)
+    for row, seen in enumerate(columns):
+        mask = torch.tensor([column in seen for column in range(9)])
+        key, value = layer[:, slots[row]].repeat_interleave(3, 1)
+        expected = functional.scaled_dot_product_attention(
+            query[row].unsqueeze(1), key, value, attn_mask=mask, scale=0.5
+        )
+        torch.testing.assert_close(found[row], expected.squeeze(1) if seen else torch.zeros(6, 10))
+
+
+def test_the_reference_adds_the_numbers_of_the_distances():
+    query, layer = torch.zeros(1, 1, 4), torch.zeros(2, 1, 1, 3, 4)
+    layer[1, 0, 0, :, 0] = torch.tensor([1.0, 10.0, 100.0])
+    # The columns stand at the positions 5, 0 and 2 and the row at 2: distances -3, 2 and 0, of which -2 .. 1 have numbers.
+    positions = torch.tensor([[5, 0, 2]])
+    seen = Seen.of(
+        torch.tensor([0]),
+        torch.tensor([[0]]),
+        torch.tensor([[3]]),
+        position_N=torch.tensor([2]),
+        positions_SW=positions,
+    )
+    relative = torch.tensor([0.5, 9.0, 0.25, 0.125]).log().reshape(1, 1, 4)
+    found = attention_reference.attend(query, layer, seen, scaling=1.0, relative_NHP=relative)
+    assert float(found[0, 0, 0]) == pytest.approx((0.5 * 1 + 0.125 * 10 + 0.25 * 100) / 0.875)
+
+
+def test_the_reference_multiplies_each_row_with_its_experts_weights():
+    rows, weights = torch.randn(5, 3), torch.randn(4, 2, 3)
+    found = experts_reference.product(rows, weights, torch.tensor([2, 2, 5, 5], dtype=torch.int32))
+    expected = torch.stack([weights[expert] @ row for expert, row in zip((0, 0, 2, 2, 2), rows, strict=True)])
+    torch.testing.assert_close(found, expected)
+
+
+def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("decoders.kernels.switch._has_triton", lambda: True)
+    assert use_kernels(torch.device("cuda")) and not use_kernels(torch.device("cpu"))
+    monkeypatch.setenv(VARIABLE, "0")
+    assert not use_kernels(torch.device("cuda"))
+    monkeypatch.setenv(VARIABLE, "off")
+    with pytest.raises(ValueError, match="DRAFTMILL_KERNELS: 'off' is not allowed; allowed: 0, 1"):
+        use_kernels(torch.device("cuda"))
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr("decoders.kernels.switch._has_triton", lambda: False)
+    assert not use_kernels(torch.device("cuda"))
