@@ -5,6 +5,7 @@
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
+#   make gpu      add Triton to .venv, so that the tests of the GPU's kernels run, too (they need no GPU)
 #   make clean    remove .venv and the caches (never runs/)
 #   make help     this list
 
@@ -22,7 +23,7 @@ INSTALL := .venv/bin/python -m pip install --quiet --disable-pip-version-check -
 # Some images set this; every process would then compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test soak real papers check clean
+.PHONY: help demo test soak real papers check gpu clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +52,10 @@ check: $(READY)
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+# The build of torch that is there satisfies its pin and stays.
+gpu: $(READY)
+	@$(INSTALL) --no-build-isolation -e '.[gpu]'
 
 # torch goes first and alone: whichever build of the pinned version pip is offered (CPU or CUDA) is then kept.
 # --no-compile: byte code is written when a module is first imported instead of for everything that is installed; the
