@@ -4,13 +4,17 @@ Every row chooses its own experts, and no expert has a capacity: what a row gets
 just the rows that chose it, and how many these are changes from forward to forward; so each expert's rows are padded by the
 same rule as the rows of the whole forward (`padded`), and a row's contributions are added in the order of its own choice.
 
-Knows nothing of caches and masks. Legend: E experts, K experts of a row, G groups, P = N K pairs.
+How many rows an expert has is known on the device alone. The loop over experts reads it back, which a GPU would wait for: there
+the experts' weights are gathered, and one grouped product multiplies all pairs of rows and experts, sorted by expert (`gather`).
+
+Knows nothing of caches and masks. Legend: E experts, K experts of a row, G groups, P = N K pairs, I inner numbers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +44,31 @@ class GatedMLP(nn.Module):
         return mixed
 
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Multiplies rows [P, D], sorted by expert, with the experts' matrices [E, M, D]; the ends [E] say where each one's rows end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The weights of all experts, and the product that takes them. Nothing is read back from the device."""
+
+    product: Product
+    gate_EID: Tensor
+    up_EID: Tensor
+    down_EDI: Tensor
+
+    def answers(self, rows_ND: Tensor, expert_P: Tensor, num_chosen: int) -> Tensor:
+        """The outputs of the experts of all pairs, [P, D]; pair p is of row p // `num_chosen`."""
+        sorted_P, order_P = expert_P.sort(stable=True)
+        expert_E = torch.arange(len(self.gate_EID), device=expert_P.device)
+        end_E = torch.searchsorted(sorted_P, expert_E, right=True, out_int32=True)
+        asked_PD = rows_ND.index_select(0, order_P // num_chosen)
+        inner_PI = functional.silu(self.product(asked_PD, self.gate_EID, end_E))
+        inner_PI *= self.product(asked_PD, self.up_EID, end_E)
+        answer_PD = rows_ND.new_empty(expert_P.shape[0], self.down_EDI.shape[1])
+        return answer_PD.index_copy_(0, order_P, self.product(inner_PI, self.down_EDI, end_E))
+
+
 class Mixture(nn.Module, ABC):
     """A layer of experts; a subclass implements the router.
 
@@ -53,6 +82,19 @@ class Mixture(nn.Module, ABC):
         self.gate = UnsetLinear(width, num_experts, bias=False)
         self.experts = nn.ModuleList(GatedMLP(width, inner) for _ in range(num_experts))
         self.padded: Callable[[int], int] = lambda count: count
+        self._gathered: Gathered | None = None
+
+    def gather(self, product: Product) -> None:
+        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them."""
+        self._gathered = Gathered(product, *(self._stacked(name) for name in ("gate_proj", "up_proj", "down_proj")))
+
+    def _stacked(self, name: str) -> Tensor:
+        """One kind of weights of all experts, which share its memory from now on."""
+        layers: list[UnsetLinear] = [getattr(expert, name) for expert in self.experts]
+        stacked = torch.stack([layer.weight.detach() for layer in layers])
+        for layer, weight in zip(layers, stacked, strict=True):
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+        return stacked
 
     @abstractmethod
     def choose(self, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,6 +114,8 @@ class Mixture(nn.Module, ABC):
     def _ask(self, rows_ND: Tensor, expert_NK: Tensor) -> Tensor:
         """The outputs of each row's experts, [N, K, D]."""
         expert_P = expert_NK.flatten()
+        if self._gathered is not None:
+            return self._gathered.answers(rows_ND, expert_P, self.num_chosen).view(*expert_NK.shape, -1)
         order_P = expert_P.argsort(stable=True)
         answer_PD = rows_ND.new_empty(order_P.shape[0], rows_ND.shape[1])
         counts = torch.bincount(expert_P, minlength=len(self.experts)).tolist()
