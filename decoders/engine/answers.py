@@ -29,6 +29,7 @@ from decoders.draws import keys
 from decoders.draws.sampling import inverse_cdf_draw, residual
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import DRAFT, GIVEN, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
+from decoders.engine.kernel_draws import KernelDraws, find_choice
 from decoders.engine.lanes import Lane
 from decoders.engine.memory import Account
 from decoders.engine.named import NamedRows
@@ -109,6 +110,8 @@ class NoiseAnswers:
             RowLaws(sampling, setup.max_rows, backbone.device),
             Places(setup.max_rows),
         )
+        choice = find_choice(backbone)
+        self._kernel = KernelDraws(choice, info, self._rows, self._places, backbone.device) if choice else None
         self._window = algorithm.window
         # Made when a token is first drawn by it: at temperature 0 there is none.
         self._noise: NoiseRing | None = None
@@ -182,6 +185,15 @@ class NoiseAnswers:
 
     def _drawn(self, lane: Lane, hidden_RD: Tensor, asked: Asked, part: slice) -> Tensor:
         """Tokens and log-probabilities of some rows, float64 [2, R]; ids are far below what float64 can't hold."""
+        if self._kernel is not None:
+            given = (asked.kind_R[part] == GIVEN).any()
+            token_R, log_p_R = self._kernel.draw(
+                lane.logits(hidden_RD[part]),
+                asked.slot_R[part],
+                asked.rank_R[part],
+                asked.drafts_R[part] if given else None,
+            )
+            return torch.stack([token_R.to(torch.float64), log_p_R])
         logits_RV, slot_R = self._logits(lane, hidden_RD[part]), asked.slot_R[part]
         law_RV = self._rows.law(logits_RV, slot_R)
         gumbel_RV = None
@@ -236,6 +248,8 @@ class NoiseAnswers:
 
     def _draft(self, logits_RV: Tensor, asked: Asked) -> Tensor:
         """Draw a draft from each row's distribution, which the rejection rule keeps, [R]."""
+        if self._coupled and self._kernel is not None:
+            return self._kernel.draw(logits_RV, asked.slot_R, asked.rank_R, None)[0]
         law_RV = self._rows.law(logits_RV, asked.slot_R)
         if not self._coupled:
             return self._keep_and_draw(law_RV, asked, slice(None))
@@ -307,18 +321,19 @@ class NoiseAnswers:
         is_draft_J = put(asked.drafts_R != NO_DRAFT, self._device)
         draft_J = put(np.maximum(asked.drafts_R, 0), self._device)
         sure = bool((asked.kind_R == SURE).any())
-        sampled, plain, held = [], [], None
-        for part in self._parts(asked.num_rows):
-            logits_RV = self._logits(lane, hidden_JD[part])
-            law_RV = self._rows.law(logits_RV, asked.slot_R[part])
-            sampled.append(law_RV.gather(-1, draft_J[part].unsqueeze(-1)).squeeze(-1).to(torch.float64))
-            plain.append(self._rows.log_p(logits_RV, law_RV, draft_J[part]))
-            held = (logits_RV, law_RV) if len(law_RV) == asked.num_rows else None
-        log_ratio_J = torch.cat(sampled)
+        log_q_J = torch.zeros(asked.num_rows, dtype=torch.float64, device=self._device)
         if not sure:
             assert self._laws is not None, "no distributions are kept"
             q_J = self._laws.data_CV[self._cells(asked, slice(None)), draft_J]
-            log_ratio_J = log_ratio_J - torch.where(is_draft_J, q_J.to(torch.float64), 0.0)
+            log_q_J = torch.where(is_draft_J, q_J.to(torch.float64), log_q_J)
+        ratios, plain, held = [], [], None
+        for part in self._parts(asked.num_rows):
+            logits_RV = self._logits(lane, hidden_JD[part])
+            ratio_R, log_p_R, law_RV = self._weighed(logits_RV, asked.slot_R[part], draft_J[part], log_q_J[part])
+            ratios.append(ratio_R)
+            plain.append(log_p_R)
+            held = (logits_RV, law_RV) if len(logits_RV) == asked.num_rows else None
+        log_ratio_J = torch.cat(ratios)
         good_J = is_draft_J & (self._uniform(asked, slice(None), keys.ACCEPT) < log_ratio_J.exp())
         size_C = put(asked.size_B, self._device)
         owner_J = put(asked.owner_R, self._device)
@@ -328,12 +343,13 @@ class NoiseAnswers:
         # Where every draft of a sample holds and no row is left, the token drawn means nothing.
         last_C = first_C + torch.minimum(accepted_C, size_C - 1)
         refused_C, draft_C = is_draft_J[last_C], draft_J[last_C]
+        slot_C = asked.slot_R[asked.size_B.cumsum() - asked.size_B]
         recovering_J, bonus_J = (self._uniform(asked, slice(None), purpose) for purpose in (keys.RESIDUAL, keys.BONUS))
         uniform_C = torch.where(refused_C, recovering_J[last_C], bonus_J[last_C])
         cells_C = None if sure else self._cells(asked, slice(None))[last_C]
         ends = []
         for part in self._parts(len(last_C)):
-            logits_NV, p_NV = self._again(lane, hidden_JD, asked, last_C[part], held)
+            logits_NV, p_NV = self._again(lane, hidden_JD, last_C[part], slot_C[part], held)
             if cells_C is None:
                 q_NV = torch.full_like(p_NV, -torch.inf).scatter_(1, draft_C[part].unsqueeze(1), 0.0)
             else:
@@ -349,11 +365,26 @@ class NoiseAnswers:
         log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
         return torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)])
 
+    def _weighed(
+        self, logits_RV: Tensor, slot_R: Ints, draft_R: Tensor, log_q_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """log p - log q of the drafts, log p under the model itself, and the distributions, which the kernel does not need."""
+        if self._kernel is not None:
+            return *self._kernel.weigh(logits_RV, slot_R, draft_R, log_q_R), None
+        law_RV = self._rows.law(logits_RV, slot_R)
+        log_p_R = law_RV.gather(-1, draft_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+        return log_p_R - log_q_R, self._rows.log_p(logits_RV, law_RV, draft_R), law_RV
+
     def _again(
-        self, lane: Lane, hidden_JD: Tensor, asked: Asked, row_N: Tensor, held: tuple[Tensor, Tensor] | None
+        self,
+        lane: Lane,
+        hidden_JD: Tensor,
+        row_N: Tensor,
+        slot_N: Ints,
+        held: tuple[Tensor, Tensor | None] | None,
     ) -> tuple[Tensor, Tensor]:
         """Logits and distributions of some rows again: the held ones, else computed once more, which gives the same bits."""
-        if held is not None:
+        if held is not None and held[1] is not None:
             return held[0][row_N], held[1][row_N]
-        logits_NV = self._logits(lane, hidden_JD[row_N])
-        return logits_NV, self._rows.law(logits_NV, asked.slot_R[row_N.cpu().numpy()])
+        logits_NV = self._logits(lane, hidden_JD[row_N]) if held is None else held[0][row_N]
+        return logits_NV, self._rows.law(logits_NV, slot_N)

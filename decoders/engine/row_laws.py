@@ -17,6 +17,7 @@ from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law, log_laws, nucleus_draw
 from decoders.engine.packing import Ints
 from decoders.engine.transfers import put
+from decoders.kernels.choice_reference import Warp
 
 
 class RowLaws:
@@ -81,6 +82,12 @@ class RowLaws:
         """Each token's log-probability under the model itself (temperature 1, no truncation), float64 [R]."""
         law = law_RV if self.plain else torch.log_softmax(logits_RV, dim=-1)
         return law.gather(-1, token_R.unsqueeze(-1)).squeeze(-1).to(torch.float64)
+
+    def warp(self, slot_R: Ints, suppressed_V: Tensor) -> Warp:
+        """The settings of the rows' samples, as the kernels take them."""
+        told_2R = np.stack([self._temperature_S[slot_R], self._top_p_S[slot_R]])
+        temperature_R, top_p_R = put(told_2R, self._device)
+        return Warp(temperature_R, top_p_R, bool((told_2R[1] < 1.0).any()), self._job.top_k, suppressed_V)
 
     def _column(self, values_S: np.ndarray[tuple[int], np.dtype[np.float64]], slot_R: Ints) -> Tensor:
         return put(values_S[slot_R], self._device).unsqueeze(1)

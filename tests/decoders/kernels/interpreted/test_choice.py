@@ -47,31 +47,31 @@ CASES: dict[str, dict[str, Any]] = {
     "top-p": {"temperatures": (1.0, 1.5), "top_ps": (0.8, 1.0, 0.3, 0.999)},
     "top-k": {"temperatures": (1.0, 3.0, 0.0), "top_k": 5},
     "both": {"temperatures": (1.0, 0.6, 2.5), "top_ps": (0.5, 0.9, 1.0), "top_k": 20, "suppressed": (5, 6)},
-    "flat": {"top_ps": (0.4,), "top_k": 1500, "spread": 0.3},
+    "flat": {"top_ps": (0.4, 1.0), "top_k": 1500, "spread": 0.3},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_the_reference(name):
-    logits, warp, keys, positions = drawn(6, 2047, **CASES[name])
+    logits, warp, keys, positions = drawn(4, 2047, **CASES[name])
     expected = choice_reference.choose(logits, warp, keys, positions)
-    draft = torch.where(torch.arange(6) % 2 == 0, expected.token_R, (expected.token_R + 1) % 2047)
-    draft[5] = -1
-    scored = torch.tensor([-1, 17, -1, 2000, -1, -1])
+    draft = torch.where(torch.arange(4) % 2 == 0, expected.token_R, (expected.token_R + 1) % 2047)
+    draft[3] = -1
+    scored = torch.tensor([-1, 17, -1, 2000])
     found = choice.choose(logits, warp, keys, positions, draft_R=draft, scored_R=scored)
     expected = choice_reference.choose(logits, warp, keys, positions, draft_R=draft, scored_R=scored)
     assert torch.equal(found.token_R, expected.token_R)
-    assert found.accepted_R.tolist() == [True, False, True, False, True, False] == expected.accepted_R.tolist()
+    assert found.accepted_R.tolist() == [True, False, True, False] == expected.accepted_R.tolist()
     torch.testing.assert_close(found.log_p_R, expected.log_p_R, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["temperatures, suppressed ids", "top-p", "both"])
 def test_ratios_are_those_of_the_reference(name):
-    logits, warp, keys, positions = drawn(6, 2047, **CASES[name])
+    logits, warp, keys, positions = drawn(4, 2047, **CASES[name])
     # Likely drafts, and some that top-k and top-p leave no mass.
     draft = choice_reference.choose(logits, warp, keys, positions).token_R
     draft[::3] = logits[::3].masked_fill(warp.suppressed_V, torch.inf).argmin(1)
-    log_q = torch.linspace(-3, 0, 6, dtype=torch.float64)
+    log_q = torch.linspace(-3, 0, 4, dtype=torch.float64)
     found, expected = (module.weigh(logits, warp, draft, log_q) for module in (choice, choice_reference))
     assert torch.equal(found[0].isfinite(), expected[0].isfinite()) and found[0].isfinite().any()
     for one, other in zip(found, expected, strict=True):

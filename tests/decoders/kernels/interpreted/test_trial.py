@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_work_in_the_interpreter(dtype):
-    assert trial.attention_works(CPU, dtype, num_heads=6, key_heads=2, width=20)
+    assert trial.attention_works(CPU, dtype, num_heads=3, key_heads=1, width=20)
     assert trial.experts_work(CPU, dtype)
 
 

@@ -1,0 +1,109 @@
+"""Short decodes of builtin models whose draws are made by a given kernel, or by torch's operations."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+import decoders.builtin
+from decoders.backbones.load import inspect_model, load_backbone
+from decoders.base import Request, RowSettings
+from decoders.common_settings import Estimate, Sampling
+from decoders.engine.ends import Stops
+from decoders.engine.setup import Setup
+from decoders.registry import build_decoder, build_scorer, find_heads
+from decoders.settings import DecoderSettings
+from tests.decoders.support import run_all
+
+BUILTIN = Path(decoders.builtin.__path__[0])
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
+    "look-up": ("ar-tiny", {"kind": "speculative", "k": 3}),
+    "model": ("ar-tiny", {"kind": "speculative", "k": 3, "drafter": {"kind": "model", "path": "ar-micro"}}),
+    "jacobi": ("ar-tiny", {"kind": "jacobi", "block_size": 4}),
+    "any_subset": ("asarm-tiny", {"kind": "any_subset"}),
+    "assd": ("asarm-tiny", {"kind": "assd", "k": 3}),
+    "assd, fused chain": ("asarm-tiny", {"kind": "assd", "k": 3, "fused": "chain"}),
+}
+WARPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "all": {"temperature": 0.8, "top_k": 40, "top_p": 0.7},
+}
+OWN = [RowSettings(), RowSettings(temperature=0.0), RowSettings(temperature=1.5, top_p=0.6)]
+
+
+@cache
+def loaded(model):
+    return load_backbone(BUILTIN / model, dtype="float32", device="cpu")
+
+
+def requests_for(model, count, *, length=18, new=7, own=False):
+    """Repeated words, the end of which is to be written, or some of which are."""
+    rng, made = np.random.default_rng(0), []
+    for index in range(count):
+        canvas = np.resize(rng.integers(10, 1000, 6), length - index).astype(np.int32)
+        holes = rng.permutation(len(canvas))[:new] if model == "asarm-tiny" else slice(len(canvas) - new, None)
+        canvas[holes] = -1
+        settings = OWN[index % len(OWN)] if own else RowSettings(token_logprobs=True)
+        made.append(Request(index, 1000 + index, canvas, settings=settings))
+    return made
+
+
+def setup_for(name, sampling):
+    model, given = CASES[name]
+    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
+    backbone, drafter = loaded(model), getattr(getattr(settings, "drafter", None), "path", None)
+    setup = Setup(
+        backbone=backbone,
+        info=inspect_model(BUILTIN / model),
+        sampling=sampling,
+        max_rows=3,
+        max_tokens=1 << 12,
+        stops=Stops() if model == "ar-tiny" else None,
+        heads=find_heads(settings, BUILTIN / model, backbone) if hasattr(settings, "fused") else None,
+        drafter=loaded(drafter) if drafter else None,
+        drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
+    )
+    return setup, settings
+
+
+def decoded(name, choice, *, warp, count=4, acceptance="coupled", own=False, new=7):
+    """The outcomes of some samples; `choice` draws the tokens, torch's operations if it is None."""
+    sampling = Sampling.model_validate({"acceptance": acceptance, **WARPS[warp]}, strict=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoders.engine.answers.find_choice", lambda backbone: choice)
+        setup, settings = setup_for(name, sampling)
+        return run_all(build_decoder(setup, settings), requests_for(CASES[name][0], count, own=own, new=new))
+
+
+def scored(name, choice):
+    """The scores of whole texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("decoders.engine.answers.find_choice", lambda backbone: choice)
+        setup, settings = setup_for(name, Sampling())
+        texts = [np.resize(np.arange(20, 30), length).astype(np.int32) for length in (18, 15, 9)]
+        requests = [Request(index, 7, text, score_from=6) for index, text in enumerate(texts)]
+        return run_all(build_scorer(setup, settings, Estimate()), requests)
+
+
+def counts(outcome):
+    """All of an outcome but its times and log-probabilities."""
+    return (
+        outcome.error, outcome.tokens.tolist(), outcome.finish, outcome.nfe, outcome.nfe_draft, outcome.iterations,
+        outcome.proposed, outcome.accepted, outcome.accept_hist, outcome.is_greedy,
+    )  # fmt: skip
+
+
+def assert_equal(found, expected, *, rounding):
+    """All counts equal; log-probabilities up to rounding."""
+    assert {index: counts(one) for index, one in found.items()} == {
+        index: counts(one) for index, one in expected.items()
+    }
+    for index, one in found.items():
+        assert one.error is None and one.logprob == pytest.approx(expected[index].logprob, abs=rounding)
+        if one.token_logprobs is not None:
+            np.testing.assert_allclose(one.token_logprobs, expected[index].token_logprobs, atol=rounding)
