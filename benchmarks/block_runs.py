@@ -19,8 +19,9 @@ from torch import Tensor
 
 from benchmarks.any_subset import drain
 from benchmarks.causal_runs import Totals
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.rows import token_rows
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import DecoderChoice, Sampling
@@ -192,15 +193,8 @@ def law_of_one(model: Loaded, prompt: list[int], tokens_G: Tensor) -> Tensor:
 def _causally(model: Loaded, tokens_T: Tensor, positions_T: Tensor, columns_T: Tensor) -> Tensor:
     """Hidden states of rows in one slot, [T, D]; each sees the columns of the text before its position, and its own."""
     columns_T, width = columns_T.to(tokens_T.device), -(-len(tokens_T) // 64) * 64
-    all_W = torch.arange(width, device=tokens_T.device)
-    visible_TW = (all_W < positions_T.unsqueeze(1)) | (all_W == columns_T.unsqueeze(1))
     model.backbone.allocate(1, width)
-    rows = TokenRows(
-        slots_B=torch.zeros(1, dtype=torch.int64, device=tokens_T.device),
-        tokens_BT=tokens_T.unsqueeze(0),
-        positions_BT=positions_T.unsqueeze(0),
-        columns_BT=columns_T.unsqueeze(0),
-        valid_BT=torch.ones_like(tokens_T, dtype=torch.bool).unsqueeze(0),
-        visible_BTW=visible_TW.unsqueeze(0),
-    )
-    return model.backbone.forward(rows)[0]
+    low_IN = torch.stack([torch.zeros_like(columns_T), columns_T])
+    high_IN = torch.stack([positions_T, columns_T + 1])
+    rows = token_rows([0], [len(tokens_T)], tokens_T, positions_T, columns_T, (low_IN, high_IN))
+    return model.backbone.forward(rows)

@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import TokenBackbone
 from decoders.backbones.heads import MarkovHead, distance_index
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.rows import token_rows
 from decoders.base import ModelInfo
 from decoders.draws.absorbing import noise_of_share
 
@@ -121,8 +122,8 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     masked_BL = place_BL >= 0
     window, position = masked_BL.nonzero(as_tuple=True)
     shown_BL = ids.masked_fill(masked_BL, pair.mask_id)
-    sigma_BL = noise_of_share(masked_BL.double().mean(1, keepdim=True)).expand_as(ids)
-    theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_BL=sigma_BL)
+    sigma_B = noise_of_share(masked_BL.double().mean(1))
+    theirs = _forward(pair.drafter.model, shown_BL, causal=False, sigma_B=sigma_B)
     truth = _forward(pair.target.model, ids, causal=True)
     return PairRows(
         drafter=theirs[window, position - pair.drafter.info.shift],
@@ -133,22 +134,14 @@ def read_rows(pair: Pair, ids_BL: NDArray[np.int64], num_masks_B: NDArray[np.int
     )
 
 
-def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_BL: Tensor | None = None) -> Tensor:
+def _forward(model: TokenBackbone, ids_BL: Tensor, *, causal: bool, sigma_B: Tensor | None = None) -> Tensor:
     count, length = ids_BL.shape
     model.allocate(count, length)
-    columns_BL = torch.arange(length, device=ids_BL.device).expand(count, -1)
-    visible_LL = torch.ones(length, length, dtype=torch.bool, device=ids_BL.device)
-    return model.forward(
-        TokenRows(
-            slots_B=torch.arange(count, device=ids_BL.device),
-            tokens_BT=ids_BL,
-            positions_BT=columns_BL,
-            columns_BT=columns_BL,
-            valid_BT=torch.ones_like(ids_BL, dtype=torch.bool),
-            visible_BTW=(visible_LL.tril() if causal else visible_LL).expand(count, -1, -1),
-            sigma_BT=sigma_BL,
-        )
-    )
+    column_N = torch.arange(length, device=ids_BL.device).repeat(count)
+    high_N = column_N + 1 if causal else torch.full_like(column_N, length)
+    sight = torch.zeros_like(column_N).unsqueeze(0), high_N.unsqueeze(0)
+    rows = token_rows(range(count), [length] * count, ids_BL.flatten(), column_N, column_N, sight, sigma_B=sigma_B)
+    return model.forward(rows).unflatten(0, (count, length))
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Attention of flat token rows over the slot cache; transformers' modules call it instead of their own.
 
-A forward's valid rows run through a model as one flat sequence, so that products compute no padding. Only this module accesses
+A forward's rows run through a model as one flat sequence, so that products compute no padding. Only this module accesses
 the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot, attends to the
 visible columns, and gathers the results. The `Layout` that it needs is passed through the model's keyword arguments as one
 object; nothing is kept between forwards.
 
-A row that sees nothing has attention output zero. Under grouped-query attention the queries of a group become further query
+Under grouped-query attention the queries of a group become further query
 rows of their key head: keys and values are never repeated.
 
 Legend: N flat rows (padding after the valid ones), K key heads, G = H / K.
@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from decoders.backbones.cache import SlotCache
 from decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
+from decoders.backbones.rows import TokenRows
 
 # Scores computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights. Never fewer rows than
 # this, so that parts stay above what the shape rules ask for.
@@ -40,20 +41,12 @@ Band = tuple[Tensor | None, slice, slice]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What the rows of one forward see: an additive bias (0 or -inf), and the flat rows that see nothing, if any."""
-
-    bias_BTW: Tensor
-    blind_N: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
     """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
-    `rectangle_N` is None where the valid rows fill the rectangle in order. `bands` are the parts of the rectangle that hold
-    rows (`cut_ragged`). `sights` are keyed by window and `windows` gives the window of each layer, None for one that sees
-    everything.
+    `rectangle_N` is None where the rows fill the rectangle in order. `bands` are the parts of the rectangle that hold rows
+    (`cut_ragged`). `sights` are additive biases over the rectangle by window; `windows` gives the window of each layer, None for
+    one that sees everything.
     """
 
     cache: SlotCache
@@ -65,10 +58,10 @@ class Layout:
     rectangle_N: Tensor | None
     bands: tuple[Band, ...]
     windows: tuple[int | None, ...]
-    sights: Mapping[int | None, Sight]
+    sights: Mapping[int | None, Tensor]
 
 
-def cut_ragged(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Band, ...]:
+def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, ...]:
     """Cut a rectangle of lines and columns into a part that nearly all slots fill, and parts for the few larger slots.
 
     If one slot has many rows or sees many columns, every other slot would be padded to the same size. The few large slots are
@@ -76,11 +69,11 @@ def cut_ragged(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Ba
     more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). The result's bits
     don't depend on it. On a GPU, where reading the sizes would wait for the device, the rectangle stays whole.
     """
-    num_slots, num_lines, num_columns = visible_BTW.shape
+    num_slots, num_lines = rows.shape.num_slots, rows.shape.num_lines
     every_line, every_column = slice(0, num_lines), slice(0, num_columns)
-    if valid_BT.device.type != "cpu" or num_slots == 1:
+    if rows.slots_B.device.type != "cpu" or num_slots == 1:
         return ((None, every_line, every_column),)
-    lines_B, columns_B = _extents(valid_BT, visible_BTW, multiple)
+    lines_B, columns_B = _extents(rows, num_columns, multiple)
     slots = list(zip(lines_B.tolist(), columns_B.tolist(), strict=True))
 
     def cost_of_lines(cut: int) -> int:
@@ -105,26 +98,25 @@ def cut_ragged(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Ba
     return ((None, slice(0, near_lines(columns[1])), slice(0, columns[1])), (more_B, every_line, every_column))
 
 
-def _extents(valid_BT: Tensor, visible_BTW: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+def _extents(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Tensor, Tensor]:
     """How many lines each slot has, and how many columns its rows see at most, rounded up; int64 [B] each."""
-    lines_B = (valid_BT * torch.arange(1, valid_BT.shape[1] + 1)).amax(1)
-    seen_BW = (visible_BTW & valid_BT.unsqueeze(2)).any(1)
-    columns_B = (seen_BW * torch.arange(1, visible_BTW.shape[2] + 1)).amax(1)
-    return lines_B, (-(-columns_B // multiple) * multiple).clamp(max=visible_BTW.shape[2])
+    lines_B = rows.owner_N.bincount(minlength=rows.shape.num_slots)
+    end_N = rows.high_IN.where(rows.low_IN < rows.high_IN, 0).amax(0)
+    columns_B = torch.zeros_like(lines_B).scatter_reduce_(0, rows.owner_N, end_N, "amax")
+    return lines_B, (-(-columns_B // multiple) * multiple).clamp(max=num_columns)
 
 
-def see(visible_BTW: Tensor, rectangle_N: Tensor | None, dtype: torch.dtype, *, blind: bool = True) -> Sight:
-    """Turn a mask over the rectangle into a `Sight`. A blind row's bias is zero, since a softmax over nothing is NaN.
+def bias_of(seen_NW: Tensor, shape: tuple[int, int], rectangle_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What rows see, as an additive bias (0 or -inf) over the rectangle of this shape, [*shape, W].
 
-    Without `blind` no valid row is blind, and the device is not asked.
+    Places without a row see everything, since a softmax over nothing is NaN.
     """
-    blind_BT = ~visible_BTW.any(2)
-    bias_BTW = torch.zeros(visible_BTW.shape, dtype=dtype, device=visible_BTW.device)
-    bias_BTW.masked_fill_(~(visible_BTW | blind_BT.unsqueeze(2)), -torch.inf)
-    if not blind:
-        return Sight(bias_BTW, None)
-    blind_N = blind_BT.flatten() if rectangle_N is None else blind_BT.flatten()[rectangle_N]
-    return Sight(bias_BTW, blind_N.nonzero().squeeze(1) if bool(blind_N.any()) else None)
+    bias_NW = torch.zeros(seen_NW.shape, dtype=dtype, device=seen_NW.device).masked_fill_(~seen_NW, -torch.inf)
+    if rectangle_N is None:
+        return bias_NW.view(*shape, -1)
+    bias_PW = bias_NW.new_zeros(shape[0] * shape[1], bias_NW.shape[1])
+    bias_PW[rectangle_N] = bias_NW
+    return bias_PW.view(*shape, -1)
 
 
 def slot_attention(
@@ -142,17 +134,14 @@ def slot_attention(
     layer, count = int(module.layer_idx), layout.places.shape[0] // key_1KNd.shape[1]
     query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
     layout.cache.write(layer, layout.places, key_NKd[:count], value_NKd[:count])
-    sight = layout.sights[layout.windows[layer]]
-    mixed_NHd = _mix(query_NHd[:count], layer, layout, sight, scaling)
-    if sight.blind_N is not None:
-        mixed_NHd[sight.blind_N] = 0.0
+    mixed_NHd = _mix(query_NHd[:count], layer, layout, layout.sights[layout.windows[layer]], scaling)
     padding = query_NHd.shape[0] - count
     return (functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd).unsqueeze(0), None
 
 
-def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: float) -> Tensor:
+def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scaling: float) -> Tensor:
     """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
-    key, value = layout.cache.read(layer, layout.slots, sight.bias_BTW.shape[2])
+    key, value = layout.cache.read(layer, layout.slots, bias_BTW.shape[2])
     attend = partial(attend_grouped, scaling=scaling, rules=layout.rules)
     spread = query_NHd
     if layout.rectangle_N is not None:
@@ -160,7 +149,7 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
         spread[layout.rectangle_N] = query_NHd
     query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
     if len(layout.bands) == 1:
-        mixed = _in_parts(attend, query_BTHd, key, value, sight.bias_BTW)
+        mixed = _in_parts(attend, query_BTHd, key, value, bias_BTW)
     else:
         # Cells outside of the bands stay as they are, since no row is gathered from there. A later band overwrites an earlier
         # one.
@@ -168,8 +157,8 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, sight: Sight, scaling: f
         for slots, lines, columns in layout.bands:
             some: slice | Tensor = slice(None) if slots is None else slots
             near_key, near_value = key[some, :, columns], value[some, :, columns]
-            bias_BTW = sight.bias_BTW[some, lines, columns]
-            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], near_key, near_value, bias_BTW)
+            near_bias = bias_BTW[some, lines, columns]
+            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], near_key, near_value, near_bias)
     mixed = mixed.flatten(0, 1)
     return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
 

@@ -6,95 +6,12 @@ two kinds: two-stream models (any-subset) have content rows and query rows; in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class KnownStreams:
-    """What the host knows of the rows of a two-stream forward, so that nothing of it has to be read from the device.
-
-    `content_N` and `query_N` are the places of the valid rows in their flattened rectangles, int64 on the device; None where they
-    fill them in order. `blind_N` are the valid queries that see no column, None if all see one; every content row does. `slots`
-    are the slots where they follow each other.
-    """
-
-    content_N: Tensor | None
-    query_N: Tensor | None
-    blind_N: Tensor | None
-    slots: slice | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of one two-stream forward. Columns of a slot are the ranks of its decoding order.
-
-    Content rows carry a token and write its keys and values at `content_columns_BC`; query rows carry none, stand at the
-    rank `query_columns_BQ`, and predict the token there. `*_limits` say how many columns a row sees. Rows that are
-    not `*_valid` are padding: their indices are in range but mean nothing, and they write nothing that is ever read.
-    `slots_B` names the slot of each batch row; `order_SW` gives the position of every column of every slot. Without `known` a
-    forward looks for these facts, and waits for the device.
-    """
-
-    slots_B: Tensor
-    content_tokens_BC: Tensor
-    content_columns_BC: Tensor
-    content_limits_BC: Tensor
-    content_valid_BC: Tensor
-    query_columns_BQ: Tensor
-    query_limits_BQ: Tensor
-    query_valid_BQ: Tensor
-    num_columns: int
-    """No row sees a column at or beyond this one."""
-    num_positions: int
-    """No position of these slots is at or beyond this one."""
-    known: KnownStreams | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the host knows of the rows of a forward, so that nothing of it has to be read from the device.
-
-    `place_N` are the places of the valid rows in the flattened rectangle, int64 [N] on the device; None if they fill it in order.
-    `slots` are the slots where they follow each other. Every valid row sees its own column, in all layers.
-    """
-
-    place_N: Tensor | None
-    slots: slice | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """The rows of one forward of a model in which every row carries a token.
-
-    A row stands at the position `positions_BT` (what the model's position encoding sees) and writes its keys and values at
-    the column `columns_BT` of its slot; several columns may hold one position, such as candidates that compete for it. All rows
-    write first, then each attends to the columns where `visible_BTW` (bool) is True; its own column is among them. The
-    columns of one slot's valid rows differ. Rows that are not `valid_BT` are padding: their indices are in range but mean
-    nothing, they write nothing that is ever read, and their `visible_BTW` may be anything.
-
-    `sigma_BT` is the total noise of the canvas that a row belongs to (float, >= 0; decoders/draws/absorbing.py), for models that
-    are conditioned on it; all others ignore it. Without `known` a forward looks for these facts, and waits for the device.
-    """
-
-    slots_B: Tensor
-    tokens_BT: Tensor
-    positions_BT: Tensor
-    columns_BT: Tensor
-    valid_BT: Tensor
-    visible_BTW: Tensor
-    sigma_BT: Tensor | None = None
-    known: Known | None = None
-
-
-def lines_of(valid_BT: Tensor, place_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The batch row and the line of rows at these places of the flattened rectangle, [N] each; None: of all its places."""
-    if place_N is None:
-        place_N = torch.arange(valid_BT.numel(), device=valid_BT.device)
-    return place_N // valid_BT.shape[1], place_N % valid_BT.shape[1]
+from decoders.backbones.rows import Rows, TokenRows
 
 
 class Model(Protocol):
@@ -140,7 +57,7 @@ class Backbone(Model, Protocol):
         ...
 
     def forward(self, rows: Rows) -> Tensor:
-        """Write the content rows into the cache and return the hidden states of the query rows, [B, Q, D]."""
+        """Write the content rows into the cache and return the hidden states of the query rows, [Q, D]."""
         ...
 
 
@@ -152,5 +69,5 @@ class TokenBackbone(Model, Protocol):
         ...
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every valid row into the cache and return the hidden states of all rows, [B, T, D]; padding rows hold junk."""
+        """Write every row into the cache and return the hidden states of all rows, [N, D]."""
         ...

@@ -129,14 +129,6 @@ def _resized(held: Tensor, slot_dim: int, column_dim: int, num_slots: int, num_c
     return new
 
 
-def as_slice(slots_B: Tensor) -> Tensor | slice:
-    """Return slots that follow each other as a slice, others as they are."""
-    count = slots_B.shape[0]
-    first = int(slots_B[0]) if count else 0
-    together = torch.equal(slots_B, torch.arange(first, first + count, device=slots_B.device))
-    return slice(first, first + count) if together else slots_B
-
-
 def rounded(number: int, multiple: int) -> int:
     """The next multiple."""
     return -(-number // multiple) * multiple

@@ -1,7 +1,7 @@
 """The diffusion transformer of MDLM and SEDD (DDiT) in plain torch, over the slot cache.
 
 Every row sees the columns that its mask allows, in both directions. A small network maps the noise sigma to the modulation: it
-scales and shifts a row's norms and gates its residuals. Sigma belongs to a row (`TokenRows.sigma_BT`), so that canvases at
+scales and shifts a row's norms and gates its residuals. Sigma belongs to a canvas (`TokenRows.sigma_B`), so that canvases at
 different times share a forward; cached keys and values keep the sigma that they were computed with. A network trained without
 sigma is the same network at sigma = 0; its modulation is computed once.
 
@@ -11,7 +11,7 @@ them into probabilities.
 Precision as in the public code: in half precision the residual stream, the norms and the conditioning stay in float32.
 Sources: Peebles & Xie, "Scalable Diffusion Models with Transformers" (2022), as SEDD and MDLM changed it for text.
 
-Legend: U different sigmas, C condition width.
+Legend: U sigmas, C condition width.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from decoders.backbones.attention import Layout, slot_attention
-from decoders.backbones.base import TokenRows
 from decoders.backbones.families.masked import DDiTShape
+from decoders.backbones.rows import TokenRows
 from decoders.backbones.transformer import ModuleBackbone
 
 _HEAD: Final = "output_layer.linear."
@@ -184,7 +184,7 @@ def _is_product(name: str) -> bool:
 class DDiTBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
 
-    `takes_sigma` says that every row needs `sigma_BT`; otherwise it is ignored.
+    `takes_sigma` says that the rows need `sigma_B`; otherwise it is ignored.
     """
 
     def __init__(
@@ -210,18 +210,16 @@ class DDiTBackbone(ModuleBackbone):
         super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)
         self._at_zero = self.base.modulations(torch.zeros(1, dtype=self.exact_dtype, device=self.device))
 
-    def _more_inputs(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> dict[str, Any]:
+    def _more_inputs(self, rows: TokenRows) -> dict[str, Any]:
         if not self.takes_sigma:
             return {"modulations": self._at_zero, "which_N": None}
-        assert rows.sigma_BT is not None, "this network is conditioned on the noise: its rows need sigma_BT"
-        sigma_N = rows.sigma_BT[batch_N, line_N].to(self.exact_dtype)
-        sigma_U, which_N = sigma_N.unique(return_inverse=True)
-        count = sigma_U.shape[0]
-        padded_U = sigma_U.new_zeros(-(-count // self.min_rows) * self.min_rows)
-        padded_U[:count] = sigma_U
+        assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
+        count = rows.sigma_B.shape[0]
+        padded_U = rows.sigma_B.new_zeros(-(-count // self.min_rows) * self.min_rows, dtype=self.exact_dtype)
+        padded_U[:count] = rows.sigma_B
         modulations = [part[:count] for part in self.base.modulations(padded_U)]
-        return {"modulations": modulations, "which_N": self._flat(which_N)[0] if count > 1 else None}
+        return {"modulations": modulations, "which_N": self._flat(rows.owner_N)[0] if count > 1 else None}
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every valid row into the cache and return all rows' final modulated states, [B, T, D]; see ModuleBackbone."""
+        """Write every row into the cache and return all rows' final modulated states, [N, D]; see ModuleBackbone."""
         return super().forward(rows).to(self.dtype)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from decoders.backbones.attention import attend_grouped
-from decoders.backbones.base import TokenRows
 from decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
@@ -31,7 +30,7 @@ from decoders.backbones.invariance import (
 )
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, is_conv1d
-from decoders.backbones.visibility import visible
+from decoders.backbones.rows import TokenRows, token_rows
 
 if TYPE_CHECKING:
     from decoders.backbones.transformer import ModuleBackbone
@@ -140,19 +139,18 @@ def _decode_among(backbone: ModuleBackbone, junk: float | None, neighbours: int)
     # Columns 3..5 are written, rejected, and written again with the final tokens; columns from 6 on are never seen.
     for first, last, shift in ((0, 3, 0), (3, 6, 1), (3, 7, 0)):
         hidden = backbone.forward(_rows(backbone, slots, (tokens + shift)[:, first:last], first))
-        parts.append(hidden[slots.index(1)])
+        parts.append(hidden.unflatten(0, (len(slots), -1))[slots.index(1)])
     return torch.cat([parts[0], parts[2]])
 
 
 def _rows(backbone: ModuleBackbone, slots: list[int], tokens_BT: Tensor, first: int) -> TokenRows:
-    columns = torch.arange(first, first + tokens_BT.shape[1]).expand(tokens_BT.shape)
-    device = backbone.device
-    return TokenRows(
-        slots_B=torch.tensor(slots, device=device),
-        tokens_BT=(tokens_BT % backbone.vocab_size).to(device),
-        positions_BT=columns.to(device),
-        columns_BT=columns.to(device),
-        valid_BT=torch.ones(tokens_BT.shape, dtype=torch.bool, device=device),
-        visible_BTW=visible(columns + 1, 16).to(device),
-        sigma_BT=torch.ones(tokens_BT.shape, device=device),
+    column_N = torch.arange(first, first + tokens_BT.shape[1], device=backbone.device).repeat(len(slots))
+    return token_rows(
+        slots,
+        [tokens_BT.shape[1]] * len(slots),
+        (tokens_BT.flatten() % backbone.vocab_size).to(backbone.device),
+        column_N,
+        column_N,
+        (torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)),
+        sigma_B=torch.ones(len(slots), device=backbone.device),
     )

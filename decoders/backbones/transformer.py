@@ -1,9 +1,9 @@
 """Runs transformers' causal models, unmodified, under any visibility rule over the slot cache.
 
-The valid rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
+The rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
 ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here.
 
-Legend: N valid rows of all slots.
+Legend: N rows of all slots.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from decoders.backbones.attention import Layout, Sight, cut_ragged, see, slot_attention
-from decoders.backbones.base import Known, TokenRows, lines_of
-from decoders.backbones.cache import SlotCache, as_slice
+from decoders.backbones.attention import Layout, bias_of, cut_ragged, slot_attention
+from decoders.backbones.cache import SlotCache
 from decoders.backbones.families.causal import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
 from decoders.backbones.lean_import import from_transformers
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from decoders.backbones.rows import TokenRows, seen_columns
 from decoders.backbones.self_test import model_rules, products
 
 _ATTENTION: Final = "draftmill_slots"
@@ -81,7 +81,7 @@ class ModuleBackbone:
         )
         self._tainted: set[int] = set()
         self.finite: Tensor | None = None
-        """Whether all of the last forward was finite, a bool on the device; only of rows that the host knows (`known`)."""
+        """Whether all of the last forward was finite, a bool on the device; who reads that it was not calls `taint`."""
 
     def allocate(self, num_slots: int, num_columns: int) -> None:
         """Make room for at least this many slots and columns; the cache keeps its content."""
@@ -117,37 +117,28 @@ class ModuleBackbone:
 
     @torch.no_grad()
     def forward(self, rows: TokenRows) -> Tensor:
-        """Write every valid row into the cache and return all rows' final hidden states (normed), [B, T, D].
+        """Write every row into the cache and return all rows' final hidden states (normed), [N, D].
 
         `num_rows_computed` counts the rows of the model's products, padding to whole blocks included; the places of the
         attention's rectangle that hold no row are not counted.
         """
-        batch_N, line_N = _rows_and_lines(rows)
         if self._tainted:
-            self._wipe_restarted(rows, batch_N, line_N)
-        count = batch_N.shape[0]
+            self._wipe_restarted(rows)
+        count = rows.num_rows
         self.num_rows_computed = self._padded(count)
         hidden_1ND = self.base(
-            input_ids=self._flat(rows.tokens_BT[batch_N, line_N]),
-            position_ids=self._flat(rows.positions_BT[batch_N, line_N]),
+            input_ids=self._flat(rows.token_N),
+            position_ids=self._flat(rows.position_N),
             attention_mask=self._no_mask,
             use_cache=False,
-            layout=self._layout(rows, batch_N, line_N),
-            **self._more_inputs(rows, batch_N, line_N),
+            layout=self._layout(rows),
+            **self._more_inputs(rows),
         ).last_hidden_state
-        hidden_ND = hidden_1ND[0, :count]
-        finite = hidden_ND.sum(dtype=torch.float32).isfinite()
-        if rows.known is not None:
-            self.finite = finite
-        elif not bool(finite):
-            self._taint(rows.slots_B[batch_N], hidden_ND)
-        if count == rows.valid_BT.numel():
-            return hidden_ND.view(*rows.valid_BT.shape, self.width)
-        hidden_BTD = hidden_ND.new_zeros(*rows.valid_BT.shape, self.width)
-        hidden_BTD[batch_N, line_N] = hidden_ND
-        return hidden_BTD
+        hidden_ND: Tensor = hidden_1ND[0, :count]
+        self.finite = hidden_ND.sum(dtype=torch.float32).isfinite()
+        return hidden_ND
 
-    def _more_inputs(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> dict[str, Any]:
+    def _more_inputs(self, rows: TokenRows) -> dict[str, Any]:
         """The module's arguments besides tokens and positions; the rows are flat already."""
         return {}
 
@@ -161,41 +152,36 @@ class ModuleBackbone:
         padded[0, : values_N.shape[0]] = values_N
         return padded
 
-    def _layout(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> Layout:
-        num_slots, num_lines, seen_columns = rows.visible_BTW.shape
-        num_columns = self.rules.columns(seen_columns, self.cache.num_columns)
-        assert seen_columns <= self.cache.num_columns, "rows see columns beyond the cache"
-        slots_N, columns_N = rows.slots_B[batch_N], rows.columns_BT[batch_N, line_N]
-        self.cache.positions_SW[slots_N, columns_N] = rows.positions_BT[batch_N, line_N]
-        visible_BTW = torch.zeros(num_slots, num_lines, num_columns, dtype=torch.bool, device=self.device)
-        visible_BTW[..., :seen_columns] = rows.visible_BTW
-        fills = batch_N.shape[0] == num_slots * num_lines
-        rectangle_N = None if fills else batch_N * num_lines + line_N
+    def _layout(self, rows: TokenRows) -> Layout:
+        shape = rows.shape
+        num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
+        assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
+        self.cache.positions_SW[rows.slot_N, rows.column_N] = rows.position_N
+        rectangle_N = None if rows.fills else rows.owner_N * shape.num_lines + rows.line_N
         return Layout(
             cache=self.cache,
-            slots=as_slice(rows.slots_B) if rows.known is None else _slots(rows.slots_B, rows.known),
-            num_slots=num_slots,
-            num_rows=num_lines,
+            slots=rows.slots_B if shape.slots is None else shape.slots,
+            num_slots=shape.num_slots,
+            num_rows=shape.num_lines,
             rules=self.rules,
-            places=self.cache.places(slots_N, columns_N),
+            places=self.cache.places(rows.slot_N, rows.column_N),
             rectangle_N=rectangle_N,
-            bands=cut_ragged(rows.valid_BT, visible_BTW, self.rules.column_multiple),
+            bands=cut_ragged(rows, num_columns, self.rules.column_multiple),
             windows=self.windows,
-            sights=self._sights(rows, visible_BTW, rectangle_N),
+            sights=self._sights(rows, num_columns, rectangle_N),
         )
 
-    def _sights(self, rows: TokenRows, visible_BTW: Tensor, rectangle_N: Tensor | None) -> dict[int | None, Sight]:
-        sights: dict[int | None, Sight] = {}
-        blind = rows.known is None
-        if None in self.windows:
-            sights[None] = see(visible_BTW, rectangle_N, self.dtype, blind=blind)
-        near_BW = self.cache.positions_SW[rows.slots_B, : visible_BTW.shape[2]] if any(self.windows) else None
-        for window in {window for window in self.windows if window is not None}:
-            assert near_BW is not None, "a window without the columns' positions"
-            within_BTW = near_BW.unsqueeze(1) > rows.positions_BT.unsqueeze(2) - window
-            windowed_BTW = visible_BTW.clone()
-            windowed_BTW &= within_BTW
-            sights[window] = see(windowed_BTW, rectangle_N, self.dtype, blind=blind)
+    def _sights(self, rows: TokenRows, num_columns: int, rectangle_N: Tensor | None) -> dict[int | None, Tensor]:
+        """What the rows see under each window: an additive bias over the rectangle."""
+        seen_NW = seen_columns(rows.low_IN, rows.high_IN, num_columns)
+        shape = rows.shape.num_slots, rows.shape.num_lines
+        sights: dict[int | None, Tensor] = {}
+        for window in dict.fromkeys(self.windows):
+            within_NW = seen_NW
+            if window is not None:
+                near_NW = self.cache.positions_SW[rows.slot_N, :num_columns]
+                within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
+            sights[window] = bias_of(within_NW, shape, rectangle_N, self.dtype)
         return sights
 
     # ---- NaN and infinity ----------------------------------------------------------------------------------------
@@ -204,11 +190,8 @@ class ModuleBackbone:
         """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
         self._tainted.update(slots)
 
-    def _taint(self, slots_N: Tensor, hidden_ND: Tensor) -> None:
-        self._tainted.update(slots_N[~hidden_ND.isfinite().all(1)].tolist())
-
-    def _wipe_restarted(self, rows: TokenRows, batch_N: Tensor, line_N: Tensor) -> None:
-        restarted = set(rows.slots_B[batch_N[rows.columns_BT[batch_N, line_N] == 0]].tolist())
+    def _wipe_restarted(self, rows: TokenRows) -> None:
+        restarted = set(rows.slot_N[rows.column_N == 0].tolist())
         for slot in self._tainted & restarted:
             self.cache.clear_slot(slot)
         self._tainted -= restarted
@@ -225,18 +208,6 @@ class ModuleBackbone:
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return token embeddings [R, D]."""
         return self.embedding_VD[tokens_R].to(self.dtype)
-
-
-def _rows_and_lines(rows: TokenRows) -> tuple[Tensor, Tensor]:
-    """The batch row and the line of each valid row, [N] each."""
-    if rows.known is None:
-        batch_N, line_N = rows.valid_BT.nonzero(as_tuple=True)
-        return batch_N, line_N
-    return lines_of(rows.valid_BT, rows.known.place_N)
-
-
-def _slots(slots_B: Tensor, known: Known) -> Tensor | slice:
-    return slots_B if known.slots is None else known.slots
 
 
 class TransformerBackbone(ModuleBackbone):

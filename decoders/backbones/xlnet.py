@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import Rows, lines_of
 from decoders.backbones.cache import SlotCache, rounded
 from decoders.backbones.families.xlnet import XLNetShape
 from decoders.backbones.invariance import (
@@ -40,6 +39,7 @@ from decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
+from decoders.backbones.rows import Rows
 from decoders.backbones.visibility import visible
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
@@ -70,11 +70,12 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where the flat token rows of one forward sit in its padded [B, T] rectangle, and what they see."""
+    """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see.
+
+    `blind_N` says which rows see nothing; None if all see something.
+    """
 
     num_content: int
-    content_place: tuple[Tensor, Tensor]
-    query_place: tuple[Tensor, Tensor]
     num_slots: int
     num_rows: int
     span: int
@@ -85,16 +86,6 @@ class _Layout:
     hidden_BTW: Tensor
     distance_BTW: Tensor
     blind_N: Tensor | None
-
-
-def _places(rows: Rows) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The batch row and the line of each valid content row, and of each valid query."""
-    if rows.known is not None:
-        content, query = rows.known.content_N, rows.known.query_N
-        return lines_of(rows.content_valid_BC, content), lines_of(rows.query_valid_BQ, query)
-    content_B, content_C = rows.content_valid_BC.nonzero(as_tuple=True)
-    query_B, query_Q = rows.query_valid_BQ.nonzero(as_tuple=True)
-    return (content_B, content_C), (query_B, query_Q)
 
 
 @functools.lru_cache(maxsize=8)
@@ -200,7 +191,7 @@ class XLNetBackbone:
         # Slots whose sample gave NaN or infinity: a hidden column weighs 0, but 0 times NaN is NaN.
         self._tainted: set[int] = set()
         self.finite: Tensor | None = None
-        """Whether all of the last forward was finite, a bool on the device; only of rows that the host knows (`known`)."""
+        """Whether all of the last forward was finite, a bool on the device; who reads that it was not calls `taint`."""
 
     @property
     def order_SW(self) -> Tensor:  # noqa: N802
@@ -262,87 +253,55 @@ class XLNetBackbone:
 
     @torch.no_grad()
     def forward(self, rows: Rows) -> Tensor:
-        """Write the content rows' keys and values and return the query rows' last hidden states, [B, Q, D]."""
+        """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
         layout = self._layout(rows)
         num_query = layout.rectangle_N.shape[0] - layout.num_content
-        tokens_N = rows.content_tokens_BC[layout.content_place]
-        states_ND = torch.cat([self.embedding_VD[tokens_N], self.mask_embedding_D.expand(num_query, self.width)])
+        content_ND = self.embedding_VD[rows.content_token_C]
+        states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
         entering_ND = states_ND
         for index, layer in enumerate(self.layers):
             entering_ND = states_ND
             states_ND = self._layer_forward(layer, index, states_ND, layout)
-        finite = (entering_ND.sum() + states_ND.sum()).isfinite()
-        if rows.known is not None:
-            self.finite = finite
-        elif not bool(finite):
-            self._taint(rows, entering_ND, states_ND)
-        hidden_BQD = states_ND.new_zeros(*rows.query_valid_BQ.shape, self.width)
-        hidden_BQD[layout.query_place] = states_ND
-        return hidden_BQD
+        self.finite = (entering_ND.sum() + states_ND.sum()).isfinite()
+        return states_ND
 
     def taint(self, slots: Iterable[int]) -> None:
         """Some of these slots hold NaN or infinity: they are wiped before their next sample."""
         self._tainted.update(slots)
 
-    def _taint(self, rows: Rows, entering_ND: Tensor, states_ND: Tensor) -> None:
-        """Note the slots of the rows that are not finite: content rows end before the last layer, queries after it."""
-        slots_N = torch.cat(
-            [rows.slots_B[valid.nonzero()[:, 0]] for valid in (rows.content_valid_BC, rows.query_valid_BQ)]
-        )
-        broken_N = ~entering_ND.isfinite().all(1)
-        broken_N[len(broken_N) - len(states_ND) :] |= ~states_ND.isfinite().all(1)
-        self._tainted.update(slots_N[broken_N].tolist())
-
     def _layout(self, rows: Rows) -> _Layout:
-        num_content_columns = rows.content_valid_BC.shape[1]
-        num_slots, num_queries = rows.query_valid_BQ.shape
-        num_rows = max(num_content_columns + num_queries, self.rules.min_queries)
-        (content_B, content_C), (query_B, query_Q) = _places(rows)
-        rectangle_N = torch.cat([content_B * num_rows + content_C, query_B * num_rows + num_content_columns + query_Q])
-        limits_BT = torch.ones(num_slots, num_rows, dtype=torch.int64, device=self.device)
-        columns_BT = torch.zeros_like(limits_BT)
-        limits_BT[:, :num_content_columns] = rows.content_limits_BC
-        limits_BT[:, num_content_columns : num_content_columns + num_queries] = rows.query_limits_BQ
-        columns_BT[:, :num_content_columns] = rows.content_columns_BC
-        columns_BT[:, num_content_columns : num_content_columns + num_queries] = rows.query_columns_BQ
-        num_columns = self.rules.columns(rows.num_columns, self.order_SW.shape[1])
+        shape = rows.shape
+        num_content = rows.content_token_C.shape[0]
+        num_rows = max(shape.num_content + shape.num_queries, self.rules.min_queries)
+        content_N = rows.content_owner_C * num_rows + rows.content_line_C
+        query_N = rows.query_owner_Q * num_rows + rows.query_line_Q + shape.num_content
+        rectangle_N = torch.cat([content_N, query_N])
+        limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
+        column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
+        limits_P = torch.ones(shape.num_slots * num_rows, dtype=torch.int64, device=self.device)
+        limits_P[rectangle_N] = limit_N
+        columns_P = torch.zeros_like(limits_P)
+        columns_P[rectangle_N] = column_N
+        num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
         order_BP = self.order_SW[rows.slots_B]
-        positions_BT = order_BP.gather(1, columns_BT.clamp(max=order_BP.shape[1] - 1))
+        columns_BT = columns_P.view(shape.num_slots, num_rows).clamp(max=order_BP.shape[1] - 1)
+        positions_BT = order_BP.gather(1, columns_BT)
         # Half the number of distances looked at: the longest canvas of the batch.
-        span = self.rules.columns(rows.num_positions, self.order_SW.shape[1])
+        span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
         return _Layout(
-            num_content=content_B.shape[0],
-            content_place=(content_B, content_C),
-            query_place=(query_B, query_Q),
-            num_slots=num_slots,
+            num_content=num_content,
+            num_slots=shape.num_slots,
             num_rows=num_rows,
             span=span,
             rectangle_N=rectangle_N,
-            content_slots_N=rows.slots_B[content_B],
-            content_columns_N=rows.content_columns_BC[content_B, content_C],
-            slots=self._slot_index(rows),
-            hidden_BTW=~visible(limits_BT.clamp(min=1), num_columns),
+            content_slots_N=rows.slots_B[rows.content_owner_C],
+            content_columns_N=rows.content_column_C,
+            slots=rows.slots_B if shape.slots is None else shape.slots,
+            hidden_BTW=~visible(limits_P.view(shape.num_slots, num_rows).clamp(min=1), num_columns),
             distance_BTW=(positions_BT.unsqueeze(2) - order_BP[:, None, :num_columns] + span).clamp(0, 2 * span - 1),
-            blind_N=self._blind(rows, content_B.shape[0], limits_BT, rectangle_N),
+            blind_N=limit_N == 0 if shape.some_blind else None,
         )
-
-    @staticmethod
-    def _blind(rows: Rows, num_content: int, limits_BT: Tensor, rectangle_N: Tensor) -> Tensor | None:
-        """The flat rows that see nothing; None if there are none."""
-        if rows.known is not None:
-            return None if rows.known.blind_N is None else rows.known.blind_N + num_content
-        blind_N = (limits_BT.flatten()[rectangle_N] == 0).nonzero().squeeze(1)
-        assert not len(blind_N) or int(blind_N[0]) >= num_content, "a content row that does not see itself"
-        return blind_N if len(blind_N) else None
-
-    def _slot_index(self, rows: Rows) -> Tensor | slice:
-        # A prefix of the slots is read in place; any other choice has to be copied out of the cache.
-        slots_B, count = rows.slots_B, rows.slots_B.shape[0]
-        if rows.known is not None:
-            return slots_B if rows.known.slots is None else rows.known.slots
-        prefix = torch.equal(slots_B, torch.arange(count, device=slots_B.device))
-        return slice(0, count) if prefix else slots_B
 
     def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _Layout) -> Tensor:
         min_rows = self.rules.min_rows
@@ -352,8 +311,7 @@ class XLNetBackbone:
         query_ND = linear_rows(rows_ND, layer.query_DD, None, min_rows)
         mixed_ND = self._attention(layer, index, query_ND, rectangle_N, layout)
         if layout.blind_N is not None:
-            # Only queries are blind, and they come last.
-            mixed_ND[layout.blind_N - start] = 0.0
+            mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
         rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
         rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
         inner = self.activation(linear_rows(rows_ND, *layer.inner_1, min_rows))

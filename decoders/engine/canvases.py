@@ -8,8 +8,8 @@
 All shapes are known to the host, which counts rows, masks and picks. One more number of the record checks that its masks are
 those of the device.
 
-Legend: B samples, P spans, A asked stretches, N rows, Q positions of the stretches, R masks among them, L lines of the rectangle
-(slots of the cache), T rows of a line, S slots, W positions of a canvas.
+Legend: B samples, P spans, A asked stretches, N rows, Q positions of the stretches, R masks among them, S slots, W positions of
+a canvas.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.base import Known, TokenRows
 from decoders.backbones.cache import rounded
+from decoders.backbones.rows import RowShape, TokenRows
 from decoders.base import HOLE, ModelInfo
 from decoders.draws.absorbing import total_noise
 from decoders.engine import look_packing as told
@@ -110,7 +110,7 @@ class CanvasLane(Lane):
         sent = packed.parcel.send(self.put)
         self._write(sent)
         rows = self._rows(sent, packed)
-        hidden_ND = self._run(rows, packed.num_rows, packed.slot_L).flatten(0, 1)
+        hidden_ND = self._run(rows, packed.num_rows, packed.slot_L)
         self.num_nodes, self._width = packed.num_nodes, packed.width
         row_R, masks, found = self._masks(sent, packed)
         record_4P = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
@@ -126,7 +126,7 @@ class CanvasLane(Lane):
 
     def _reserve(self, packed: Packed) -> None:
         """Make room in the cache where the nodes of a forward were not counted beforehand (lengths chosen by time)."""
-        lines = 0 if self._cached else packed.num_lines
+        lines = 0 if self._cached else packed.num_slots
         shape = max(lines, self._shape[0]), rounded(max(packed.num_columns, self._shape[1]), self._multiple)
         if shape != self._shape:
             super().resize(*shape)
@@ -145,31 +145,27 @@ class CanvasLane(Lane):
         return torch.where((number_N < lead_N) | (number_N == more_N), draft_N, canvas_N)
 
     def _rows(self, sent: dict[str, Tensor], packed: Packed) -> TokenRows:
-        """Expand the spans to rows, and spread these over the rectangle."""
+        """Expand the spans to rows."""
         span_FP = sent["spans"]
         row_FN = span_FP.repeat_interleave(span_FP[COUNT], dim=1, output_size=packed.num_rows)
         step_N = torch.arange(packed.num_rows, device=self.device) - row_FN[told.BEFORE]
         position_N = row_FN[POSITION] + step_N
         held_N = self._held(row_FN[told.SLOT], position_N, row_FN[LEAD], row_FN[MORE])
-        token_N = torch.where(held_N == HOLE, self._mask_id, held_N)
+        owner_N = row_FN[told.OWNER]
         sights = row_FN[LO1 : LO1 + 2 * packed.num_sights]
-        fields_FN = torch.stack([token_N, position_N, row_FN[COLUMN] + step_N, torch.ones_like(step_N), *sights])
-        flat_FN = fields_FN.new_zeros(len(fields_FN), packed.num_lines * packed.num_places)
-        place_N = row_FN[told.PLACE] + step_N
-        flat_FN[:, place_N] = fields_FN
-        grid_FLT = flat_FN.view(-1, packed.num_lines, packed.num_places)
-        column_W = torch.arange(packed.num_columns, device=self.device)
-        visible_LTW = torch.zeros(*grid_FLT.shape[1:], packed.num_columns, dtype=torch.bool, device=self.device)
-        for first in range(4, len(grid_FLT), 2):
-            low_LT1, high_LT1 = grid_FLT[first].unsqueeze(2), grid_FLT[first + 1].unsqueeze(2)
-            visible_LTW |= (column_W >= low_LT1) & (column_W < high_LT1)
-        sigma_LT = None
-        if self._conditioned:
-            sigma_LT = total_noise(sent["times"][:, 0]).unsqueeze(1).expand_as(grid_FLT[0])
-        fills = packed.num_rows == packed.num_lines * packed.num_places
-        known = Known(None if fills else place_N, following(packed.slot_L))
-        numbers = grid_FLT[0], grid_FLT[1], grid_FLT[2], grid_FLT[3] > 0
-        return TokenRows(sent["slots"], *numbers, visible_LTW, sigma_LT, known)
+        return TokenRows(
+            slots_B=sent["slots"],
+            owner_N=owner_N,
+            line_N=row_FN[told.LINE] + step_N,
+            slot_N=sent["slots"][owner_N],
+            token_N=torch.where(held_N == HOLE, self._mask_id, held_N),
+            position_N=position_N,
+            column_N=row_FN[COLUMN] + step_N,
+            low_IN=sights[::2],
+            high_IN=sights[1::2],
+            shape=RowShape(packed.num_slots, packed.num_lines, packed.num_columns, following(packed.slot_L)),
+            sigma_B=total_noise(sent["times"][:, 0]) if self._conditioned else None,
+        )
 
     def _masks(self, sent: dict[str, Tensor], packed: Packed) -> tuple[Tensor, Masks, Tensor]:
         """The rows of the asked masks, [R], what is known of them, and how many there are in truth.

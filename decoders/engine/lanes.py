@@ -1,6 +1,6 @@
 """A lane is one model of an engine: it runs packed rows, and times what it runs. One transfer down a forward.
 
-Legend: B samples of a forward, T rows of a sample, W columns, R answered rows, N rows.
+Legend: B samples of a forward, R answered rows, N rows, I intervals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import Backbone, Known, KnownStreams, Rows, TokenBackbone, TokenRows
+from decoders.backbones.base import Backbone, TokenBackbone
+from decoders.backbones.rows import Rows, RowShape, StreamShape, TokenRows
 from decoders.draws.absorbing import noise_of_share
 from decoders.engine.asks import FAR
 from decoders.engine.memory import give
@@ -28,8 +29,8 @@ from decoders.engine.transfers import Clock, put
 class Packed:
     """What the samples of a forward ask: their rows, the tokens of these, and the query rows of an any-subset model.
 
-    `longest` is the length of the longest canvas among them. `places_R` are the answered rows' places in the flattened rectangle
-    where the asks name them. `share_B` is the share of masks of each sample's window, for a model that diffuses.
+    `longest` is the length of the longest canvas among them. `places_R` are the answered rows' numbers among all rows, where the
+    asks name them. `share_B` is the share of masks of each sample's window, for a model that diffuses.
     """
 
     slot_B: Ints
@@ -58,7 +59,7 @@ class Lane:
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
         self.hidden_ND: Tensor | None = None
-        """Hidden states of all rows (query rows) of the last forward, in the places of their table; a Roll reads them."""
+        """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
@@ -159,39 +160,37 @@ class TokenLane(Lane):
         token_N = np.array(packed.tokens, dtype=np.int64)
         if self.backbone.vocab_size < self._vocab_size:
             token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
-        fields = [token_N, table.positions(), column_N, limit_N, np.ones_like(column_N)]
-        width = int(limit_N.max())
+        lows, highs = [np.zeros_like(column_N)], [limit_N]
         if int(own_N.min()) < FAR:
-            till_N = table.till(column_N)
-            fields += [own_N, till_N]
-            width = max(width, int(till_N.max()))
+            lows, highs = [*lows, own_N], [*highs, table.till(column_N)]
+        slot_N = packed.slot_B[table.owner_N]
         parcel = Parcel()
-        parcel.add("grid", table.rectangle(*fields))
+        parcel.add("rows", np.stack([table.owner_N, table.lines(), slot_N, token_N, table.positions(), column_N]))
+        parcel.add("sights", np.stack([*lows, *highs]))
         parcel.add("slots", packed.slot_B)
-        parcel.maybe("rows", table.place_N)
         parcel.maybe("shares", packed.share_B)
         parcel.maybe("asked", table.asked_places() if packed.places_R is None else packed.places_R)
         sent = parcel.send(self.put)
-        grid = sent["grid"]
-        tokens_BT, positions_BT, columns_BT, limits_BT = grid[0], grid[1], grid[2], grid[3].unsqueeze(2)
-        columns_W = torch.arange(width, device=self.device)
-        visible_BTW = columns_W < limits_BT
-        if len(fields) == 7:
-            visible_BTW |= (columns_W >= grid[5].unsqueeze(2)) & (columns_W < grid[6].unsqueeze(2))
-        sigma_BT = None
-        if "shares" in sent:
-            sigma_BT = noise_of_share(sent["shares"]).unsqueeze(1).expand_as(tokens_BT)
+        owner, line, slot, token, position, column = sent["rows"]
         rows = TokenRows(
-            sent["slots"],
-            tokens_BT,
-            positions_BT,
-            columns_BT,
-            grid[4] > 0,
-            visible_BTW,
-            sigma_BT,
-            known=Known(sent.get("rows"), following(packed.slot_B)),
+            slots_B=sent["slots"],
+            owner_N=owner,
+            line_N=line,
+            slot_N=slot,
+            token_N=token,
+            position_N=position,
+            column_N=column,
+            low_IN=sent["sights"][: len(lows)],
+            high_IN=sent["sights"][len(lows) :],
+            shape=RowShape(
+                num_slots=len(packed.slot_B),
+                num_lines=table.num_lines,
+                num_columns=max(int(high_N.max()) for high_N in highs),
+                slots=following(packed.slot_B),
+            ),
+            sigma_B=noise_of_share(sent["shares"]) if "shares" in sent else None,
         )
-        hidden_ND = self.hidden_ND = self._run(rows, table.num_rows, packed.slot_B).flatten(0, 1)
+        hidden_ND = self.hidden_ND = self._run(rows, table.num_rows, packed.slot_B)
         return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND
 
 
@@ -219,34 +218,34 @@ class TwoStreamLane(Lane):
         column_N, rank_Q = content.columns(), queries.columns()
         seen_N, limit_Q = content.limits(column_N), queries.limits(rank_Q)
         token_N = np.array(packed.tokens, dtype=np.int64)
-        blind = np.flatnonzero(limit_Q == 0)  # queries of an empty prompt
         parcel = Parcel()
-        parcel.add("content", content.rectangle(token_N, column_N, seen_N, np.ones_like(column_N)))
-        parcel.add("queries", queries.rectangle(rank_Q, limit_Q, np.ones_like(rank_Q)))
+        parcel.add("content", np.stack([content.owner_N, content.lines(), token_N, column_N, seen_N]))
+        parcel.add("queries", np.stack([queries.owner_N, queries.lines(), rank_Q, limit_Q]))
         parcel.add("slots", packed.slot_B)
-        parcel.maybe("content rows", content.place_N)
-        parcel.maybe("query rows", queries.place_N)
-        parcel.maybe("blind", blind if len(blind) else None)
         parcel.maybe("asked", queries.asked_places())
         sent = parcel.send(self.put)
-        told, asked = sent["content"], sent["queries"]
+        owner_C, line_C, token_C, column_C, limit_C = sent["content"]
+        owner_Q, line_Q, column_Q, ends_Q = sent["queries"]
         rows = Rows(
             slots_B=sent["slots"],
-            content_tokens_BC=told[0],
-            content_columns_BC=told[1],
-            content_limits_BC=told[2],
-            content_valid_BC=told[3] > 0,
-            query_columns_BQ=asked[0],
-            query_limits_BQ=asked[1],
-            query_valid_BQ=asked[2] > 0,
-            num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
-            num_positions=packed.longest,
-            known=KnownStreams(
-                content_N=sent.get("content rows"),
-                query_N=sent.get("query rows"),
-                blind_N=sent.get("blind"),
+            content_owner_C=owner_C,
+            content_line_C=line_C,
+            content_token_C=token_C,
+            content_column_C=column_C,
+            content_limit_C=limit_C,
+            query_owner_Q=owner_Q,
+            query_line_Q=line_Q,
+            query_column_Q=column_Q,
+            query_limit_Q=ends_Q,
+            shape=StreamShape(
+                num_slots=len(packed.slot_B),
+                num_content=content.num_lines,
+                num_queries=queries.num_lines,
+                num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
+                num_positions=packed.longest,
                 slots=following(packed.slot_B),
+                some_blind=bool((limit_Q == 0).any()),  # queries of an empty prompt
             ),
         )
-        hidden_ND = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows, packed.slot_B).flatten(0, 1)
-        return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND
+        hidden_QD = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows, packed.slot_B)
+        return hidden_QD.index_select(0, sent["asked"]) if "asked" in sent else hidden_QD

@@ -2,7 +2,7 @@
 
 Numpy over spans, stretches and drafts only: nothing here is as long as a canvas.
 
-Legend: B samples, P spans, A asked stretches, L lines of the rectangle of rows (slots of the cache), F fields.
+Legend: B samples, P spans, A asked stretches, L slots of the cache, F fields.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from decoders.engine.looks import (
 from decoders.engine.packing import Ints, repeated
 from decoders.engine.parcels import Parcel
 
-# What the device is told of a span, after its fields: its slot, the place of its first row, and the rows before it.
-SLOT, PLACE, BEFORE = range(SPAN_FIELDS, SPAN_FIELDS + 3)
-# What it is told of a stretch: the place of the row that predicts position 0, the first position, the positions before
+# What the device is told of a span, after its fields: the slot of its canvas, which of the forward's cache slots it writes, the
+# rows before it in that slot, and the rows before it in all.
+SLOT, OWNER, LINE, BEFORE = range(SPAN_FIELDS, SPAN_FIELDS + 4)
+# What it is told of a stretch: the row that predicts position 0, the first position, the positions before
 # this stretch, the node's drafts, the slot, and the sample's key.
 ROW, FIRST, EARLIER, OF_LEAD, OF_MORE, OF_SLOT, KEY = range(7)
 _SIGHTS: Final = (LO1, HI1, LO2, HI2, LO3, HI3, LO4, HI4)
@@ -55,13 +56,13 @@ class Packed:
     """A forward's buffer, and its shape on the host.
 
     `top_B` is the position below which the masks of each sample are asked about, `slot_R` the slot of each mask that is read,
-    `size_B` how many picks a sample gets. Columns are those of the cache, lines its slots `slot_L`. `width` is the length of the
-    longest canvas.
+    `size_B` how many picks a sample gets. Columns are those of the cache; its slots `slot_L` have up to `num_lines` rows. `width`
+    is the length of the longest canvas.
     """
 
     parcel: Parcel
+    num_slots: int
     num_lines: int
-    num_places: int
     num_rows: int
     num_columns: int
     num_sights: int
@@ -90,17 +91,17 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
     owner_P, owner_A = np.repeat(each_B, spans_B), np.repeat(each_B, asked_B)
     asked_AF[:, SPAN] += (spans_B.cumsum() - spans_B)[owner_A]
     count_P, parcel = span_PF[:, COUNT], Parcel()
-    # The rows of a line follow each other.
-    line_P, slot_L = (owner_P, slot_B) if cached else (np.arange(len(span_PF)), np.arange(len(span_PF)))
-    rows_L = np.bincount(line_P, weights=count_P, minlength=len(slot_L)).astype(np.int64)
-    num_places, before_P = int(rows_L.max()), count_P.cumsum() - count_P
-    place_P = line_P * num_places + before_P - (rows_L.cumsum() - rows_L)[line_P]
-    parcel.add("spans", np.vstack([span_PF.T, slot_B[owner_P], place_P, before_P]))
+    # The rows of a slot follow each other.
+    owned_P, slot_L = (owner_P, slot_B) if cached else (np.arange(len(span_PF)), np.arange(len(span_PF)))
+    rows_L = np.bincount(owned_P, weights=count_P, minlength=len(slot_L)).astype(np.int64)
+    before_P = count_P.cumsum() - count_P
+    line_P = before_P - (rows_L.cumsum() - rows_L)[owned_P]
+    parcel.add("spans", np.vstack([span_PF.T, slot_B[owner_P], owned_P, line_P, before_P]))
     parcel.add("slots", slot_L)
     if conditioned:
         parcel.add("times", np.array([look.times for look in looks], dtype=np.float64)[each_B if cached else owner_P])
     masks_A, best_A = asked_AF[:, MASKS], asked_AF[:, BEST]
-    parcel.add("asked", _stretches(samples, asked_AF, span_PF, place_P, owner_A, shift))
+    parcel.add("asked", _stretches(samples, asked_AF, span_PF, before_P, owner_A, shift))
     steps = [(*look.times, look.draw) for look in looks] if conditioned else [(0, 0, 0)] * len(looks)
     parcel.add("steps", np.array(steps, dtype=np.float64)[owner_A])
     parcel.add("masks", masks_A)
@@ -116,8 +117,8 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
     ends_PF = span_PF[:, [HI1, HI2, HI3, HI4]]
     return Packed(
         parcel=parcel,
-        num_lines=len(slot_L),
-        num_places=num_places,
+        num_slots=len(slot_L),
+        num_lines=int(rows_L.max()),
         num_rows=int(count_P.sum()),
         num_columns=int(ends_PF.max()),
         num_sights=int(ends_PF.any(0).sum()),
@@ -148,7 +149,7 @@ def _stretches(
     samples: Sequence[Canvas],
     asked_AF: Ints,
     span_PF: Ints,
-    place_P: Ints,
+    before_P: Ints,
     owner_A: Ints,
     shift: int,
 ) -> Ints:
@@ -160,7 +161,7 @@ def _stretches(
     assert is_run.all(), "a mask is read from a row that was not run"
     slot_B = np.array([sample.slot for sample in samples], dtype=np.int64)
     keys_B2 = np.array([split_key(sample.key) for sample in samples], dtype=np.int64)
-    fields = [place_P[span_A] - begin_A, asked_AF[:, LO], size_A.cumsum() - size_A]
+    fields = [before_P[span_A] - begin_A, asked_AF[:, LO], size_A.cumsum() - size_A]
     fields += [span_PF[span_A, LEAD], span_PF[span_A, MORE], slot_B[owner_A], *keys_B2[owner_A].T]
     return np.vstack([*fields, size_A])
 

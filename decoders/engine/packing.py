@@ -1,6 +1,6 @@
-"""Expands the spans of all samples to the rows of one forward, in numpy: columns, positions, limits, places in the rectangle.
+"""Expands the spans of all samples to the rows of one forward, in numpy: columns, positions, visible intervals.
 
-Legend: P spans, N rows, B samples, T rows of the sample with the most, R answered rows, F fields.
+Legend: P spans, N rows, B samples, R answered rows, F fields.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ def repeated(starts: Ints, counts: Ints) -> Ints:
 class Table:
     """The spans of one forward, int64 [P, FIELDS] or [P, WIDE], sample after sample, and the rows that they stand for.
 
-    `rows_NF` holds each row's span, `step_N` its place in it, `owner_N` the sample (0 .. B-1) that it belongs to.
+    `rows_NF` holds each row's span, `step_N` its place in it, `owner_N` the sample (0 .. B-1) that it belongs to, `first_B` each
+    sample's first row. `num_lines` is how many rows the sample with the most rows has.
     """
 
     __slots__ = (
+        "first_B",
         "num_lines",
         "num_rows",
         "num_samples",
         "owner_N",
         "owner_P",
-        "place_N",
         "rows_NF",
         "spans_PF",
         "step_N",
@@ -70,12 +71,12 @@ class Table:
             self.step_N = repeated(count_P.cumsum() - count_P, count_P)
             self.rows_NF, self.owner_N = np.repeat(self.spans_PF, count_P, axis=0), np.repeat(owner_P, count_P)
         rows_B = np.bincount(self.owner_N, minlength=num_samples)
-        # T (0 without rows), and the place of each row in the rectangle [B, T] as one number; None if the rows fill it.
         self.num_lines = int(rows_B.max())
-        self.place_N: Ints | None = None
-        if self.num_lines * num_samples != self.num_rows:
-            first_B = rows_B.cumsum() - rows_B
-            self.place_N = self.owner_N * self.num_lines + np.arange(self.num_rows) - first_B[self.owner_N]
+        self.first_B: Ints = rows_B.cumsum() - rows_B
+
+    def lines(self) -> Ints:
+        """The number of each row among its sample's rows, [N]."""
+        return np.arange(self.num_rows) - self.first_B[self.owner_N]
 
     def columns(self) -> Ints:
         """The column that each row writes, [N]."""
@@ -107,25 +108,14 @@ class Table:
         """Whether the spans have a grain and an end of their own stretch."""
         return self.spans_PF.shape[1] == WIDE
 
-    def rectangle(self, *fields_N: Ints) -> Ints:
-        """Numbers of the rows as [F, B, T]; 0 where there is no row."""
-        shape = (len(fields_N), self.num_samples, self.num_lines)
-        if self.place_N is None:
-            return np.stack(fields_N).reshape(shape)
-        flat = np.zeros((len(fields_N), self.num_samples * self.num_lines), dtype=np.int64)
-        flat[:, self.place_N] = fields_N
-        return flat.reshape(shape)
-
     def places(self, owner_N: Ints, row_N: Ints) -> Ints:
-        """Where some samples' rows are in the flattened rectangle, given by their number among the sample's rows, [N]."""
-        return owner_N * self.num_lines + row_N
+        """Where some samples' rows are among all rows, given by their number among the sample's rows, [N]."""
+        return self.first_B[owner_N] + row_N
 
     def asked_places(self) -> Ints | None:
-        """Where the answered rows are in the flattened rectangle, [R]; None if they are all of it, in order."""
+        """Where the answered rows are among all rows, [R]; None if they are all of them."""
         asked = self.step_N >= self.rows_NF[:, COUNT] - self.rows_NF[:, ASKED]
-        if self.place_N is None:
-            return None if asked.all() else np.flatnonzero(asked)
-        return self.place_N[asked]
+        return None if asked.all() else np.flatnonzero(asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Backbone, Rows
+from decoders.backbones.base import Backbone
+from decoders.backbones.rows import Rows, StreamShape
 from decoders.backbones.visibility import content_limits
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
@@ -40,22 +41,33 @@ class PlainModel:
 
     def hidden(self, tokens: Sequence[int], queries: Sequence[tuple[int, int]]) -> Tensor:
         """Return the hidden states [Q, D] of (rank, limit) queries, given the tokens at ranks 0, 1, .. ."""
-        columns = torch.arange(len(tokens)).unsqueeze(0)
+        column_C = torch.arange(len(tokens))
         pairs = torch.tensor(list(queries), dtype=torch.int64).reshape(-1, 2)
-        limits = content_limits(columns, torch.tensor([self.num_prompt]))
+        limit_C = content_limits(column_C.unsqueeze(0), torch.tensor([self.num_prompt]))[0]
+        line_Q, limit_Q = torch.arange(len(pairs)), pairs[:, 1]
+        shape = StreamShape(
+            num_slots=1,
+            num_content=len(tokens),
+            num_queries=len(pairs),
+            num_columns=max(int(limit_C.max()) if len(tokens) else 0, int(limit_Q.max())),
+            num_positions=len(self.order),
+            slots=slice(0, 1),
+            some_blind=bool((limit_Q == 0).any()),
+        )
         rows = Rows(
             slots_B=torch.tensor([0]),
-            content_tokens_BC=torch.tensor([list(tokens)], dtype=torch.int64),
-            content_columns_BC=columns,
-            content_limits_BC=limits,
-            content_valid_BC=torch.ones_like(columns, dtype=torch.bool),
-            query_columns_BQ=pairs[None, :, 0],
-            query_limits_BQ=pairs[None, :, 1],
-            query_valid_BQ=torch.ones(1, len(pairs), dtype=torch.bool),
-            num_columns=max(int(limits.max()) if len(tokens) else 0, int(pairs[:, 1].max())),
-            num_positions=len(self.order),
+            content_owner_C=torch.zeros_like(column_C),
+            content_line_C=column_C,
+            content_token_C=torch.tensor(list(tokens), dtype=torch.int64),
+            content_column_C=column_C,
+            content_limit_C=limit_C,
+            query_owner_Q=torch.zeros_like(line_Q),
+            query_line_Q=line_Q,
+            query_column_Q=pairs[:, 0],
+            query_limit_Q=limit_Q,
+            shape=shape,
         )
-        return self.backbone.forward(rows)[0]
+        return self.backbone.forward(rows)
 
     def law(self, hidden_D: Tensor) -> Tensor:
         """Return the warped log-probabilities of one hidden state, [V]."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.rows import intervals_of, token_rows
 from decoders.base import HOLE, ModelInfo
 from decoders.blocks.router_settings import MinSpan
 from decoders.blocks.samples import KINDS
@@ -48,15 +49,13 @@ class PlainBlocks:
     def _computed(self, rows: Sequence[Row], column: int) -> Tensor:
         width = 1 + max(max(seen | {own}) for _, _, own, seen in rows)
         self.backbone.allocate(1, width)
-        visible = torch.zeros(1, len(rows), width, dtype=torch.bool)
-        for index, (_, _, own, seen) in enumerate(rows):
-            visible[0, index, [own, *seen]] = True
-        tokens, positions, columns = (torch.tensor([[row[part] for row in rows]]) for part in range(3))
-        hidden = self.backbone.forward(
-            TokenRows(torch.tensor([0]), tokens, positions, columns, torch.ones_like(tokens, dtype=torch.bool), visible)
-        )
+        seen = torch.zeros(len(rows), width, dtype=torch.bool)
+        for index, (_, _, own, others) in enumerate(rows):
+            seen[index, [own, *others]] = True
+        tokens, positions, columns = (torch.tensor([row[part] for row in rows]) for part in range(3))
+        hidden = self.backbone.forward(token_rows([0], [len(rows)], tokens, positions, columns, intervals_of(seen)))
         index = [row[2] for row in rows].index(column)
-        logits = self.backbone.logits(hidden[0, index : index + 1]).index_fill_(-1, self._suppressed, -torch.inf)
+        logits = self.backbone.logits(hidden[index : index + 1]).index_fill_(-1, self._suppressed, -torch.inf)
         if self.sampling.temperature == 0.0:
             return torch.log_softmax(logits.to(torch.float64), dim=-1)[0]
         return log_law(logits, self.sampling)[0]

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import TokenBackbone
 from decoders.backbones.heads import MarkovHead, distance_index
+from decoders.backbones.rows import token_rows
 from decoders.common_settings import Sampling
 from decoders.draws.sampling import log_law
 from decoders.references.any_subset import Trail
@@ -38,16 +39,10 @@ class PlainCausal:
 
     def law(self, tokens: Sequence[int]) -> Tensor:
         """Return the warped log-probabilities of the token after `tokens`, [V]."""
-        columns = torch.arange(len(tokens)).unsqueeze(0)
-        rows = TokenRows(
-            slots_B=torch.tensor([0]),
-            tokens_BT=torch.tensor([list(tokens)]),
-            positions_BT=columns,
-            columns_BT=columns,
-            valid_BT=torch.ones_like(columns, dtype=torch.bool),
-            visible_BTW=torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril().unsqueeze(0),
-        )
-        logits_1V = self.backbone.logits(self.backbone.forward(rows)[0, -1:])
+        column_N = torch.arange(len(tokens))
+        low_IN, high_IN = torch.zeros(1, len(tokens), dtype=torch.int64), (column_N + 1).unsqueeze(0)
+        rows = token_rows([0], [len(tokens)], torch.tensor(list(tokens)), column_N, column_N, (low_IN, high_IN))
+        logits_1V = self.backbone.logits(self.backbone.forward(rows)[-1:])
         return log_law(logits_1V.index_fill(-1, self._suppressed, -torch.inf), self.sampling)[0]
 
 
@@ -148,17 +143,12 @@ class PlainMasked:
     def hidden(self, canvas: Sequence[int]) -> Tensor:
         """The hidden state that predicts every position's token, [L, D]."""
         tokens = [*canvas, *[self.mask_id] * ((self._tail or 0) - len(canvas))]
-        columns = torch.arange(len(tokens)).unsqueeze(0)
         self.backbone.allocate(1, len(tokens))
-        rows = TokenRows(
-            slots_B=torch.tensor([0]),
-            tokens_BT=torch.tensor([tokens]),
-            positions_BT=columns,
-            columns_BT=columns,
-            valid_BT=torch.ones_like(columns, dtype=torch.bool),
-            visible_BTW=torch.ones(1, len(tokens), len(tokens), dtype=torch.bool),
-        )
-        return self.backbone.forward(rows)[0].roll(self._shift, 0)
+        column_N = torch.arange(len(tokens))
+        low_IN = torch.zeros(1, len(tokens), dtype=torch.int64)
+        all_IN = torch.full_like(low_IN, len(tokens))
+        rows = token_rows([0], [len(tokens)], torch.tensor(tokens), column_N, column_N, (low_IN, all_IN))
+        return self.backbone.forward(rows).roll(self._shift, 0)
 
     @torch.no_grad()
     def corrected(self, head: MarkovHead, hidden_1D: Tensor, text: Sequence[int], num_unseen: int) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Rows
+from decoders.backbones.rows import Rows
 
 
 class TableBackbone:
@@ -64,21 +64,19 @@ class TableBackbone:
         self.tokens_SW[target], self.order_SW[target] = self.tokens_SW[source], self.order_SW[source]
 
     def forward(self, rows: Rows) -> Tensor:
-        """Look up the logits of every query row, [B, Q, V]; see backbones/base.py."""
-        batch, content = rows.content_valid_BC.nonzero(as_tuple=True)
-        slots, columns = rows.slots_B[batch], rows.content_columns_BC[batch, content]
-        self.tokens_SW[slots, columns] = rows.content_tokens_BC[batch, content]
-        self.num_rows_computed = int(rows.content_valid_BC.sum()) + rows.query_valid_BQ.numel()
-        positions_BQ = self.order_SW[rows.slots_B].gather(1, rows.query_columns_BQ)
-        return self.table_PXV[positions_BQ, self._context(rows)]
+        """Look up the logits of every query row, [Q, V]; see backbones/base.py."""
+        self.tokens_SW[rows.slots_B[rows.content_owner_C], rows.content_column_C] = rows.content_token_C
+        self.num_rows_computed = len(rows.content_token_C) + rows.shape.num_slots * rows.shape.num_queries
+        slot_Q = rows.slots_B[rows.query_owner_Q]
+        position_Q = self.order_SW[slot_Q, rows.query_column_Q]
+        return self.table_PXV[position_Q, self._context(slot_Q, rows.query_limit_Q)]
 
-    def _context(self, rows: Rows) -> Tensor:
-        weights = (self.vocab_size + 1) ** self.order_SW[rows.slots_B]
-        digits = self.tokens_SW[rows.slots_B] - self.vocab_size
-        columns = torch.arange(digits.shape[1], device=self.device)
-        seen_BQW = columns < rows.query_limits_BQ.unsqueeze(-1)
+    def _context(self, slot_Q: Tensor, limit_Q: Tensor) -> Tensor:
+        weights_QW = (self.vocab_size + 1) ** self.order_SW[slot_Q]
+        digits_QW = self.tokens_SW[slot_Q] - self.vocab_size
+        seen_QW = torch.arange(digits_QW.shape[1], device=self.device) < limit_Q.unsqueeze(1)
         empty = (self.vocab_size + 1) ** self.num_positions - 1
-        return empty + ((digits * weights).unsqueeze(1) * seen_BQW).sum(-1)
+        return empty + (digits_QW * weights_QW * seen_QW).sum(-1)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Hidden states are logits; a copy, since ids are suppressed in place."""

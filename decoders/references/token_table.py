@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import TokenRows
+from decoders.backbones.rows import TokenRows, seen_columns
 
 
 class TokenTable:
@@ -61,20 +61,16 @@ class TokenTable:
             held_SW[slots_R, to_R] = held_SW[slots_R, from_R]
 
     def forward(self, rows: TokenRows) -> Tensor:
-        """Look up the logits of every row, [B, T, V]; padding rows hold NaN, so that reads of them are detected."""
-        batch, row = rows.valid_BT.nonzero(as_tuple=True)
-        slots, columns = rows.slots_B[batch], rows.columns_BT[batch, row]
+        """Look up the logits of every row, [N, V]."""
+        slots, columns = rows.slot_N, rows.column_N
+        assert torch.equal(rows.slots_B[rows.owner_N], slots), "a row's slot is not its owner's"
         assert len(torch.unique(torch.stack([slots, columns]), dim=1)[0]) == len(slots), "two rows write one column"
-        self.tokens_SW[slots, columns] = rows.tokens_BT[batch, row]
-        self.positions_SW[slots, columns] = rows.positions_BT[batch, row]
-        self.num_rows_computed = rows.valid_BT.numel()
-        hidden_BTV = torch.full(
-            (*rows.valid_BT.shape, self.vocab_size), torch.nan, dtype=self.dtype, device=self.device
-        )
-        visible_NW = rows.visible_BTW[batch, row]
-        assert bool(visible_NW.gather(1, columns.unsqueeze(1)).all()), "a row does not see itself"
-        hidden_BTV[batch, row] = self.table_PXV[rows.positions_BT[batch, row], self._context(slots, visible_NW)]
-        return hidden_BTV
+        self.tokens_SW[slots, columns] = rows.token_N
+        self.positions_SW[slots, columns] = rows.position_N
+        self.num_rows_computed = rows.shape.num_slots * rows.shape.num_lines
+        seen_NW = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns)
+        assert bool(seen_NW.gather(1, columns.unsqueeze(1)).all()), "a row does not see itself"
+        return self.table_PXV[rows.position_N, self._context(slots, seen_NW)]
 
     def _context(self, slots_N: Tensor, visible_NW: Tensor) -> Tensor:
         width = visible_NW.shape[1]

@@ -18,8 +18,9 @@ import yaml
 
 from actors.models import fetch_model
 from actors.text import load_tokenizer
-from decoders.backbones.base import TokenBackbone, TokenRows
+from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.rows import token_rows
 from decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 from jobs.cli import main
 from storage.runs.records import TIMING_COLUMNS, read_results
@@ -154,12 +155,12 @@ def sums_by_hand(model: str, tokens: list[int], first: int, key: int) -> list[fl
         count = 1 + int(share * length)
         noise = uniforms(key, np.arange(length), SCORE_MASK, draw)
         masked = sorted(first + place for place in np.argsort(noise)[:count].tolist())
-        canvas = torch.tensor([[info.mask_id if place in masked else token for place, token in enumerate(tokens)]])
-        places = torch.arange(len(tokens)).unsqueeze(0)
-        every = torch.ones(1, len(tokens), len(tokens), dtype=torch.bool)
-        rows = TokenRows(torch.tensor([0]), canvas, places, places, torch.ones_like(canvas, dtype=torch.bool), every)
+        canvas = torch.tensor([info.mask_id if place in masked else token for place, token in enumerate(tokens)])
+        places = torch.arange(len(tokens))
+        sight = torch.zeros(1, len(tokens), dtype=torch.int64), torch.full((1, len(tokens)), len(tokens))
+        rows = token_rows([0], [len(tokens)], canvas, places, places, sight)
         with torch.no_grad():
-            logits = backbone.logits(backbone.forward(rows)[0, masked])
+            logits = backbone.logits(backbone.forward(rows)[masked])
         logits[:, list(info.suppressed)] = -torch.inf
         law = logits.log_softmax(-1)
         sums.append(sum(float(law[n, tokens[place]]) for n, place in enumerate(masked)) * length / count)

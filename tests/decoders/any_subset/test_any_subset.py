@@ -146,8 +146,8 @@ def test_a_drafter_that_equals_the_target_accepts_everything():
     class Independent(TableBackbone):
         """Conditionals that ignore all context: drafts are then always right."""
 
-        def _context(self, rows):
-            return torch.zeros_like(rows.query_columns_BQ)
+        def _context(self, slot_Q, limit_Q):
+            return torch.zeros_like(limit_Q)
 
     canvas = np.array([1, *[-1] * 5], dtype=np.int32)
     requests = [Request(i, i, canvas) for i in range(6)]
@@ -173,7 +173,7 @@ def test_junk_in_dead_columns_and_freed_slots_changes_nothing():
         def forward(self, rows):
             seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
             for row, slot in enumerate(rows.slots_B.tolist()):
-                reach = int(rows.query_limits_BQ[row].max())
+                reach = int(rows.query_limit_Q[rows.query_owner_Q == row].max())
                 seen[slot, :reach] = True
             others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
             others[rows.slots_B] = False
@@ -196,8 +196,8 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
         def forward(self, rows):
             hidden = super().forward(rows)
             # Canvases of five tokens meet NaN.
-            bad = self.order_SW[rows.slots_B, 4] == 4
-            return torch.where(bad.view(-1, 1, 1), torch.nan, hidden)
+            bad = self.order_SW[rows.slots_B[rows.query_owner_Q], 4] == 4
+            return torch.where(bad.unsqueeze(1), torch.nan, hidden)
 
     canvases = [[1, -1, -1], [0, -1, -1, -1, -1], [2, -1]]
     requests = [Request(i, i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]

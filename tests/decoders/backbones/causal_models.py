@@ -1,12 +1,13 @@
 """Tiny random models of every causal family, saved as transformers saves them, and a hand that plays forwards on a backbone."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import transformers
 
-from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
+from decoders.backbones.rows import intervals_of, token_rows
 from decoders.backbones.transformer import TransformerBackbone
 
 ROTARY: dict[str, Any] = {
@@ -85,20 +86,21 @@ def random_tokens(length, *, seed, vocab_size=61):
 
 def play(backbone, work, *, width=None):
     """One forward: `work` maps a slot to rows (token, position, column, the columns it sees); hidden states by slot."""
-    num_rows = max(len(rows) for rows in work.values())
-    width = width or 1 + max(max((*seen, column)) for rows in work.values() for _, _, column, seen in rows)
-    fields = torch.zeros(3, len(work), num_rows, dtype=torch.int64)
-    valid = torch.zeros(len(work), num_rows, dtype=torch.bool)
-    visible = torch.rand(len(work), num_rows, width) < 0.5  # what padding rows see may be anything
-    for index, rows in enumerate(work.values()):
-        for row, (token, position, column, seen) in enumerate(rows):
-            fields[:, index, row] = torch.tensor([token, position, column])
-            valid[index, row] = True
-            visible[index, row] = torch.isin(torch.arange(width), torch.tensor(list(seen), dtype=torch.int64))
-    tokens, positions, columns = fields
-    hidden = backbone.forward(TokenRows(torch.tensor(list(work)), tokens, positions, columns, valid, visible))
-    assert hidden.shape == (len(work), num_rows, backbone.width)
-    return {slot: hidden[index, : len(work[slot])] for index, slot in enumerate(work)}
+    counts = [len(rows) for rows in work.values()]
+    flat = [row for rows in work.values() for row in rows]
+    tokens, positions, columns = (torch.tensor([row[part] for row in flat]) for part in range(3))
+    num_columns = 1 + max(max((*seen, column)) for _, _, column, seen in flat)
+    seen = torch.zeros(len(flat), num_columns, dtype=torch.bool)
+    for row, (*_, columns_seen) in enumerate(flat):
+        seen[row, list(columns_seen)] = True
+    rows = token_rows(list(work), counts, tokens, positions, columns, intervals_of(seen))
+    if width is not None:
+        rows = replace(rows, shape=replace(rows.shape, num_columns=width))
+    hidden = backbone.forward(rows)
+    if not backbone.finite:
+        backbone.taint(work)
+    assert hidden.shape == (len(flat), backbone.width)
+    return dict(zip(work, hidden.split(counts), strict=True))
 
 
 def in_a_row(tokens, first=0):

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
+from decoders.backbones.rows import token_rows
 from decoders.backbones.transformer import ModuleBackbone
 
 FAMILIES = ("llada", "dream", "mdlm", "sedd")
@@ -48,33 +49,31 @@ def random_canvas(length, *, seed, vocab_size=65):
     return tokens.tolist()
 
 
-def look(backbone, canvases, *, run=None, sigmas=None, first=0, width=None, seed=0):
+def look(backbone, canvases, *, run=None, sigmas=None, first=0, width=None):
     """One forward of whole canvases (by slot), or of their positions `run`; hidden states by slot.
 
-    Position p is at column `first` + p, and every row sees all columns of its canvas. What padding rows hold is junk.
+    Position p is at column `first` + p, and every row sees all columns of its canvas. `width` claims further columns.
     """
-    rows = {slot: list(range(len(canvas))) if run is None else list(run[slot]) for slot, canvas in canvases.items()}
-    num_rows, num_slots = max(map(len, rows.values())), len(canvases)
-    width = width or first + max(map(len, canvases.values()))
-    generator = torch.Generator().manual_seed(seed)
-    tokens, positions, columns = torch.randint(0, width, (3, num_slots, num_rows), generator=generator)
-    tokens %= backbone.vocab_size
-    visible = torch.rand(num_slots, num_rows, width, generator=generator) < 0.5
-    valid = torch.zeros(num_slots, num_rows, dtype=torch.bool)
-    sigma = None if sigmas is None else torch.full((num_slots, num_rows), torch.nan)
-    for index, (slot, canvas) in enumerate(canvases.items()):
-        at, count = torch.tensor(rows[slot]), len(rows[slot])
-        valid[index, :count] = True
-        tokens[index, :count] = torch.tensor(canvas)[at]
-        positions[index, :count], columns[index, :count] = at, first + at
-        visible[index, :count] = False
-        visible[index, :count, first : first + len(canvas)] = True
-        if sigma is not None:
-            sigma[index, :count] = sigmas[slot]
-    hidden = backbone.forward(
-        TokenRows(torch.tensor(list(canvases)), tokens, positions, columns, valid, visible, sigma)
+    runs = [list(range(len(canvas))) if run is None else list(run[slot]) for slot, canvas in canvases.items()]
+    counts = [len(places) for places in runs]
+    tokens = [canvas[place] for canvas, places in zip(canvases.values(), runs, strict=True) for place in places]
+    positions = torch.tensor([place for places in runs for place in places], dtype=torch.int64)
+    ends = torch.tensor([first + len(canvas) for canvas in canvases.values()]).repeat_interleave(torch.tensor(counts))
+    rows = token_rows(
+        list(canvases),
+        counts,
+        torch.tensor(tokens) % backbone.vocab_size,
+        positions,
+        first + positions,
+        (torch.full_like(ends, first).unsqueeze(0), ends.unsqueeze(0)),
+        sigma_B=None if sigmas is None else torch.tensor([sigmas[slot] for slot in canvases]),
     )
-    return {slot: hidden[index, : len(rows[slot])] for index, slot in enumerate(canvases)}
+    if width is not None:
+        rows = replace(rows, shape=replace(rows.shape, num_columns=width))
+    hidden = backbone.forward(rows)
+    if not backbone.finite:
+        backbone.taint(canvases)
+    return dict(zip(canvases, hidden.split(counts), strict=True))
 
 
 def look_alone(backbone, canvas, *, sigma=None):

@@ -172,8 +172,8 @@ def test_few_long_slots_are_cut_out_of_the_columns_and_nothing_changes(tmp_path,
     found, bands = [], []
     cut_ragged = attention.cut_ragged
 
-    def uncut(valid, visible, multiple):
-        return ((None, slice(0, valid.shape[1]), slice(0, visible.shape[2])),)
+    def uncut(rows, num_columns, multiple):
+        return ((None, slice(0, rows.shape.num_lines), slice(0, num_columns)),)
 
     for cut in (cut_ragged, uncut):
 

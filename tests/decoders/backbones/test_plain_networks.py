@@ -11,9 +11,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from decoders.backbones.base import TokenRows
 from decoders.backbones.families.table import find_family
 from decoders.backbones.load import inspect_model, load_backbone
+from decoders.backbones.rows import token_rows
 from decoders.backbones.xlnet import XLNetBackbone
 from tests.decoders.backbones import plain_networks
 from tests.decoders.backbones.causal_models import random_tokens
@@ -154,21 +154,15 @@ def test_logits_are_those_of_the_plain_network(tmp_path, family, change):
     weights = save_plain(tmp_path, config)
     backbone, tokens = load(tmp_path, "float64"), torch.tensor(random_tokens(20, seed=5))
     backbone.allocate(1, len(tokens))
-    places, seen = torch.arange(len(tokens)).unsqueeze(0), torch.ones(1, len(tokens), len(tokens), dtype=torch.bool)
-    rows = TokenRows(
-        slots_B=torch.tensor([0]),
-        tokens_BT=tokens.unsqueeze(0),
-        positions_BT=places,
-        columns_BT=places,
-        valid_BT=torch.ones_like(places, dtype=torch.bool),
-        visible_BTW=seen,
-        sigma_BT=torch.full(places.shape, SIGMA, dtype=torch.float64),
-    )
+    places = torch.arange(len(tokens))
+    sight = torch.zeros(1, len(tokens), dtype=torch.int64), torch.full((1, len(tokens)), len(tokens))
+    sigma_B = torch.full((1,), SIGMA, dtype=torch.float64)
+    rows = token_rows([0], [len(tokens)], tokens, places, places, sight, sigma_B=sigma_B)
     sigma = [SIGMA if config["time_conditioning"] else 0.0] if family == "mdlm" else []
     expected = getattr(plain_networks, "ddit" if family == "mdlm" else family)(weights, config, tokens, *sigma)
     # The norms of transformers' Llama run in float32 whatever the dtype.
     tolerance = 1e-4 if family == "llada" else 1e-9
-    torch.testing.assert_close(backbone.logits(backbone.forward(rows)[0]), expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(backbone.logits(backbone.forward(rows)), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from decoders.backbones import attention, transformer
 from decoders.backbones.load import bos_id, inspect_model, stop_ids
+from decoders.backbones.rows import token_rows
 from decoders.backbones.self_test import check_masking
 from tests.decoders.backbones.causal_models import (
     MODELS,
@@ -182,19 +183,25 @@ def test_attention_in_parts_is_the_same_attention(tmp_path, monkeypatch):
     ],
 )
 def test_a_ragged_rectangle_is_cut_where_a_few_slots_have_many_rows(lines, cut):
-    valid_BT = torch.arange(max(lines)) < torch.tensor(lines).unsqueeze(1)
-    visible_BTW = valid_BT.unsqueeze(2).expand(-1, -1, 64)
-    bands = attention.cut_ragged(valid_BT, visible_BTW, 32)
-    seen_BT = torch.zeros_like(valid_BT, dtype=torch.int64)
+    rows = rows_of_lines(lines)
+    bands = attention.cut_ragged(rows, 64, 32)
+    seen_BT = torch.zeros(len(lines), max(lines), dtype=torch.int64)
     for slots, where, _ in bands:
         seen_BT[slice(None) if slots is None else slots, where] += 1
-    assert (seen_BT <= 1).all() and bool(seen_BT[valid_BT].all()), "every row stands in one band"
+    assert (seen_BT <= 1).all() and bool(seen_BT[rows.owner_N, rows.line_N].all()), "every row stands in one band"
     assert [where.stop for slots, where, _ in bands if slots is None] == [cut or max(lines)]
     assert len(bands) == (1 if cut is None else 2)
 
 
-def uncut(valid_BT, visible_BTW, multiple):
-    return ((None, slice(0, valid_BT.shape[1]), slice(0, visible_BTW.shape[2])),)
+def rows_of_lines(lines):
+    """Rows of slots with so many lines, each of which sees 64 columns."""
+    column_N = torch.cat([torch.arange(count) for count in lines])
+    sight = torch.zeros_like(column_N).unsqueeze(0), torch.full_like(column_N, 64).unsqueeze(0)
+    return token_rows(range(len(lines)), lines, column_N, column_N, column_N, sight)
+
+
+def uncut(rows, num_columns, multiple):
+    return ((None, slice(0, rows.shape.num_lines), slice(0, num_columns)),)
 
 
 def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
@@ -212,25 +219,6 @@ def test_ragged_attention_gives_a_row_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setattr(transformer, "cut_ragged", uncut)
     whole = decode_with_rejections(load(tmp_path), texts, prompts={slot: len(text) for slot, text in texts.items()})
     assert all(torch.equal(ragged[slot], whole[slot]) for slot in texts)
-
-
-def test_a_row_that_sees_nothing_has_attention_output_zero(tmp_path):
-    save_random(tmp_path / "one")
-    save_random(tmp_path / "zero")
-    weights = load_file(tmp_path / "zero" / "model.safetensors")
-    weights |= {name: torch.zeros_like(weight) for name, weight in weights.items() if ".v_proj." in name}
-    save_file(weights, tmp_path / "zero" / "model.safetensors")
-    backbone, without = (load(tmp_path / name) for name in ("one", "zero"))
-    for each in (backbone, without):
-        each.allocate(2, 16)
-    work = {0: [*in_a_row(random_tokens(3, seed=0)), (9, 3, 3, [])], 1: in_a_row(random_tokens(2, seed=1))}
-    ours, expected = play(backbone, work, width=8), play(without, work, width=8)
-    torch.testing.assert_close(ours[0][3], expected[0][3], atol=1e-6, rtol=1e-6)
-    backbone.forget()
-    backbone.allocate(2, 16)
-    seeing = play(backbone, work | {0: work[0][:3]}, width=8)
-    torch.testing.assert_close(ours[0][:3], seeing[0], atol=1e-6, rtol=1e-6)
-    assert not torch.allclose(ours[0][:3], expected[0][:3], atol=1e-2)
 
 
 def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp_path):
@@ -267,10 +255,10 @@ def test_rows_computed_are_counted_with_their_padding(tmp_path):
 def test_a_mask_that_has_no_effect_is_found_at_start(tmp_path, monkeypatch):
     save_random(tmp_path)
 
-    def see_all(visible_BTW, rectangle_N, dtype, **_):
-        return attention.Sight(torch.zeros(visible_BTW.shape, dtype=dtype), None)
+    def see_all(seen_NW, shape, rectangle_N, dtype):
+        return torch.zeros(*shape, seen_NW.shape[1], dtype=dtype)
 
-    monkeypatch.setattr(transformer, "see", see_all)
+    monkeypatch.setattr(transformer, "bias_of", see_all)
     with pytest.raises(RuntimeError, match="masked columns or other slots change"):
         load(tmp_path)
 

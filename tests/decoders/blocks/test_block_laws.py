@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.base import TokenRows
+from decoders.backbones.rows import token_rows
 from decoders.blocks.router_settings import ScoreRouter
 from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from decoders.common_settings import Sampling
@@ -94,16 +94,10 @@ def test_block_size_one_is_autoregressive_decoding_of_the_same_model(shift, samp
         tokens = [int(token) for token in request.canvas if token >= 0]
         while len(tokens) < 6:
             fed = tokens if shift else [*tokens, info.mask_id]
-            columns = torch.arange(len(fed)).unsqueeze(0)
-            rows = TokenRows(
-                torch.tensor([0]),
-                torch.tensor([fed]),
-                columns,
-                columns,
-                torch.ones_like(columns, dtype=torch.bool),
-                torch.ones(len(fed), len(fed), dtype=torch.bool).tril().unsqueeze(0),
-            )
-            logits = model.logits(model.forward(rows)[0, -1:]).index_fill(-1, suppressed, -torch.inf)
+            columns = torch.arange(len(fed))
+            sight = torch.zeros(1, len(fed), dtype=torch.int64), (columns + 1).unsqueeze(0)
+            rows = token_rows([0], [len(fed)], torch.tensor(fed), columns, columns, sight)
+            logits = model.logits(model.forward(rows)[-1:]).index_fill(-1, suppressed, -torch.inf)
             tokens.append(drawn(logits, request.key, len(tokens), sampling))
         assert found[request.index] == tokens[int((request.canvas >= 0).sum()) :]
 

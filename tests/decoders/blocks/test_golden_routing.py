@@ -16,8 +16,8 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from decoders.backbones.base import TokenRows
 from decoders.backbones.load import load_backbone
+from decoders.backbones.rows import intervals_of, token_rows
 from decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
 from decoders.blocks.routers import Route, Threshold, expected_accepted, measure_of, route_of, signals_of
 from decoders.blocks.schedules import Drafted
@@ -142,9 +142,9 @@ def draft(backbone, case, *, size, window, shift):
         visible[number, :, : len(ranks)] = seen
     places = ranks.expand_as(tokens)
     backbone.allocate(len(tokens), visible.shape[2])
-    hidden = backbone.forward(
-        TokenRows(torch.arange(len(tokens)), tokens, places, places, torch.ones_like(tokens, dtype=torch.bool), visible)
-    )
+    flat = tokens.flatten(), places.flatten(), places.flatten(), intervals_of(visible.flatten(0, 1))
+    hidden = backbone.forward(token_rows(range(len(tokens)), [tokens.shape[1]] * len(tokens), *flat))
+    hidden = hidden.unflatten(0, tokens.shape)
     asked = torch.tensor(fronts).unsqueeze(1) + torch.arange(window)
     rows = hidden.gather(1, (asked - shift).clamp(min=0).unsqueeze(2).expand(-1, -1, hidden.shape[2]))
     logits = backbone.logits(rows.flatten(0, 1)).unflatten(0, asked.shape)

@@ -28,11 +28,11 @@ class Script:
         pass
 
     def forward(self, rows):
-        assert int(rows.columns_BT.max()) < self.num_columns
-        self.num_rows_computed = rows.valid_BT.numel()
-        pairs = zip(rows.positions_BT.flatten().tolist(), rows.tokens_BT.flatten().tolist(), strict=True)
+        assert int(rows.column_N.max()) < self.num_columns
+        self.num_rows_computed = rows.num_rows
+        pairs = zip(rows.position_N.tolist(), rows.token_N.tolist(), strict=True)
         following = torch.tensor([self.following(position, token) for position, token in pairs])
-        return 50.0 * torch.nn.functional.one_hot(following, self.vocab_size).double().view(*rows.valid_BT.shape, -1)
+        return 50.0 * torch.nn.functional.one_hot(following, self.vocab_size).double()
 
     def logits(self, hidden_RD):
         return hidden_RD.clone()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.backbones.rows import seen_columns
 from decoders.base import ModelInfo
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Sampling
@@ -218,10 +219,10 @@ class Watched(TokenTable):
     seen: list[tuple[int, float]]
 
     def forward(self, rows):
-        self.seen += zip(rows.valid_BT.sum(1).tolist(), rows.sigma_BT[:, 0].tolist(), strict=True)
-        masks = (rows.tokens_BT == MASK) & rows.valid_BT
-        share_B = masks.sum(1) / rows.valid_BT.sum(1)
-        assert torch.allclose(-torch.expm1(-rows.sigma_BT[:, 0]), share_B.double().clamp(max=0.999), atol=1e-6)
+        length_B = rows.owner_N.bincount()
+        self.seen += zip(length_B.tolist(), rows.sigma_B.tolist(), strict=True)
+        share_B = rows.owner_N[rows.token_N == MASK].bincount(minlength=len(length_B)) / length_B
+        assert torch.allclose(-torch.expm1(-rows.sigma_B), share_B.double().clamp(max=0.999), atol=1e-6)
         return super().forward(rows)
 
 
@@ -265,8 +266,8 @@ class Poisoned(TokenTable):
 
     def forward(self, rows):
         seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-        reach = rows.visible_BTW & rows.valid_BT.unsqueeze(2)
-        seen[rows.slots_B, : reach.shape[2]] = reach.any(1)
+        row_N, column_N = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns).nonzero(as_tuple=True)
+        seen[rows.slot_N[row_N], column_N] = True
         self.tokens_SW = torch.where(seen, self.tokens_SW, torch.randint_like(self.tokens_SW, self.vocab_size))
         return super().forward(rows)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from decoders.backbones.rows import seen_columns
 from decoders.base import Request
 from decoders.causal.lookup import Lookup
 from decoders.causal.settings import (
@@ -224,7 +225,7 @@ def test_a_drafter_equal_to_the_target_accepts_everything(acceptance):
 
     class Watched(TokenTable):
         def forward(self, rows):
-            widths.append(rows.valid_BT.sum(1).tolist())
+            widths.append(rows.owner_N.bincount().tolist())
             return super().forward(rows)
 
     widths: list[list[int]] = []
@@ -313,8 +314,8 @@ class Poisoned(TokenTable):
 
     def forward(self, rows):
         seen = torch.zeros_like(self.tokens_SW, dtype=torch.bool)
-        reach = rows.visible_BTW & rows.valid_BT.unsqueeze(2)
-        seen[rows.slots_B, : reach.shape[2]] = reach.any(1)
+        row_N, column_N = seen_columns(rows.low_IN, rows.high_IN, rows.shape.num_columns).nonzero(as_tuple=True)
+        seen[rows.slot_N[row_N], column_N] = True
         others = torch.ones(len(self.tokens_SW), dtype=torch.bool)
         others[rows.slots_B] = False
         seen[others] = True
@@ -352,7 +353,7 @@ def test_clear_leaves_a_usable_decoder(drafter):
 def test_slots_with_fewer_drafts_have_fewer_rows():
     class Watched(TokenTable):
         def forward(self, rows):
-            widths.append(sorted(rows.valid_BT.sum(1).tolist()))
+            widths.append(sorted(rows.owner_N.bincount().tolist()))
             return super().forward(rows)
 
     widths: list[list[int]] = []
@@ -424,7 +425,7 @@ def test_a_drafter_whose_vocabulary_is_padded_otherwise_still_drafts(vocab_size,
 def test_a_drafter_with_a_shorter_context_stops_drafting_there():
     class Short(TokenTable):
         def forward(self, rows):
-            assert int(rows.positions_BT.max()) < 4
+            assert int(rows.position_N.max()) < 4
             return super().forward(rows)
 
     requests = requests_of(prompt(0, holes=6), prompt(0, 1, 2, 1, 2, holes=2))

@@ -47,7 +47,7 @@ def test_the_rows_that_judge_are_a_chain_wherever_they_stand() -> None:
     )
     assert chains.accepted(np.array([True, False, True]), 4).tolist() == [1, 0, 0, 1]
     assert chains.accepted(np.array([False, True, False]), 4).tolist() == [0, 0, 0, 0]
-    assert rows.place_R.tolist() == [4, 0, 2, 11, 11, 15], "samples are lines of the longest, of five rows"
+    assert rows.place_R.tolist() == [4, 0, 2, 8, 8, 9], "rows are numbered sample after sample"
     assert rows.slot_R.tolist() == [10, 10, 10, 12, 12, 13]
     assert rows.num_checked == 5, "a draft beside a verification waits for the next one"
 

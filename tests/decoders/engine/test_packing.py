@@ -48,12 +48,13 @@ def test_a_table_has_the_rows_of_a_plain_loop(seed: int) -> None:
     assert [*zip(columns, table.positions(), table.limits(columns), table.own(), strict=True)] == [
         row[2:] for row in rows
     ]
-    grid = table.rectangle(columns, np.ones_like(columns))
-    assert grid.shape == (2, len(samples), table.num_lines) and int(grid[1].sum()) == len(rows)
-    assert all(grid[0, owner, line] == column and grid[1, owner, line] for owner, line, column, *_ in rows)
+    assert [*zip(table.owner_N, table.lines(), strict=True)] == [row[:2] for row in rows]
+    first = [owner for owner, *_ in rows].index
+    expected = [first(owner) + line for owner, line, _ in answered]
     places = table.asked_places()
-    expected = [owner * table.num_lines + line for owner, line, _ in answered]
-    assert (list(range(len(samples) * table.num_lines)) if places is None else places.tolist()) == expected
+    assert (list(range(len(rows))) if places is None else places.tolist()) == expected
+    owners_R, lines_R = (np.array([row[part] for row in answered], dtype=np.int64) for part in (0, 1))
+    assert table.places(owners_R, lines_R).tolist() == expected
     sizes = [sum(span[6] for span in spans) for spans in samples]
     slots = 10 + np.arange(len(samples))
     asked_rows = Asked.of(table, slots, [NO_DRAFT] * len(answered), sizes, [0] * len(samples))

@@ -174,9 +174,7 @@ def test_two_models_see_the_same_masks(monkeypatch):
         table = drafter(seed=seed)
         canvases: list[torch.Tensor] = []
         forward = table.forward
-        monkeypatch.setattr(
-            table, "forward", lambda rows, f=forward, c=canvases: (c.append(rows.tokens_BT), f(rows))[1]
-        )
+        monkeypatch.setattr(table, "forward", lambda rows, f=forward, c=canvases: (c.append(rows.token_N), f(rows))[1])
         score(table, mask_info(), LLADA, [text(LENGTH, range(LENGTH))], rows=4, samples=8)
         seen.append(torch.cat(canvases))
     assert torch.equal(seen[0], seen[1]) and bool((seen[0] == MASK).any())

@@ -238,8 +238,8 @@ def test_a_sample_of_numbers_that_are_none_fails_alone_and_its_slot_serves_again
 
         def forward(self, rows):
             hidden = super().forward(rows)
-            bad = (rows.tokens_BT == 2).any(1)  # a canvas with this token
-            hidden[bad] = torch.nan
+            bad = rows.owner_N[rows.token_N == 2]  # a canvas with this token
+            hidden[torch.isin(rows.owner_N, bad)] = torch.nan
             return hidden
 
     model = Poisoned(vocab_size=VOCAB, num_positions=POSITIONS)

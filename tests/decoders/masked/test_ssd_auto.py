@@ -129,13 +129,13 @@ class Moody:
         """Nothing is kept."""
 
     def forward(self, rows):
-        place_BT = rows.positions_BT * rows.valid_BT
-        moods_B = (rows.tokens_BT * self.weights_P[place_BT] * rows.valid_BT).sum(1) % 61
-        self.num_rows_computed = int(rows.valid_BT.sum())
+        moods_N = rows.token_N * self.weights_P[rows.position_N]
+        moods_B = torch.zeros_like(rows.slots_B).index_add_(0, rows.owner_N, moods_N) % 61
+        self.num_rows_computed = rows.num_rows
         took = self.base + self.per_row * max(self.num_rows_computed - self.free, 0)
         self.seconds, self.num_forwards = self.seconds + took, self.num_forwards + 1
         self.now += took * (1 + 0.1 * abs(self.rng.standard_normal()))
-        return self.said_PV[place_BT] + self.shake * self.moods_HPV[moods_B.unsqueeze(1), place_BT]
+        return self.said_PV[rows.position_N] + self.shake * self.moods_HPV[moods_B[rows.owner_N], rows.position_N]
 
     def logits(self, hidden_RD):
         return hidden_RD.clone()
