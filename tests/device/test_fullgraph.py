@@ -1,0 +1,129 @@
+"""A step's network, output layer and draws are one graph: nothing of it reads a number back, and no shape depends on data.
+
+torch.compile refuses to make one graph (`fullgraph`) of code that does either. Compiled and plain code must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decoders.backbones.load import load_backbone
+from decoders.backbones.moe import Mixture
+from decoders.backbones.rows import Rows, StreamShape, TokenRows, numbered, token_rows
+from decoders.draws import noise
+from decoders.kernels.choice_reference import Warp, choose
+from tests.device.steps import BUILTIN
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "tests" / "data"
+FAMILIES = {
+    "causal": BUILTIN / "ar-tiny",
+    "any-subset": DATA / "xlnet_asarm",
+    "masked (LLaDA)": DATA / "llada",
+    "masked (MDLM, told its noise)": DATA / "mdlm",
+    "blocks (Fast-dLLM v2)": DATA / "fast_dllm_v2",
+    "blocks of experts (LLaDA2)": DATA / "llada2",
+}
+WIDE = 64
+
+
+def token_step(counts: list[int], firsts: list[int]) -> TokenRows:
+    """Rows of three slots; each sees the text before it, and in a second interval itself."""
+    column_N = torch.cat([torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)])
+    sight = torch.stack([torch.zeros_like(column_N), column_N]), torch.stack([column_N, column_N + 1])
+    token_N = column_N * 7 % 50 + 1
+    return token_rows(range(3), counts, token_N, column_N, column_N, sight, sigma_B=torch.tensor([0.5, 1.0, 2.0]))
+
+
+def stream_step(counts: list[int], firsts: list[int]) -> Rows:
+    """Content rows of three slots, and two queries of each that see what was written."""
+    owner_C, line_C = numbered(counts)
+    column_C = line_C + torch.tensor(firsts)[owner_C]
+    owner_Q, line_Q = numbered([2, 2, 2])
+    ends_B = torch.tensor(firsts) + torch.tensor(counts)
+    shape = StreamShape(
+        num_slots=3,
+        num_content=max(counts),
+        num_queries=2,
+        num_columns=int(ends_B.max()),
+        num_positions=12,
+        slots=slice(0, 3),
+        some_blind=False,
+    )
+    return Rows(
+        slots_B=torch.arange(3),
+        content_owner_C=owner_C,
+        content_line_C=line_C,
+        content_token_C=column_C * 7 % 50 + 1,
+        content_column_C=column_C,
+        content_limit_C=column_C + 1,
+        query_owner_Q=owner_Q,
+        query_line_Q=line_Q,
+        query_column_Q=ends_B[owner_Q] + line_Q,
+        query_limit_Q=ends_B[owner_Q],
+        shape=shape,
+    )
+
+
+def grouped(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
+    """The product with each row's expert, of one shape whatever the choices; a device has a kernel for it."""
+    expert_P = torch.searchsorted(end_E, torch.arange(len(rows_PD)), right=True)
+    return torch.einsum("pd,pmd->pm", rows_PD, weight_EMD[expert_P])
+
+
+def loaded(folder: Path) -> tuple[Any, Any]:
+    """A model with room for three slots, and what makes rows for it. In float64 weights are not packed, so experts can be grouped."""
+    backbone: Any = load_backbone(folder, dtype="float64", device="cpu")
+    backbone.allocate(3, WIDE)
+    for part in getattr(backbone, "base", torch.nn.Module()).modules():
+        if isinstance(part, Mixture):
+            part.gather(grouped)
+    if hasattr(backbone, "set_order"):
+        for slot in range(3):
+            backbone.set_order(slot, torch.randperm(12, generator=torch.Generator().manual_seed(slot)))
+        return backbone, stream_step
+    return backbone, token_step
+
+
+def drawn(backbone: Any, rows: Any, asked_R: Tensor, key_R2: Tensor, warp: Warp) -> tuple[Tensor, ...]:
+    """What a step does on the device: the network, the output layer of the asked rows, their draws."""
+    logits_RV = backbone.logits(backbone.forward(rows).index_select(0, asked_R))
+    chosen = choose(logits_RV, warp, key_R2, asked_R, draft_R=torch.full_like(asked_R, 3))
+    return logits_RV, chosen.token_R, chosen.log_p_R, chosen.accepted_R
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_every_family_is_one_graph(family: str) -> None:
+    backbone, make = loaded(FAMILIES[family])
+    prompt, step = make([5, 3, 4], [0, 0, 0]), make([1, 2, 1], [5, 3, 4])
+    asked_R = torch.tensor([0, 2, 3])
+    suppressed_V = torch.zeros(backbone.vocab_size, dtype=torch.bool)
+    suppressed_V[0] = True
+    law = torch.full((3,), 0.8, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    warp = Warp(*law, cuts=False, top_k=None, suppressed_V=suppressed_V)
+    work = asked_R, noise.key_words([11, 12, 13]), warp
+    with torch.no_grad():
+        backbone.forward(prompt)
+        plain = drawn(backbone, step, *work)
+        torch.compiler.reset()
+        compiled = torch.compile(drawn, fullgraph=True, dynamic=False, backend="aot_eager")(backbone, step, *work)
+    assert torch.equal(compiled[1], plain[1]) and torch.equal(compiled[3], plain[3])
+    torch.testing.assert_close(compiled[0], plain[0], atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(compiled[2], plain[2], atol=1e-9, rtol=1e-9)
+
+
+def test_reading_a_number_back_is_found() -> None:
+    """The test above can fail: the experts' products on a CPU are cut by numbers that are read back."""
+    backbone: Any = load_backbone(FAMILIES["blocks of experts (LLaDA2)"], device="cpu")
+    backbone.allocate(3, WIDE)
+    rows = token_step([1, 2, 1], [0, 0, 0])
+    rows = replace(rows, shape=replace(rows.shape, num_columns=WIDE))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"(?i)graph|data.?dependent|unsupported"), torch.no_grad():
+        torch.compile(backbone.forward, fullgraph=True, dynamic=False, backend="aot_eager")(rows)
