@@ -67,7 +67,8 @@ def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, 
     If one slot has many rows or sees many columns, every other slot would be padded to the same size. The few large slots are
     copied out of the cache, so this is done only if it saves a large share: either the lines beyond a cut for the slots with
     more lines, or the whole work of the slots that see more columns than a cut (a multiple of `multiple`). The result's bits
-    don't depend on it. On a GPU, where reading the sizes would wait for the device, and in a compiled graph the rectangle stays whole.
+    don't depend on it. The rectangle stays whole on a GPU, where reading the sizes would wait for the device, and in a compiled
+    graph.
     """
     num_slots, num_lines = rows.shape.num_slots, rows.shape.num_lines
     every_line, every_column = slice(0, num_lines), slice(0, num_columns)

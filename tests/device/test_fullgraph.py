@@ -78,7 +78,7 @@ def grouped(rows_PD: Tensor, weight_EMD: Tensor, end_E: Tensor) -> Tensor:
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
-    """A model with room for three slots, and what makes rows for it. In float64 weights are not packed, so experts can be grouped."""
+    """A model with room for three slots, and what makes rows for it; in float64 no weights are packed, as on a device."""
     backbone: Any = load_backbone(folder, dtype="float64", device="cpu")
     backbone.allocate(3, WIDE)
     for part in getattr(backbone, "base", torch.nn.Module()).modules():
