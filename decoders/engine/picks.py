@@ -157,14 +157,17 @@ class Picks:
 
     def _told(self, logits_RV: Tensor, masks: Masks) -> Tensor:
         logits_RV = logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
-        if self._laws.greedy:
-            token_R = logits_RV.argmax(1)
-        else:
-            gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2)
-            token_R = self._laws.draw(self._laws.law(logits_RV, masks.slots), gumbel_RV, masks.slots)
+        token_R = (
+            logits_RV.argmax(1) if self._laws.greedy else self._drawn(self._laws.law(logits_RV, masks.slots), masks)
+        )
         law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
         sure_R = self._confidence(law_RV, token_R, masks)
         return torch.stack([token_R.to(torch.float64), sure_R, law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)])
+
+    def _drawn(self, law_RV: Tensor, masks: Masks) -> Tensor:
+        """The token of each mask by its position's noise, [R]; enumerations replace it."""
+        gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2)
+        return self._laws.draw(law_RV, gumbel_RV, masks.slots)
 
     def _confidence(self, law_RV: Tensor, token_R: Tensor, masks: Masks) -> Tensor:
         if self._kind == "random":
@@ -175,8 +178,16 @@ class Picks:
 
     def _beyond_chance(self, logits_RV: Tensor, masks: Masks) -> Tensor:
         """By how much each mask's chance of being revealed exceeds its uniform number, [R]."""
-        time_R, later_R, draw_R = masks.step_R3.unbind(1)
+        chance_R = self._chance(logits_RV, masks)
+        return chance_R - self._uniform(chance_R, masks)
+
+    def _uniform(self, chance_R: Tensor, masks: Masks) -> Tensor:
+        """A number in (0, 1) for each mask and step, [R]; enumerations replace it by one on either side of the chance."""
+        return noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, masks.step_R3[:, 2].to(torch.int64))
+
+    def _chance(self, logits_RV: Tensor, masks: Masks) -> Tensor:
+        """The chance that each mask is revealed in this step, [R]."""
+        time_R, later_R, _ = masks.step_R3.unbind(1)
         mask_R = torch.full_like(masks.position_R, self._mask_id)
         scores_RV = log_scores(logits_RV.to(torch.float64), mask_R, total_noise(time_R))
-        chance_R = chance_by_scores(scores_RV, self._mask_id, self._kind == "euler", time_R, later_R)
-        return chance_R - noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, draw_R.to(torch.int64))
+        return chance_by_scores(scores_RV, self._mask_id, self._kind == "euler", time_R, later_R)

@@ -12,7 +12,7 @@ import torch
 
 from decoders.base import HOLE, ModelInfo, Request
 from decoders.common_settings import Sampling
-from decoders.draws import noise
+from decoders.draws import keys, noise
 from decoders.draws.noise import sample_key
 from decoders.draws.sampling import coupled_draw
 from decoders.draws.schedule import LAST_TIME, NOISE_EPS
@@ -24,6 +24,8 @@ from decoders.references.choosers import enumerate_law
 from decoders.references.masked import ancestral
 from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
+from tests.decoders import look_enumeration
+from tests.decoders.enumeration import decoded
 from tests.decoders.support import run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6
@@ -129,6 +131,53 @@ def test_a_whole_run_has_the_law_of_its_steps(predictor, canvas, steps):
     law = law_of(model, canvas, steps, predictor)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, by_hand(model, canvas, steps, predictor)) < 1e-12
+
+
+def by_steps(monkeypatch, key, holes, length, steps):
+    """Let a chooser decide in which step each mask of the sample with this key is revealed (`ddpm`).
+
+    The sample's uniform numbers are cut where the steps' times lie, and each part once more, so that a wrong cut is found.
+    """
+    whole = keys.uniforms
+    first = min(1.0, holes / length / (1 - NOISE_EPS))
+    ends = [1.0 - (first + (LAST_TIME - first) * step / steps) / first for step in range(steps + 1)] + [1.0]
+    cuts = [0.0] + [low + (high - low) * part for low, high in itertools.pairwise(ends) for part in (0.3, 1.0)]
+
+    def use(chooser):
+        def uniforms(of, positions, purpose, draw=0):
+            if of != key or purpose != keys.ORDER:
+                return whole(of, positions, purpose, draw)
+            masses = torch.tensor([high - low for low, high in itertools.pairwise(cuts)], dtype=torch.float64)
+            chosen = [chooser.choose(masses.log(), purpose, int(position), 0) for position in positions]
+            # The later a mask is revealed, the smaller is its number.
+            return np.array([1.0 - (cuts[part] + cuts[part + 1]) / 2 for part in chosen])
+
+        monkeypatch.setattr(keys, "uniforms", uniforms)
+
+    return use
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(predictor, steps, rows, monkeypatch):
+    canvas, others = [HOLE, 1, HOLE], [[HOLE, 2], [HOLE] * 3][: 2 * (rows - 1)]
+    requests = [
+        Request(index, 900 + index, np.array(one, dtype=np.int32)) for index, one in enumerate([*others, canvas])
+    ]
+    number = len(others)
+    use = by_steps(monkeypatch, 900 + number, 2, 3, steps)
+    setup = Setup(backbone=table(3), info=INFO, sampling=Sampling(), max_rows=rows, max_tokens=1 << 20)
+
+    def run(chooser):
+        use(chooser)
+        engine = look_enumeration.engine_of(setup, settings_of(steps, predictor), {number: chooser})
+        return tuple(decoded(engine, requests)[number].tokens.tolist())
+
+    expected = by_hand(plain(3), canvas, steps, predictor)
+    law = enumerate_law(run)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12
 
 
 def test_more_steps_mean_more_context_and_another_law():
