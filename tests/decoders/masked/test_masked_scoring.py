@@ -13,6 +13,7 @@ import torch
 
 from decoders.base import Request
 from decoders.draws.keys import sample_key
+from decoders.engine.score_engine import ScoreLane
 from decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.masked.diffusion_tables import LENGTH, MASK, VOCAB, drafter, mask_info
 from tests.decoders.support import score, scorer_for
@@ -178,6 +179,18 @@ def test_two_models_see_the_same_masks(monkeypatch):
         score(table, mask_info(), LLADA, [text(LENGTH, range(LENGTH))], rows=4, samples=8)
         seen.append(torch.cat(canvases))
     assert torch.equal(seen[0], seen[1]) and bool((seen[0] == MASK).any())
+
+
+def test_a_model_is_told_the_share_of_the_whole_text_that_is_masked(monkeypatch):
+    shares, forward = [], ScoreLane.forward
+
+    def told(lane, packed):
+        shares.extend(packed.share_B)
+        return forward(lane, packed)
+
+    monkeypatch.setattr(ScoreLane, "forward", told)
+    score(drafter(), ANCESTRAL, MDLM, [text(LENGTH, [2, 5])], kind="llada")
+    assert shares == pytest.approx([1 / LENGTH, 1 / LENGTH, 2 / LENGTH])
 
 
 def test_what_was_inside_is_named_when_all_is_dropped():
