@@ -133,7 +133,8 @@ class EngineStats:
     """Totals of one decoder since it was built; the worker reports their differences.
 
     lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots;
-    token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified.
+    token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified. Of the `prompt_rows` of samples' prompts,
+    `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none).
     """
 
     steps: int = 0
@@ -144,6 +145,8 @@ class EngineStats:
     computed_rows: int = 0
     committed: int = 0
     verified: int = 0
+    prompt_rows: int = 0
+    prompt_rows_shared: int = 0
 
 
 class Decoder(Protocol):

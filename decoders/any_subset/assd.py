@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from decoders.any_subset.ngram import Ngrams
 from decoders.any_subset.sequential import whole_prompt
 from decoders.any_subset.settings import AssdSettings
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import BARE, DRAFT, JUDGE, JUST_ONE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll, Weights
 from decoders.engine.samples import Sample, equal_queries, fresh_queries
 
@@ -111,4 +111,5 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         keeps_laws=True,
         joins_prompts=False,
         shared=whole_prompt,
+        grain=WHOLE,
     )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from decoders.any_subset.assd import MOST_AUTO
 from decoders.any_subset.sequential import whole_prompt
 from decoders.any_subset.settings import AssdSettings
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import BARE, CHAIN, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
 from decoders.engine.samples import Sample, equal_queries, fresh_queries
 
@@ -96,4 +96,5 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         keeps_laws=True,
         joins_prompts=False,
         shared=whole_prompt,
+        grain=WHOLE,
     )

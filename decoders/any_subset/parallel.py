@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from decoders.any_subset.sequential import whole_prompt
 from decoders.any_subset.settings import ParallelSettings
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import LOOSE, NO_DRAFT, Decoding
 from decoders.engine.samples import Sample, equal_queries
 
@@ -28,4 +28,6 @@ def parallel(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: ParallelSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=parallel, kind="any_subset", joins_prompts=False, knows_logprob=False, shared=whole_prompt)
+    return Algorithm(
+        decode=parallel, kind="any_subset", joins_prompts=False, knows_logprob=False, shared=whole_prompt, grain=WHOLE
+    )

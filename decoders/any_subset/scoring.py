@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from decoders.any_subset.sequential import whole_prompt
 from decoders.any_subset.settings import AnySubsetSettings
 from decoders.common_settings import Estimate
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import GIVEN, Decoding
 from decoders.engine.samples import Sample, fresh_queries
 
@@ -35,4 +36,4 @@ def score(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: AnySubsetSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it: these models' scores are exact, and depend neither on `settings` nor on `estimate`."""
-    return Algorithm(decode=score, kind="any_subset", scores=True)
+    return Algorithm(decode=score, kind="any_subset", scores=True, shared=whole_prompt, grain=WHOLE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from decoders.any_subset.settings import AnySubsetSettings
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import JUST_ONE, TARGET, Decoding
 from decoders.engine.samples import Sample, fresh_queries
 
@@ -31,7 +31,7 @@ def any_subset(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=any_subset, kind="any_subset", joins_prompts=False, shared=whole_prompt)
+    return Algorithm(decode=any_subset, kind="any_subset", joins_prompts=False, shared=whole_prompt, grain=WHOLE)
 
 
 def whole_prompt(s: Sample) -> int:

@@ -24,7 +24,7 @@ from decoders.any_subset.sequential import whole_prompt
 from decoders.any_subset.settings import AssdSettings
 from decoders.drafts.settings import SuffixDrafterSettings
 from decoders.drafts.suffix_index import Reader, SuffixIndex
-from decoders.engine.algorithm import Algorithm
+from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.asks import NO_DRAFT, SEARCH, SURE, Decoding, Offer
 from decoders.engine.samples import Sample, fresh_queries
 
@@ -130,4 +130,5 @@ def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
         auto_rows=[2 * e + 2 for e in range(k + 1)],
         joins_prompts=False,
         shared=whole_prompt,
+        grain=WHOLE,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -185,6 +185,11 @@ class ModuleBackbone:
         return sights
 
     # ---- NaN and infinity ----------------------------------------------------------------------------------------
+
+    @property
+    def tainted(self) -> Collection[int]:
+        """The slots that may hold NaN or infinity."""
+        return self._tainted
 
     def taint(self, slots: Iterable[int]) -> None:
         """Some of these slots hold NaN or infinity: they are wiped before their next sample."""

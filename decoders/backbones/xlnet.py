@@ -15,7 +15,7 @@ Legend: N token rows (content first, then queries).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -265,6 +265,11 @@ class XLNetBackbone:
             states_ND = self._layer_forward(layer, index, states_ND, layout)
         self.finite = (entering_ND.sum() + states_ND.sum()).isfinite()
         return states_ND
+
+    @property
+    def tainted(self) -> Collection[int]:
+        """The slots that may hold NaN or infinity."""
+        return self._tainted
 
     def taint(self, slots: Iterable[int]) -> None:
         """Some of these slots hold NaN or infinity: they are wiped before their next sample."""

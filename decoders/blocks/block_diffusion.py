@@ -78,7 +78,7 @@ def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> D
     s.widen(rules.full(s.length))
     start = s.prompt // rules.size * rules.size
     # What is decided, but not yet in the cache.
-    behind = (0, start) if start else None
+    behind = (s.cached, start) if start else None
     while not s.is_over:
         end = min(start + rules.size, len(s.tokens))
         block = Block(start, end, s.tokens[start:end].count(HOLE))
@@ -247,5 +247,8 @@ def algorithm_of(rules: Rules, decode: Any, notes: Notes, *, knows_logprob: bool
         sample=BlockSample,
         # A prompt shorter than a block needs no prefill: its sample drafts at once.
         has_prompt=lambda sample: sample.prompt >= rules.size,
+        # The last row of the blocks before the first mask is run by every sample: it may predict that mask.
+        shared=lambda sample: max(sample.prompt // rules.size * rules.size - 1, 0),
+        grain=rules.grain,
         notes=notes,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from decoders.causal.autoregressive import prompt_but_one
 from decoders.causal.settings import AutoregressiveSettings
 from decoders.common_settings import Estimate
 from decoders.engine.algorithm import Algorithm
@@ -28,4 +29,4 @@ def score(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: AutoregressiveSettings, estimate: Estimate) -> Algorithm:
     """How the engine runs it: a causal model's scores are exact, and depend neither on `settings` nor on `estimate`."""
-    return Algorithm(decode=score, scores=True)
+    return Algorithm(decode=score, scores=True, shared=prompt_but_one)

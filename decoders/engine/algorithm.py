@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from decoders.base import HOLE, Request
 from decoders.engine.asks import Decoding
 from decoders.engine.samples import Sample
+
+WHOLE: Final = 0
+"""As grain: a prompt is taken over from another sample as a whole or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,10 @@ class Algorithm:
     distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text.
     With `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
     canvas length. With `scores` the samples have tokens to score where others have holes; `estimates`: by several canvases each
-    (score_engine.py). `shared` is how many leading columns of a prompt another sample with the same canvas can take over.
+    (score_engine.py).
+
+    `shared` is how many leading columns of a prompt can at most be taken over from another sample whose prompt begins alike, a
+    multiple of `grain` of them, or with grain WHOLE all or none. The first forward runs the rest, at least one row.
 
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.
@@ -78,6 +84,7 @@ class Algorithm:
     scores: bool = False
     estimates: bool = False
     shared: Callable[[Sample], int] = lambda sample: 0
+    grain: int = 1
     sample: Callable[..., Sample] = Sample
     has_prompt: Callable[[Sample], bool] = lambda sample: True
     notes: Notes = Notes()

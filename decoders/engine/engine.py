@@ -57,6 +57,7 @@ from decoders.engine.named_answers import NamedAnswers
 from decoders.engine.node_lengths import NodeLengths
 from decoders.engine.orders import decoding_order
 from decoders.engine.packing import Asked, Ints, Table
+from decoders.engine.prefixes import Prefixes
 from decoders.engine.rolls import Rolling
 from decoders.engine.room import Room
 from decoders.engine.samples import Sample, Times, equal_queries
@@ -67,13 +68,18 @@ from decoders.engine.windows import WindowLane
 _FEW_PROMPTS: Final = 4
 
 
+# A sample waits for another one's prompt, and columns are copied, if that saves so many rows, or all that can be saved.
+LEAST_SHARED: Final = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The samples of one step. `fresh`: it is the first one of all of them; `joined`: of some of them."""
+    """The samples of one step. `fresh`: it is the first one of all of them; `joined`: of some of them, which are `new`."""
 
     samples: list[Sample]
     fresh: bool
     joined: bool
+    new: Sequence[Sample] = ()
 
     @property
     def is_usual(self) -> bool:
@@ -112,6 +118,7 @@ class Engine:
         if algorithm.auto == "nodes":
             self.lengths = NodeLengths(setup.max_rows, algorithm.auto_rows or (), self._free_columns)
         self._shape = (0, 0)
+        self.prefixes = Prefixes(algorithm.grain)
         self._slots: list[Sample | None] = []
         self._holes: list[int] = []
         self._fresh: list[Sample] = []
@@ -224,6 +231,7 @@ class Engine:
         self.answers.use(min(num_slots, self.max_rows))
         for lane in reversed(self.lanes):
             lane.resize(num_slots, num_columns)
+        self.prefixes.resize(num_slots, num_columns)
         self._shape = (num_slots, num_columns)
 
     def _place(self, sample: Sample) -> None:
@@ -241,6 +249,12 @@ class Engine:
         sample.decoding = self.algorithm.decode(sample)
         if self.algorithm.has_prompt(sample):
             self._fresh.append(sample)
+            if most := self.algorithm.shared(sample):
+                if not self.lanes[0].is_sound(slot):
+                    self.prefixes.forget(slot)
+                sample.cached = self.prefixes.place(slot, prompt_of(sample, self.info.vocab_size), most)
+                return
+        self.prefixes.forget(slot)
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
@@ -272,6 +286,7 @@ class Engine:
         source, sample.slot = sample.slot, target
         for lane in self.lanes:
             lane.move(source, target)
+        self.prefixes.move(source, target)
         self.answers.move(source, target)
         self.counters.move(source, target)
         if self.lengths is not None:
@@ -285,45 +300,74 @@ class Engine:
         joins = few and self.joins_prompts and self.backbone.device.type == "cpu"
         if not self._fresh:
             return Turn(everyone, fresh=False, joined=False)
-        waiting = self._share_prompts(everyone)
+        waiting = self._share_prompts()
         new = sorted((sample for sample in self._fresh if sample.slot not in waiting), key=lambda sample: sample.slot)
         if joins:
             self._fresh = [sample for sample in self._fresh if sample.slot in waiting]
-            return Turn([sample for sample in everyone if sample.slot not in waiting], fresh=False, joined=True)
+            return Turn([one for one in everyone if one.slot not in waiting], fresh=False, joined=True, new=new)
         count = self._fitting(new)
         self._fresh = new[count:] + [sample for sample in self._fresh if sample.slot in waiting]
-        return Turn(new[:count], fresh=True, joined=False)
+        return Turn(new[:count], fresh=True, joined=False, new=new[:count])
 
     def _fitting(self, new: list[Sample]) -> int:
         """How many prompts fit into the memory of one forward; at least one."""
         most, num_rows = self.account.prompt_rows, 0
         for count, sample in enumerate(new):
-            num_rows += len(sample.request.canvas)
+            num_rows += len(sample.request.canvas) - sample.cached
             if most is not None and count and num_rows > most:
                 return count
         return len(new)
 
-    def _share_prompts(self, everyone: list[Sample]) -> set[int]:
-        """Copy computed prompts into the slots of new samples with the same canvas; returns those whose prompt is computed next.
+    def _share_prompts(self) -> set[int]:
+        """Copy columns into the slots of new samples whose prompts begin alike; returns the slots of samples that wait.
 
-        The samples of a row (`sampling.n`) have one canvas: the first of them runs its prompt, the others wait for that forward
-        and run only what the prompt's columns do not hold.
+        A sample waits for one that runs now if their prompts have more in common than any slot holds yet: the samples of a row
+        (`sampling.n`) have one prompt, those of a task the same examples before their questions.
         """
-        new = {sample.slot for sample in self._fresh}
-        computed = {canvas_of(sample.request): sample.slot for sample in everyone if sample.slot not in new}
-        first, waiting = set[tuple[bytes, bytes]](), set[int]()
+        coming, waiting = list[int](), set[int]()
         for sample in sorted(self._fresh, key=lambda sample: sample.slot):
-            shared, canvas = self.algorithm.shared(sample), canvas_of(sample.request)
-            if not shared:
+            most = self.algorithm.shared(sample)
+            if not most:
                 continue
-            if canvas in computed:
-                self.lanes[0].move(computed[canvas], sample.slot)
-                sample.cached = shared
-            elif canvas in first:
+            self._take_over(sample, most)
+            awaited = self.prefixes.awaited(sample.slot, most, coming).columns
+            if is_worth(awaited - sample.cached, awaited == most):
                 waiting.add(sample.slot)
             else:
-                first.add(canvas)
+                coming.append(sample.slot)
         return waiting
+
+    def _take_over(self, sample: Sample, most: int) -> None:
+        """Copy what another slot holds of a new sample's prompt. Nothing comes from a slot that holds NaN or infinity."""
+        lane = self.lanes[0]
+        while (found := self.prefixes.held(sample.slot, most)).columns and not lane.is_sound(found.slot):
+            self.prefixes.forget(found.slot)
+        if is_worth(found.columns - sample.cached, found.columns == most):
+            lane.move(found.slot, sample.slot)
+            lane.start(sample)
+            sample.cached = found.columns
+            self.prefixes.ran(sample.slot, found.columns)
+
+    def _begun(self, new: Sequence[Sample]) -> None:
+        """Count the prompts that are about to run."""
+        for sample in new:
+            if most := self.algorithm.shared(sample):
+                self.stats.prompt_rows += self._prompt_columns(sample, most)
+                self.stats.prompt_rows_shared += sample.cached
+
+    def _prompts_ran(self, new: Sequence[Sample]) -> None:
+        """The columns of these samples' prompts are in place; those who wait take them over before a slot has its next sample."""
+        for sample in new:
+            if most := self.algorithm.shared(sample):
+                self.prefixes.ran(sample.slot, self._prompt_columns(sample, most))
+        for sample in self._fresh if new else ():
+            if most := self.algorithm.shared(sample):
+                self._take_over(sample, most)
+
+    @staticmethod
+    def _prompt_columns(sample: Sample, most: int) -> int:
+        """How many columns of a prompt its sample's first forward leaves in the cache."""
+        return min(most + 1, sample.prompt)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -335,6 +379,7 @@ class Engine:
         if not self._slots:
             return done
         turn = self._turn()
+        self._begun(turn.new)
         for sample in turn.samples:
             if sample.ask is None:
                 assert sample.decoding is not None, "a sample in a slot has a generator"
@@ -345,6 +390,7 @@ class Engine:
         began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
         is_new = turn.fresh or turn.joined
         ended = self._evaluate(turn.samples, is_new=is_new)
+        self._prompts_ran(turn.new)
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
             self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
@@ -565,7 +611,12 @@ class Engine:
         return outcome
 
 
-def canvas_of(request: Request) -> tuple[bytes, bytes]:
-    """A canvas and its order of decoding, as a key."""
-    order = b"" if request.hole_order is None else request.hole_order.tobytes()
-    return request.canvas.tobytes(), order
+def is_worth(saved: int, is_all: bool) -> bool:
+    """Whether so many rows are worth a copy of a slot, or a step of waiting."""
+    return saved >= LEAST_SHARED or (saved > 0 and is_all)
+
+
+def prompt_of(sample: Sample, vocab_size: int) -> Ints:
+    """What the columns of a prompt depend on: its tokens, and their positions where columns are not positions."""
+    tokens = np.array(sample.tokens[: sample.prompt], dtype=np.int64)
+    return tokens if sample.order is None else tokens + vocab_size * np.array(sample.order[: sample.prompt])

@@ -83,6 +83,11 @@ class Lane:
         if slot in self._unsure:
             self.record(torch.zeros(0, dtype=torch.float64, device=self.device))
 
+    def is_sound(self, slot: int) -> bool:
+        """Whether all that a slot holds is finite; from another one nothing may be copied."""
+        self._settle(slot)
+        return slot not in getattr(self.backbone, "tainted", ())
+
     def release(self, slot: int) -> None:
         """A slot has become free."""
 

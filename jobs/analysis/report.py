@@ -32,6 +32,7 @@ EFFICIENCY: Final = {
     "lane_eff": "lane efficiency (slots occupied)",
     "engine_eff": "engine efficiency (workers' time in forwards)",
     "tail_frac": "tail (workers' time with slots idle and no sample left)",
+    "prompts_shared": "prompts shared (prompt rows taken over from other samples, not computed)",
 }
 
 

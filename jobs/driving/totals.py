@@ -146,5 +146,6 @@ def efficiency(effort: Effort) -> dict[str, float]:
         "engine_eff": (engine.forward_s, effort.wall_s),
         "spec_eff": (engine.committed, engine.verified),
         "tail_frac": (effort.tail_s, effort.wall_s),
+        "prompts_shared": (engine.prompt_rows_shared, engine.prompt_rows),
     }
     return {name: above / below for name, (above, below) in pairs.items() if below}

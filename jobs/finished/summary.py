@@ -151,6 +151,7 @@ def _machine_rows(results: Results, sessions: Sessions) -> list[tuple[str, str]]
         ("lane efficiency", "lane_eff", "slots occupied"),
         ("engine efficiency", "engine_eff", "workers' time in forwards"),
         ("tail", "tail_frac", "workers' time with slots idle and no sample left"),
+        ("prompts shared", "prompts_shared", "prompt rows taken over from other samples, not computed"),
     ]
     rows += [(label, f"{figures[key]:.1%}  ({what})") for label, key, what in named if key in figures]
     workers = ratio(sessions.worker_s, sessions.wall_s)
