@@ -357,7 +357,8 @@ def test_slots_with_fewer_drafts_have_fewer_rows():
             return super().forward(rows)
 
     widths: list[list[int]] = []
-    requests = requests_of(prompt(0, 1, 2, holes=1), prompt(0, 1, 2, holes=2), prompt(0, 1, 2, holes=4))
+    # Equal prompts would run once.
+    requests = requests_of(prompt(0, 1, 2, holes=1), prompt(1, 2, 0, holes=2), prompt(2, 0, 1, holes=4))
     speculate(requests, k=2, target=Watched(vocab_size=VOCAB, num_positions=LENGTH, seed=1))
     # The prompt of three, and none, one or two drafts.
     assert widths[0] == [3, 4, 5]
