@@ -1,8 +1,9 @@
 """UnitRunner: the decode loop of a worker. It keeps the decoder's slots full from the units it holds.
 
 One thread decodes. Another thread, the clerk's, reads and tokenizes the rows of the next unit and writes the files of finished
-units, so that neither stalls the slots. The loop knows no text, no files and no Ray. It admits samples longest first, those of
-the older unit before those of the newer. When a unit runs out of samples, free slots are filled from the next unit.
+units, so that neither stalls the slots. The loop knows no text, no files and no Ray. It admits samples longest first, those
+that begin alike after one another (seating.py), those of the older unit before those of the newer. When a unit runs out of
+samples, free slots are filled from the next unit.
 
 When the decoder raises, its samples are decoded again one at a time: a sample that fails alone is quarantined, the others
 succeed. When memory runs out, the number of rows is halved, and grows again later (row_limit.py). When the device is lost,
@@ -21,6 +22,7 @@ from actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memor
 from actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
 from actors.row_limit import RowLimit
 from actors.samples import Meter, Sample, length_of
+from actors.seating import in_order
 from decoders.base import Decoder, Outcome
 from storage.errors import RowError, StoreError, UserError
 
@@ -162,8 +164,7 @@ class UnitRunner:
     def _opened(self, unit: Open, samples: list[Sample]) -> None:
         unit.samples, unit.opened = samples, True
         unit.queued_at_s = time.perf_counter()
-        runnable = [sample for sample in samples if sample.canvas is not None]
-        runnable.sort(key=lambda sample: (-length_of(sample), sample.index))
+        runnable = in_order([sample for sample in samples if sample.canvas is not None])
         unit.waiting.extend(runnable)
         unit.left = len(runnable)
         self._close_if_ended(unit)

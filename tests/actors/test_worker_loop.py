@@ -44,6 +44,22 @@ def test_the_longest_samples_get_slots_first():
     assert decoder.admitted == [5, 5, 3, 1]
 
 
+def test_samples_that_begin_alike_get_slots_after_one_another():
+    class Shots(FakeClerk):
+        def open_unit(self, unit):
+            samples = super().open_unit(unit)
+            for sample, (text, end) in zip(samples, [(1, 2), (2, 9), (1, 5), (2, 3)], strict=True):
+                sample.canvas = np.array([text] * 20 + [-1] * end, dtype=np.int32)
+            return samples
+
+    decoder = FakeDecoder(max_rows=1)
+    runner = UnitRunner(decoder, Shots({0: [1, 1, 1, 1]}))
+    runner.add(work(0, 4))
+    (receipt,) = run_all(runner)
+    assert decoder.admitted == [29, 23, 25, 22]
+    assert isinstance(receipt, Receipt) and receipt.tally.new_tokens == 2 + 9 + 5 + 3
+
+
 def test_slots_are_refilled_from_the_next_unit_before_the_first_has_ended():
     decoder = FakeDecoder(max_rows=2)
     clerk = FakeClerk({0: [9, 1], 1: [2] * 4})

@@ -106,6 +106,8 @@ def test_efficiency_leaves_out_what_was_not_counted():
     engine = EngineStats(steps=4, forward_s=3.0, active_slot_steps=6, slot_steps=8, useful_rows=9, computed_rows=10)
     figures = efficiency(Effort(engine, wall_s=4.0, tail_s=1.0))
     assert figures == {"token_padding_eff": 0.9, "lane_eff": 0.75, "engine_eff": 0.75, "tail_frac": 0.25}
+    shared = EngineStats(prompt_rows=8, prompt_rows_shared=6)
+    assert efficiency(Effort(shared)) == {"prompts_shared": 0.75}
 
 
 def test_durations_are_short():
