@@ -2,8 +2,8 @@
 
 A forward's rows run through a model as one flat sequence, so that products compute no padding. Only this module accesses
 the cache: it writes the rows' keys and values, spreads the queries over a rectangle with one line per slot, attends to the
-visible columns, and gathers the results. The `Layout` that it needs is passed through the model's keyword arguments as one
-object; nothing is kept between forwards.
+visible columns, and gathers the results. On a GPU a kernel reads the cache by the rows' intervals instead. The `Layout` or
+`FlatLayout` that it needs is passed through the model's keyword arguments as one object; nothing is kept between forwards.
 
 Under grouped-query attention the queries of a group become further query
 rows of their key head: keys and values are never repeated.
@@ -25,6 +25,8 @@ from torch.nn import functional
 from decoders.backbones.cache import SlotCache
 from decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
 from decoders.backbones.rows import TokenRows
+from decoders.kernels.find import Attend
+from decoders.kernels.seen import Seen
 
 # Scores computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights. Never fewer rows than
 # this, so that parts stay above what the shape rules ask for.
@@ -59,6 +61,20 @@ class Layout:
     bands: tuple[Band, ...]
     windows: tuple[int | None, ...]
     sights: Mapping[int | None, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Where the rows of one forward sit in the cache and what they see, for attention that needs no rectangle."""
+
+    cache: SlotCache
+    places: Tensor
+    windows: tuple[int | None, ...]
+    seen: Seen
+    attend: Attend
+
+
+AnyLayout = Layout | FlatLayout
 
 
 def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, ...]:
@@ -128,14 +144,19 @@ def slot_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    layout: Layout,
+    layout: AnyLayout,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; returns ([1, N, H, d], no attention weights)."""
     layer, count = int(module.layer_idx), layout.places.shape[0] // key_1KNd.shape[1]
     query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
     layout.cache.write(layer, layout.places, key_NKd[:count], value_NKd[:count])
-    mixed_NHd = _mix(query_NHd[:count], layer, layout, layout.sights[layout.windows[layer]], scaling)
+    window = layout.windows[layer]
+    if isinstance(layout, FlatLayout):
+        held_2SKWd = layout.cache.layers_2SKWd[layer]
+        mixed_NHd = layout.attend(query_NHd[:count], held_2SKWd, layout.seen, scaling=scaling, window=window)
+    else:
+        mixed_NHd = _mix(query_NHd[:count], layer, layout, layout.sights[window], scaling)
     padding = query_NHd.shape[0] - count
     return (functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd).unsqueeze(0), None
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decoders.backbones.attention import Layout, slot_attention
+from decoders.backbones.attention import AnyLayout, slot_attention
 from decoders.backbones.families.masked import DDiTShape
 from decoders.backbones.rows import TokenRows
 from decoders.backbones.transformer import ModuleBackbone
@@ -64,7 +64,7 @@ class _Block(nn.Module):
         self.adaLN_modulation = nn.Linear(shape.cond_dim, 6 * width)
 
     def forward(
-        self, states_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], parts: tuple[Tensor, ...], layout: Layout
+        self, states_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], parts: tuple[Tensor, ...], layout: AnyLayout
     ) -> Tensor:
         dtype = layout.cache.dtype
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = parts
@@ -73,7 +73,7 @@ class _Block(nn.Module):
         inner_ND = _modulate(self.norm2(states_ND), shift_2, scale_2).to(dtype)
         return states_ND + gate_2 * self.mlp(inner_ND)
 
-    def _attend(self, inner_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    def _attend(self, inner_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: AnyLayout) -> Tensor:
         heads_3HNd = self.attn_qkv(inner_ND).view(inner_ND.shape[0], 3, self.num_heads, -1).permute(1, 2, 0, 3)
         query, key = (_turn(heads_HNd, turn_2Nd).unsqueeze(0) for heads_HNd in heads_3HNd[:2])
         value, scaling = heads_3HNd[2:], heads_3HNd.shape[3] ** -0.5
@@ -125,7 +125,7 @@ class _Stack(nn.Module):
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        layout: Layout,
+        layout: AnyLayout,
         modulations: list[Tensor],
         which_N: Tensor | None,
         **_: Any,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decoders.backbones.attention import Layout, slot_attention
+from decoders.backbones.attention import AnyLayout, slot_attention
 from decoders.backbones.families.llada2 import LLaDA2Shape
 from decoders.backbones.moe import GatedMLP, SigmoidMixture
 from decoders.backbones.transformer import ModuleBackbone
@@ -52,7 +52,7 @@ class _Attention(nn.Module):
         self.query_layernorm, self.key_layernorm = (_Norm(shape.head_dim, shape.rms_norm_eps) for _ in range(2))
         self.dense = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
 
-    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: AnyLayout) -> Tensor:
         heads_Nxd = self.query_key_value(rows_ND).unflatten(1, (sum(self.heads), -1))
         query_NHd, key_NKd, value_NKd = heads_Nxd.split(self.heads, dim=1)
         query_NHd = self._turn(self.query_layernorm(query_NHd), turn_2Nd)
@@ -80,7 +80,7 @@ class _Layer(nn.Module):
         dense = index < shape.first_k_dense_replace
         self.mlp = GatedMLP(width, shape.intermediate_size) if dense else _mixture(shape)
 
-    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+    def forward(self, rows_ND: Tensor, turn_2Nd: tuple[Tensor, Tensor], layout: AnyLayout) -> Tensor:
         rows_ND = rows_ND + self.attention(self.input_layernorm(rows_ND), turn_2Nd, layout)
         out_ND: Tensor = rows_ND + self.mlp(self.post_attention_layernorm(rows_ND))
         return out_ND
@@ -108,7 +108,7 @@ class _Stack(nn.Module):
         self.layers = nn.ModuleList(_Layer(index, shape) for index in range(shape.num_hidden_layers))
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **_: Any) -> _States:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, layout: AnyLayout, **_: Any) -> _States:
         """Run flat rows, [1, N] of ids and positions; final normed states [1, N, D]."""
         rows_ND = self.word_embeddings(input_ids[0])
         turn_2Nd = self._turns(position_ids[0], rows_ND.dtype)

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from decoders.backbones.invariance import at_least_rows
 from decoders.backbones.packed import UnsetLinear
+from decoders.kernels.find import Product
 
 
 def _exact(rows: Tensor) -> Tensor:
@@ -42,10 +43,6 @@ class GatedMLP(nn.Module):
         inner = functional.silu(self.gate_proj(rows_ND)) * self.up_proj(rows_ND)
         mixed: Tensor = self.down_proj(inner)
         return mixed
-
-
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Multiplies rows [P, D], sorted by expert, with the experts' matrices [E, M, D]; the ends [E] say where each one's rows end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from decoders.backbones.attention import Layout, bias_of, cut_ragged, slot_attention
+from decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
 from decoders.backbones.cache import SlotCache
 from decoders.backbones.families.causal import CausalFamily, empty_model, head_width, key_value_heads, parse_config
 from decoders.backbones.invariance import at_least_rows
@@ -25,6 +25,8 @@ from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 from decoders.backbones.rows import TokenRows, seen_columns
 from decoders.backbones.self_test import model_rules, products
+from decoders.kernels.find import Attend, find_attention, find_product
+from decoders.kernels.seen import Seen
 
 _ATTENTION: Final = "draftmill_slots"
 # Elementwise kernels compute the last few numbers of a tensor differently; whole blocks of rows leave no remainder.
@@ -64,9 +66,16 @@ class ModuleBackbone:
         self.rules = model_rules(found, heads, dtype, self.device, longest)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._row_multiple = _VECTOR // math.gcd(_VECTOR, head_width(parsed), *inner)
-        for part in self.base.modules():
-            if isinstance(part, Mixture):
-                part.padded = self._padded
+        mixtures = [part for part in self.base.modules() if isinstance(part, Mixture)]
+        for part in mixtures:
+            part.padded = self._padded
+        if mixtures and (product := find_product(self.device, dtype)) is not None:
+            for part in mixtures:
+                part.gather(product)
+        self._group = heads[1]
+        self._attend = find_attention(
+            self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
+        )
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
         self.num_rows_computed = 0
         self.forget()
@@ -152,11 +161,13 @@ class ModuleBackbone:
         padded[0, : values_N.shape[0]] = values_N
         return padded
 
-    def _layout(self, rows: TokenRows) -> Layout:
+    def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
         self.cache.positions_SW[rows.slot_N, rows.column_N] = rows.position_N
+        if self._attend is not None:
+            return self._flat_layout(rows, self._attend)
         rectangle_N = None if rows.fills else rows.owner_N * shape.num_lines + rows.line_N
         return Layout(
             cache=self.cache,
@@ -170,6 +181,19 @@ class ModuleBackbone:
             windows=self.windows,
             sights=self._sights(rows, num_columns, rectangle_N),
         )
+
+    def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
+        seen = Seen.of(
+            rows.slot_N,
+            rows.low_IN,
+            rows.high_IN,
+            position_N=rows.position_N,
+            positions_SW=self.cache.positions_SW,
+            rows_at_once=-(-rows.num_rows // rows.shape.num_slots),
+            group=self._group,
+        )
+        places = self.cache.places(rows.slot_N, rows.column_N)
+        return FlatLayout(self.cache, places, self.windows, seen, attend)
 
     def _sights(self, rows: TokenRows, num_columns: int, rectangle_N: Tensor | None) -> dict[int | None, Tensor]:
         """What the rows see under each window: an additive bias over the rectangle."""

@@ -9,7 +9,10 @@ Source: Yang et al., "XLNet" (2019), equations for the two streams and the relat
 checkpoint is transformers' XLNetLMHeadModel. A row that sees nothing (first query of an empty prompt) has attention output
 zero: a softmax over nothing would read tokens that are not decided yet.
 
-Legend: N token rows (content first, then queries).
+On a GPU a kernel attends to the cache by the rows' limits (decoders/kernels/attention.py): the scores of all distances come from
+one product, and the kernel adds to each column's score the one of its distance. No rectangle, mask or bias over columns is made.
+
+Legend: N token rows (content first, then queries), P distances.
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ from decoders.backbones.invariance import (
 )
 from decoders.backbones.rows import Rows
 from decoders.backbones.visibility import visible
+from decoders.kernels.find import Attend, find_attention
+from decoders.kernels.seen import Seen
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
@@ -50,6 +55,7 @@ _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 # Scores of relative positions held at once, in numbers; a longer prefill is done a few slots at a time.
 _MAX_BIAS_NUMBERS: Final = 1 << 24
+_MAX_RELATIVE_NUMBERS: Final = 1 << 27
 # Keys of distances are computed in chunks of this size: their bits then don't depend on the size of the table.
 _DISTANCES: Final = 32
 
@@ -86,6 +92,25 @@ class _Layout:
     hidden_BTW: Tensor
     distance_BTW: Tensor
     blind_N: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatLayout:
+    """Where the flat rows of one forward (content first) sit in the cache, and what they see, in parts of rows.
+
+    `parts` are those of all rows, `last_parts` those of the query rows alone, which are all that the last layer runs.
+    """
+
+    num_content: int
+    span: int
+    content_slots_N: Tensor
+    content_columns_N: Tensor
+    parts: list[tuple[slice, Seen]]
+    last_parts: list[tuple[slice, Seen]]
+    attend: Attend
+
+
+_AnyLayout = _Layout | _FlatLayout
 
 
 @functools.lru_cache(maxsize=8)
@@ -151,6 +176,9 @@ class XLNetBackbone:
         self.rules = self._rules(shape.d_inner)
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
+        self._attend = find_attention(
+            self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width
+        )
         self.relative: list[Tensor] = []
         self.forget()
 
@@ -254,8 +282,8 @@ class XLNetBackbone:
     @torch.no_grad()
     def forward(self, rows: Rows) -> Tensor:
         """Write the content rows' keys and values and return the query rows' last hidden states, [Q, D]."""
-        layout = self._layout(rows)
-        num_query = layout.rectangle_N.shape[0] - layout.num_content
+        layout = self._layout(rows) if self._attend is None else self._flat_layout(rows, self._attend)
+        num_query = rows.query_column_Q.shape[0]
         content_ND = self.embedding_VD[rows.content_token_C]
         states_ND = torch.cat([content_ND, self.mask_embedding_D.expand(num_query, self.width)])
         self.num_rows_computed = max(states_ND.shape[0], self.rules.min_rows)
@@ -308,15 +336,43 @@ class XLNetBackbone:
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
-    def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _Layout) -> Tensor:
+    def _flat_layout(self, rows: Rows, attend: Attend) -> _FlatLayout:
+        shape, num_content = rows.shape, rows.content_token_C.shape[0]
+        limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
+        column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
+        slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
+        seen = Seen.of(
+            slot_N,
+            torch.zeros_like(limit_N).unsqueeze(0),
+            limit_N.unsqueeze(0),
+            position_N=self.order_SW[slot_N, column_N],
+            positions_SW=self.order_SW,
+            rows_at_once=-(-len(limit_N) // (2 * shape.num_slots)),
+        )
+        span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
+        at_once = max(1, _MAX_RELATIVE_NUMBERS // (self.num_heads * 2 * span))
+        return _FlatLayout(
+            num_content=num_content,
+            span=span,
+            content_slots_N=slot_N[:num_content],
+            content_columns_N=rows.content_column_C,
+            parts=_parts(seen, 0, at_once),
+            last_parts=_parts(seen, num_content, at_once),
+            attend=attend,
+        )
+
+    def _layer_forward(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> Tensor:
         min_rows = self.rules.min_rows
         self._write(layer, index, states_ND, layout)
         start = layout.num_content if index == self.num_layers - 1 else 0
-        rows_ND, rectangle_N = states_ND[start:], layout.rectangle_N[start:]
+        rows_ND = states_ND[start:]
         query_ND = linear_rows(rows_ND, layer.query_DD, None, min_rows)
-        mixed_ND = self._attention(layer, index, query_ND, rectangle_N, layout)
-        if layout.blind_N is not None:
-            mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
+        if isinstance(layout, _FlatLayout):
+            mixed_ND = self._flat_attention(layer, index, query_ND, layout)
+        else:
+            mixed_ND = self._attention(layer, index, query_ND, layout.rectangle_N[start:], layout)
+            if layout.blind_N is not None:
+                mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
         rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
         rows_ND = functional.layer_norm(rows_ND, (self.width,), *layer.attention_norm, self.eps)
         inner = self.activation(linear_rows(rows_ND, *layer.inner_1, min_rows))
@@ -324,13 +380,26 @@ class XLNetBackbone:
             rows_ND + linear_rows(inner, *layer.inner_2, min_rows), (self.width,), *layer.inner_norm, self.eps
         )
 
-    def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _Layout) -> None:
+    def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> None:
         content_ND = states_ND[: layout.num_content]
         key_value = linear_rows(content_ND, layer.key_value_DD, None, self.rules.min_rows)
         key_value_N2Hd = key_value.view(-1, 2, self.num_heads, self.head_width)
         for which in (0, 1):
             held_SHWd = self.cache.layers_2SKWd[index][which]
             held_SHWd[layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
+
+    def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
+        """Attend to the cache by the rows' limits, [N, H * d]."""
+        middle = self.relative[index].shape[2] // 2
+        keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
+        query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
+        held_2SHWd, mixed = self.cache.layers_2SKWd[index], []
+        for part, seen in layout.last_parts if index == self.num_layers - 1 else layout.parts:
+            position_HNd = (query_NHd[part] + layer.position_bias_Hd).transpose(0, 1)
+            relative_NHP = torch.bmm(position_HNd, keys_Hdp).transpose(0, 1)
+            content_NHd = query_NHd[part] + layer.content_bias_Hd
+            mixed.append(layout.attend(content_NHd, held_2SHWd, seen, scaling=1.0, relative_NHP=relative_NHP))
+        return torch.cat(mixed).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
     def _attention(self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout) -> Tensor:
         """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]."""
@@ -369,3 +438,10 @@ class XLNetBackbone:
     def embed(self, tokens_R: Tensor) -> Tensor:
         """Return word embeddings [R, D]."""
         return self.embedding_VD[tokens_R]
+
+
+def _parts(seen: Seen, first: int, at_once: int) -> list[tuple[slice, Seen]]:
+    """The rows from `first` on, at most so many at once: their slices, counted from there, and what they see."""
+    count = seen.slot_N.shape[0] - first
+    slices = [slice(start, min(start + at_once, count)) for start in range(0, max(count, 1), at_once)]
+    return [(part, seen.part(slice(first + part.start, first + part.stop))) for part in slices]

@@ -29,7 +29,7 @@ from decoders.draws import keys
 from decoders.draws.sampling import inverse_cdf_draw, residual
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import DRAFT, GIVEN, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
-from decoders.engine.kernel_draws import KernelDraws, find_choice
+from decoders.engine.kernel_draws import KernelDraws
 from decoders.engine.lanes import Lane
 from decoders.engine.memory import Account
 from decoders.engine.named import NamedRows
@@ -40,6 +40,7 @@ from decoders.engine.row_laws import RowLaws
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
 from decoders.engine.transfers import put
+from decoders.kernels.find import find_choice
 
 Told = tuple[Ints | None, Ints, NDArray[np.float64]]
 """(accepted drafts of each sample, [B], or None if none were judged; tokens [R]; log-probabilities [R])."""
@@ -110,7 +111,7 @@ class NoiseAnswers:
             RowLaws(sampling, setup.max_rows, backbone.device),
             Places(setup.max_rows),
         )
-        choice = find_choice(backbone)
+        choice = find_choice(backbone.device, backbone.dtype)
         self._kernel = KernelDraws(choice, info, self._rows, self._places, backbone.device) if choice else None
         self._window = algorithm.window
         # Made when a token is first drawn by it: at temperature 0 there is none.

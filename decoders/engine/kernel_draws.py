@@ -8,44 +8,16 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Model
 from decoders.base import ModelInfo
 from decoders.engine.packing import Ints
 from decoders.engine.rings import Places
 from decoders.engine.row_laws import RowLaws
 from decoders.engine.transfers import put
-from decoders.kernels.choice_reference import Chosen, Warp
-from decoders.kernels.switch import use_kernels
-
-
-class Choice(Protocol):
-    """decoders/kernels/choice.py, or its reference."""
-
-    def choose(
-        self, logits_RV: Tensor, warp: Warp, key_R2: Tensor, position_R: Tensor, *, scored_R: Tensor | None = None
-    ) -> Chosen:
-        """See choice_reference.py."""
-        ...
-
-    def weigh(self, logits_RV: Tensor, warp: Warp, draft_R: Tensor, log_q_R: Tensor) -> tuple[Tensor, Tensor]:
-        """See choice_reference.py."""
-        ...
-
-
-def find_choice(backbone: Model) -> Choice | None:
-    """The kernel, where it can be used and equals its reference on this device."""
-    if backbone.dtype == torch.float64 or not use_kernels(backbone.device):
-        return None
-    from decoders.kernels import choice
-    from decoders.kernels.trial import choice_works
-
-    return choice if choice_works(backbone.device) else None
+from decoders.kernels.find import Choice
 
 
 class KernelDraws:

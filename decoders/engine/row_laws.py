@@ -31,6 +31,8 @@ class RowLaws:
         self._warp = sampling.model_copy(update={"top_p": None}) if self._nucleus else sampling
         self._temperature_S, self._top_p_S = np.zeros(num_slots), np.zeros(num_slots)
         self._own: set[int] = set()
+        # The job's settings for so many rows, on the device; kernels take one value a row.
+        self._job_2R = torch.zeros(2, 0, dtype=torch.float64, device=device)
 
     def start(self, slot: int, settings: RowSettings) -> None:
         """Take the settings of a new sample in `slot`."""
@@ -85,9 +87,16 @@ class RowLaws:
 
     def warp(self, slot_R: Ints, suppressed_V: Tensor) -> Warp:
         """The settings of the rows' samples, as the kernels take them."""
+        job, count = self._job, len(slot_R)
+        if not self._own:
+            if count > self._job_2R.shape[1]:
+                usual = np.array([[job.temperature], [job.top_p or 1.0]])
+                self._job_2R = put(usual.repeat(2 * count, 1), self._device)
+            temperature_R, top_p_R = self._job_2R[:, :count]
+            return Warp(temperature_R, top_p_R, (job.top_p or 1.0) < 1.0, job.top_k, suppressed_V)
         told_2R = np.stack([self._temperature_S[slot_R], self._top_p_S[slot_R]])
         temperature_R, top_p_R = put(told_2R, self._device)
-        return Warp(temperature_R, top_p_R, bool((told_2R[1] < 1.0).any()), self._job.top_k, suppressed_V)
+        return Warp(temperature_R, top_p_R, bool((told_2R[1] < 1.0).any()), job.top_k, suppressed_V)
 
     def _column(self, values_S: np.ndarray[tuple[int], np.dtype[np.float64]], slot_R: Ints) -> Tensor:
         return put(values_S[slot_R], self._device).unsqueeze(1)

@@ -57,6 +57,7 @@ class Seen:
         `group` is the number of query heads of a key head.
         """
         rows = max(1, min(rows_at_once, MOST_LINES // group))
+        low_IN, high_IN = low_IN.to(torch.int32), high_IN.to(torch.int32)
         return cls(slot_N, low_IN, high_IN, position_N, positions_SW, first_rows(slot_N, rows), rows)
 
     def part(self, rows: slice) -> Seen:

@@ -1,5 +1,6 @@
-"""Short decodes of builtin models whose draws are made by a given kernel, or by torch's operations."""
+"""Short decodes of builtin models by given kernels, or by torch's operations."""
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "look-up": ("ar-tiny", {"kind": "speculative", "k": 3}),
     "model": ("ar-tiny", {"kind": "speculative", "k": 3, "drafter": {"kind": "model", "path": "ar-micro"}}),
+    "multi-block": ("ar-tiny", {"kind": "multiblock_jacobi", "block_size": 4}),
     "jacobi": ("ar-tiny", {"kind": "jacobi", "block_size": 4}),
     "any_subset": ("asarm-tiny", {"kind": "any_subset"}),
     "assd": ("asarm-tiny", {"kind": "assd", "k": 3}),
@@ -36,9 +38,23 @@ WARPS: dict[str, dict[str, Any]] = {
 OWN = [RowSettings(), RowSettings(temperature=0.0), RowSettings(temperature=1.5, top_p=0.6)]
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """What stands in for the kernels that a worker would find on its device; None for torch's operations."""
+
+    choice: Any = None
+    attend: Any = None
+
+
+TORCH = Kernels()
+
+
 @cache
-def loaded(model):
-    return load_backbone(BUILTIN / model, dtype="float32", device="cpu")
+def loaded(model, attend):
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("transformer", "xlnet"):
+            patch.setattr(f"decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
+        return load_backbone(BUILTIN / model, dtype="float32", device="cpu")
 
 
 def requests_for(model, count, *, length=18, new=7, own=False):
@@ -53,10 +69,10 @@ def requests_for(model, count, *, length=18, new=7, own=False):
     return made
 
 
-def setup_for(name, sampling):
+def setup_for(name, kernels, sampling):
     model, given = CASES[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    backbone, drafter = loaded(model), getattr(getattr(settings, "drafter", None), "path", None)
+    backbone, drafter = loaded(model, kernels.attend), getattr(getattr(settings, "drafter", None), "path", None)
     setup = Setup(
         backbone=backbone,
         info=inspect_model(BUILTIN / model),
@@ -65,26 +81,28 @@ def setup_for(name, sampling):
         max_tokens=1 << 12,
         stops=Stops() if model == "ar-tiny" else None,
         heads=find_heads(settings, BUILTIN / model, backbone) if hasattr(settings, "fused") else None,
-        drafter=loaded(drafter) if drafter else None,
+        drafter=loaded(drafter, kernels.attend) if drafter else None,
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
     )
     return setup, settings
 
 
-def decoded(name, choice, *, warp, count=4, acceptance="coupled", own=False, new=7):
-    """The outcomes of some samples; `choice` draws the tokens, torch's operations if it is None."""
+def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, length=18, new=7):
+    """The outcomes of some samples."""
     sampling = Sampling.model_validate({"acceptance": acceptance, **WARPS[warp]}, strict=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoders.engine.answers.find_choice", lambda backbone: choice)
-        setup, settings = setup_for(name, sampling)
-        return run_all(build_decoder(setup, settings), requests_for(CASES[name][0], count, own=own, new=new))
+        patch.setattr("decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        setup, settings = setup_for(name, kernels, sampling)
+        return run_all(
+            build_decoder(setup, settings), requests_for(CASES[name][0], count, own=own, length=length, new=new)
+        )
 
 
-def scored(name, choice):
+def scored(name, kernels):
     """The scores of whole texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoders.engine.answers.find_choice", lambda backbone: choice)
-        setup, settings = setup_for(name, Sampling())
+        patch.setattr("decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        setup, settings = setup_for(name, kernels, Sampling())
         texts = [np.resize(np.arange(20, 30), length).astype(np.int32) for length in (18, 15, 9)]
         requests = [Request(index, 7, text, score_from=6) for index, text in enumerate(texts)]
         return run_all(build_scorer(setup, settings, Estimate()), requests)

@@ -1,21 +1,29 @@
 """Whole decodes with the kernels in the interpreter: the texts, counters and log-probabilities of torch's operations."""
 
 import pytest
+import torch
 
-from decoders.kernels import choice
-from tests.decoders.kernels.decoding import assert_equal, decoded
+from decoders.kernels import attention, choice
+from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
+from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded
+
+ALL = Kernels(choice, attention.attend)
 
 
 @pytest.mark.parametrize(
     ("name", "warp", "acceptance", "own"),
-    [
-        ("look-up", "plain", "coupled", True),
-        ("assd, fused chain", "all", "coupled", False),
-        ("model", "all", "rejection", False),
-    ],
+    [("look-up", "plain", "coupled", True), ("assd", "all", "rejection", False)],
 )
 def test_drawn_texts_are_those_of_torch(name, warp, acceptance, own):
-    found, expected = (
-        decoded(name, one, warp=warp, acceptance=acceptance, own=own, count=2, new=4) for one in (choice, None)
-    )
+    settings = {"warp": warp, "acceptance": acceptance, "own": own, "count": 2, "length": 10, "new": 3}
+    found, expected = (decoded(name, kernels, **settings) for kernels in (ALL, TORCH))
     assert_equal(found, expected, rounding=1e-4)
+
+
+def test_hidden_states_are_those_of_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr("decoders.backbones.transformer.find_attention", lambda *_, **__: attention.attend)
+    model, texts = save_random(tmp_path, "mistral"), {0: random_tokens(3, seed=1), 2: random_tokens(15, seed=3)}
+    backbone = load(tmp_path)
+    backbone.allocate(3, 20)
+    for slot, hidden in play(backbone, {slot: in_a_row(text) for slot, text in texts.items()}).items():
+        torch.testing.assert_close(hidden, theirs(model, texts[slot])[0], atol=1e-5, rtol=1e-5)

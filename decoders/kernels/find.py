@@ -1,0 +1,84 @@
+"""Finds the kernels that can be used on a device: those that are wanted, installed, and equal to their references there.
+
+None stands for torch's own operations. Triton is imported here and nowhere before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from decoders.kernels.choice_reference import Chosen, Warp
+from decoders.kernels.seen import Seen
+from decoders.kernels.switch import use_kernels
+
+
+class Attend(Protocol):
+    """Attention over a layer of the slot cache: attention.py, or its reference."""
+
+    def __call__(
+        self,
+        query_NHd: Tensor,
+        layer_2SKWd: Tensor,
+        seen: Seen,
+        *,
+        scaling: float,
+        window: int | None = None,
+        relative_NHP: Tensor | None = None,
+    ) -> Tensor:
+        """See attention_reference.py."""
+        ...
+
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The product with the weights of experts: experts.py, or its reference."""
+
+
+class Choice(Protocol):
+    """From logits to tokens: choice.py, or its reference."""
+
+    def choose(
+        self, logits_RV: Tensor, warp: Warp, key_R2: Tensor, position_R: Tensor, *, scored_R: Tensor | None = None
+    ) -> Chosen:
+        """See choice_reference.py."""
+        ...
+
+    def weigh(self, logits_RV: Tensor, warp: Warp, draft_R: Tensor, log_q_R: Tensor) -> tuple[Tensor, Tensor]:
+        """See choice_reference.py."""
+        ...
+
+
+def find_attention(
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int
+) -> Attend | None:
+    """The kernel for heads of this kind."""
+    if dtype == torch.float64 or not use_kernels(device):
+        return None
+    from decoders.kernels.attention import attend
+    from decoders.kernels.trial import attention_works
+
+    works = attention_works(device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
+    return attend if works else None
+
+
+def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
+    """The product with the weights of experts."""
+    if dtype == torch.float64 or not use_kernels(device):
+        return None
+    from decoders.kernels.experts import product
+    from decoders.kernels.trial import experts_work
+
+    return product if experts_work(device, dtype) else None
+
+
+def find_choice(device: torch.device, dtype: torch.dtype) -> Choice | None:
+    """What draws the tokens of a model of this dtype."""
+    if dtype == torch.float64 or not use_kernels(device):
+        return None
+    from decoders.kernels import choice
+    from decoders.kernels.trial import choice_works
+
+    return choice if choice_works(device) else None
