@@ -324,9 +324,7 @@ class NoiseAnswers:
         sure = bool((asked.kind_R == SURE).any())
         log_q_J = torch.zeros(asked.num_rows, dtype=torch.float64, device=self._device)
         if not sure:
-            assert self._laws is not None, "no distributions are kept"
-            q_J = self._laws.data_CV[self._cells(asked, slice(None)), draft_J]
-            log_q_J = torch.where(is_draft_J, q_J.to(torch.float64), log_q_J)
+            log_q_J = torch.where(is_draft_J, self._log_q(asked, draft_J), log_q_J)
         ratios, plain, held = [], [], None
         for part in self._parts(asked.num_rows):
             logits_RV = self._logits(lane, hidden_JD[part])
@@ -365,6 +363,11 @@ class NoiseAnswers:
         token_J[last_C] = torch.where(over_C, token_C, token_J[last_C])
         log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
         return torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)])
+
+    def _log_q(self, asked: Asked, draft_J: Tensor) -> Tensor:
+        """What the kept distributions gave these tokens, float64 [J]; it means nothing where a row judges no draft."""
+        assert self._laws is not None, "no distributions are kept"
+        return self._laws.data_CV[self._cells(asked, slice(None)), draft_J].to(torch.float64)
 
     def _weighed(
         self, logits_RV: Tensor, slot_R: Ints, draft_R: Tensor, log_q_R: Tensor

@@ -106,13 +106,7 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
     parcel.add("steps", np.array(steps, dtype=np.float64)[owner_A])
     parcel.add("masks", masks_A)
     parcel.add("picks", _picks(masks_A, best_A))
-    drafts, drafts_B = _table([look.drafts for look in looks], 2)
-    news, news_B = _table([sample.news for sample in samples], 2)
-    for sample in samples:
-        sample.news = []
-    parcel.add("news", np.vstack([np.repeat(slot_B, news_B), news.T]))
-    number_E = repeated(drafts_B.cumsum() - drafts_B, drafts_B)
-    parcel.add("drafts", np.vstack([np.repeat(slot_B, drafts_B), drafts.T, number_E]))
+    _add_tokens(parcel, samples, looks, slot_B)
     first_B = asked_B.cumsum() - asked_B
     ends_PF = span_PF[:, [HI1, HI2, HI3, HI4]]
     return Packed(
@@ -130,6 +124,17 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
         slot_R=np.repeat(slot_B[owner_A], masks_A),
         size_B=np.add.reduceat(best_A, first_B),
     )
+
+
+def _add_tokens(parcel: Parcel, samples: Sequence[Canvas], looks: Sequence[Look], slot_B: Ints) -> None:
+    """The tokens that each sample has revealed since its last forward, which it then has no longer to tell, and its drafts."""
+    news, news_B = _table([sample.news for sample in samples], 2)
+    for sample in samples:
+        sample.news = []
+    parcel.add("news", np.vstack([np.repeat(slot_B, news_B), news.T]))
+    drafts, drafts_B = _table([look.drafts for look in looks], 2)
+    number_E = repeated(drafts_B.cumsum() - drafts_B, drafts_B)
+    parcel.add("drafts", np.vstack([np.repeat(slot_B, drafts_B), drafts.T, number_E]))
 
 
 def _table(lists: Sequence[Sequence[int]], num_fields: int) -> tuple[Ints, Ints]:
