@@ -1,4 +1,4 @@
-"""Rows that draft from one another: each text is what it is alone, whatever the index holds and whoever filled it."""
+"""With `drafter: suffix`, a row's text does not depend on the texts in the index, nor on which rows put them there."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MARGIN = 1e-4
 
 
 def drawn(rows, vocab_size, *, temperatures=(1.0,), top_ps=(1.0,), top_k=None, suppressed=(), spread=3.0):
-    """Logits, warp, keys and positions, with no near tie in any row; settings are dealt out to the rows in turn."""
+    """Logits, warp, keys and positions. No row has a near tie; row r takes setting r modulo their number."""
     forbidden = torch.zeros(vocab_size, dtype=torch.bool)
     forbidden[list(suppressed)] = True
     temperature = torch.tensor([temperatures[row % len(temperatures)] for row in range(rows)], dtype=torch.float64)
