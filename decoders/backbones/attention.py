@@ -92,6 +92,9 @@ def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, 
         return ((None, every_line, every_column),)
     lines_B, columns_B = _extents(rows, num_columns, multiple)
     slots = list(zip(lines_B.tolist(), columns_B.tolist(), strict=True))
+    most = _WORTH_CUTTING * num_slots * num_lines * num_columns
+    if sum(lines * columns for lines, columns in slots) > most:  # no cut costs less than this
+        return ((None, every_line, every_column),)
 
     def cost_of_lines(cut: int) -> int:
         more = sum(lines > cut for lines, _ in slots)
@@ -106,7 +109,7 @@ def cut_ragged(rows: TokenRows, num_columns: int, multiple: int) -> tuple[Band, 
 
     lines = min((cost_of_lines(cut), cut) for cut in {lines for lines, _ in slots})
     columns = min((cost_of_columns(cut), cut) for cut in {columns for _, columns in slots})
-    if min(lines, columns)[0] > _WORTH_CUTTING * num_slots * num_lines * num_columns:
+    if min(lines, columns)[0] > most:
         return ((None, every_line, every_column),)
     if lines <= columns:
         more_B = (lines_B > lines[1]).nonzero().squeeze(1)
@@ -148,17 +151,25 @@ def slot_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers; returns ([1, N, H, d], no attention weights)."""
-    layer, count = int(module.layer_idx), layout.places.shape[0] // key_1KNd.shape[1]
     query_NHd, key_NKd, value_NKd = (rows[0].transpose(0, 1) for rows in (query_1HNd, key_1KNd, value_1KNd))
-    layout.cache.write(layer, layout.places, key_NKd[:count], value_NKd[:count])
+    mixed = attend_rows(int(module.layer_idx), query_NHd, key_NKd, value_NKd, scaling=scaling, layout=layout)
+    return mixed.unsqueeze(0), None
+
+
+def attend_rows(
+    layer: int, query_PHd: Tensor, key_PKd: Tensor, value_PKd: Tensor, *, scaling: float, layout: AnyLayout
+) -> Tensor:
+    """Write the keys and values of the valid rows, and attend; what padding rows get is 0. [P, H, d]."""
+    count = layout.places.shape[0] // (2 * key_PKd.shape[1])
+    layout.cache.write(layer, layout.places, torch.cat([key_PKd[:count], value_PKd[:count]], 1))
     window = layout.windows[layer]
     if isinstance(layout, FlatLayout):
         held_2SKWd = layout.cache.layers_2SKWd[layer]
-        mixed_NHd = layout.attend(query_NHd[:count], held_2SKWd, layout.seen, scaling=scaling, window=window)
+        mixed_NHd = layout.attend(query_PHd[:count], held_2SKWd, layout.seen, scaling=scaling, window=window)
     else:
-        mixed_NHd = _mix(query_NHd[:count], layer, layout, layout.sights[window], scaling)
-    padding = query_NHd.shape[0] - count
-    return (functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd).unsqueeze(0), None
+        mixed_NHd = _mix(query_PHd[:count], layer, layout, layout.sights[window], scaling)
+    padding = query_PHd.shape[0] - count
+    return functional.pad(mixed_NHd, (0, 0, 0, 0, 0, padding)) if padding else mixed_NHd
 
 
 def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scaling: float) -> Tensor:
@@ -189,19 +200,20 @@ def _in_parts(
     attend: Callable[..., Tensor], query_BTHd: Tensor, key: Tensor, value: Tensor, bias_BTW: Tensor
 ) -> Tensor:
     """Attend in parts of slots and lines whose scores stay small."""
-    parts = _parts(query_BTHd, bias_BTW.shape[2])
-    if len(parts) == 1:
+    num_slots, num_rows, num_heads, _ = query_BTHd.shape
+    limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
+    if num_slots * num_rows * num_heads * bias_BTW.shape[2] <= limit:
         return attend(query_BTHd, key, value, bias_BTW)
+    parts = _parts(query_BTHd, bias_BTW.shape[2], limit)
     mixed = torch.empty_like(query_BTHd)
     for some, lines in parts:
         mixed[some, lines] = attend(query_BTHd[some, lines], key[some], value[some], bias_BTW[some, lines])
     return mixed
 
 
-def _parts(query_BTHd: Tensor, num_columns: int) -> list[tuple[slice, slice]]:
+def _parts(query_BTHd: Tensor, num_columns: int, limit: int) -> list[tuple[slice, slice]]:
     """Cut a rectangle into parts (slots, lines) whose scores are few enough to be held at once."""
     num_slots, num_rows, num_heads, _ = query_BTHd.shape
-    limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
     rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
     if rows_at_once >= num_rows:
         step = rows_at_once // num_rows
@@ -228,18 +240,26 @@ def attend_grouped(
     num_slots, num_rows, num_heads, width = query_BTHd.shape
     key_heads, num_columns = key_BKWd.shape[1], key_BKWd.shape[2]
     group = num_heads // key_heads
-    query_BTKGd = query_BTHd.reshape(num_slots, num_rows, key_heads, group, width)
-    query_BKRd = query_BTKGd.transpose(1, 2).reshape(num_slots, key_heads, num_rows * group, width)
+    count, rows = num_slots * key_heads, num_rows * group
+    grouped = (num_slots, num_rows, key_heads, group, width)
     if query_BTHd.device.type == "cpu" and query_BTHd.dtype in EXACT_DTYPES:
-        missing = max(0, rules.min_queries - num_rows * group)
-        query_CRd = functional.pad(query_BKRd.flatten(0, 1) * scaling, (0, 0, 0, missing))
-        key_CWd, value_CWd = key_BKWd.flatten(0, 1), value_BKWd.flatten(0, 1)
-        scores = torch.bmm(query_CRd, key_CWd.transpose(1, 2))
-        asked = scores[:, : num_rows * group].unflatten(0, (num_slots, key_heads)).unflatten(2, (num_rows, group))
-        asked.add_(bias_BTW[:, None, :, None])
-        mixed = weigh_values(scores.softmax(-1), value_CWd, rules.sum_columns)[:, : num_rows * group]
+        query_CRd = (query_BTHd * scaling).reshape(grouped).transpose(1, 2).reshape(count, rows, width)
+        # Rows that are too few are repeated, and what the others give is cut off.
+        times = -(-rules.min_queries // rows)
+        if times > 1:
+            query_CRd = query_CRd.repeat(1, times, 1)
+        scores = torch.bmm(query_CRd, key_BKWd.flatten(0, 1).transpose(1, 2))
+        if num_rows == 1:
+            scores.view(num_slots, key_heads * times * rows, num_columns).add_(bias_BTW)
+        else:
+            all_rows = (num_slots, key_heads, times, num_rows, group, num_columns)
+            scores.view(all_rows).add_(bias_BTW[:, None, None, :, None])
+        mixed = weigh_values(scores.softmax(-1), value_BKWd.flatten(0, 1), rules.sum_columns)[:, :rows]
+        if num_rows == 1:
+            return mixed.reshape(query_BTHd.shape)
     else:
-        bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, num_rows * group, num_columns)
+        query_BKRd = query_BTHd.reshape(grouped).transpose(1, 2).reshape(num_slots, key_heads, rows, width)
+        bias = bias_BTW.unsqueeze(2).expand(-1, -1, group, -1).reshape(num_slots, 1, rows, num_columns)
         mixed = functional.scaled_dot_product_attention(query_BKRd, key_BKWd, value_BKWd, attn_mask=bias, scale=scaling)
     mixed_BTKGd = mixed.reshape(num_slots, key_heads, num_rows, group, width).transpose(1, 2)
     return mixed_BTKGd.reshape(num_slots, num_rows, num_heads, width)

@@ -36,6 +36,10 @@ class Model(Protocol):
         """Copy all that slot `source` holds onto slot `target`."""
         ...
 
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source`, all of whose content is finite, onto slot `target`; not its order."""
+        ...
+
     def forward(self, rows: Any) -> Tensor:
         """Run one forward; the kind of backbone defines the type of `rows` and which hidden states are returned."""
         ...

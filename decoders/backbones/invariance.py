@@ -91,6 +91,8 @@ def weigh_values(weights_CTW: Tensor, value_CWd: Tensor, sum_columns: int) -> Te
 
     The order in which each output is summed depends on nothing else: not on W, and so not on the longest neighbour.
     """
+    if weights_CTW.shape[2] <= sum_columns:
+        return torch.bmm(weights_CTW, value_CWd)
     mixed = torch.bmm(weights_CTW[:, :, :sum_columns], value_CWd[:, :sum_columns])
     for first in range(sum_columns, weights_CTW.shape[2], sum_columns):
         block = slice(first, first + sum_columns)
@@ -105,17 +107,15 @@ def attend(query_BHTd: Tensor, key_BHWd: Tensor, value_BHWd: Tensor, bias_BHTW: 
     return weigh_values(scores.softmax(-1), value, sum_columns).view(query_BHTd.shape)
 
 
-def position_scores(query_BHTd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tensor:
-    """Products of every query with the keys of all distances, [B, H, T, p] (a view), on at least `min_rows` rows a head.
+def position_scores(query_NHd: Tensor, keys_Hdp: Tensor, min_rows: int) -> Tensor:
+    """Products of every query with the keys of all distances, [N, H, p] (a view), on at least `min_rows` rows a head.
 
     One product a head over the rows of all slots: the keys of distances are the same for every slot and are not copied.
     """
-    num_slots, num_heads, num_queries, head_width = query_BHTd.shape
-    num_rows = num_slots * num_queries
-    rows_HRd = query_BHTd.new_zeros(num_heads, max(num_rows, min_rows), head_width)
-    rows_HRd[:, :num_rows] = query_BHTd.transpose(0, 1).reshape(num_heads, num_rows, head_width)
-    scores_HRp = torch.bmm(rows_HRd, keys_Hdp)[:, :num_rows]
-    return scores_HRp.view(num_heads, num_slots, num_queries, -1).transpose(0, 1)
+    num_rows = query_NHd.shape[0]
+    if num_rows < min_rows:
+        query_NHd = functional.pad(query_NHd, (0, 0, 0, 0, 0, min_rows - num_rows))
+    return torch.bmm(query_NHd.transpose(0, 1), keys_Hdp)[:, :num_rows].transpose(0, 1)
 
 
 # ---- the self-test -------------------------------------------------------------------------------------------------

@@ -81,6 +81,11 @@ class Mixture(nn.Module, ABC):
         self.padded: Callable[[int], int] = lambda count: count
         self._gathered: Gathered | None = None
 
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all experts are multiplied at once."""
+        return self._gathered is not None
+
     def gather(self, product: Product) -> None:
         """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them."""
         self._gathered = Gathered(product, *(self._stacked(name) for name in ("gate_proj", "up_proj", "down_proj")))

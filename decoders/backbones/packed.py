@@ -24,11 +24,17 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight_MK.shape
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_MK.detach().contiguous(), None)
-        self._bias_M = bias_M
+        self.bias_M = bias_M
 
     def forward(self, rows_RK: Tensor) -> Tensor:
         """Return the products, any number of leading dimensions."""
-        return torch.ops.mkldnn._linear_pointwise(rows_RK, self._packed, self._bias_M, "none", [], "")
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows_RK, self._packed, self.bias_M, "none", [], "")
+        return found
+
+    def weight_MK(self) -> Tensor:  # noqa: N802
+        """The weight as it was before it was packed."""
+        weight: Tensor = self._packed.to_dense()
+        return weight
 
 
 class UnsetLinear(nn.Linear):

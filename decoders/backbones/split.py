@@ -95,6 +95,8 @@ class SplitBackbone(TransformerBackbone):
     The constructor raises RuntimeError if the ranks' self-tests found different shape rules.
     """
 
+    may_be_lean = False  # sums of all ranks take the place of some products
+
     def __init__(
         self,
         family: CausalFamily,
@@ -139,6 +141,11 @@ class SplitBackbone(TransformerBackbone):
         """See ModuleBackbone."""
         with self._told("move_slot", source, target):
             super().move_slot(source, target)
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """See ModuleBackbone."""
+        with self._told("copy_prefix", source, target, num_columns):
+            super().copy_prefix(source, target, num_columns)
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """See ModuleBackbone."""

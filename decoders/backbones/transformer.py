@@ -1,7 +1,8 @@
 """Runs transformers' causal models, unmodified, under any visibility rule over the slot cache.
 
 The rows of a forward run through the module as one flat sequence with explicit positions; its attention modules call
-ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here.
+ours (attention.py), which alone knows slots, columns and masks. transformers builds no mask and no cache of its own here. On a
+CPU the layers of the rotary families are called without the module's wrappers, where that gives the same bits (rotary.py).
 
 Legend: N rows of all slots.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from decoders.backbones.invariance import at_least_rows
 from decoders.backbones.lean_import import from_transformers
 from decoders.backbones.moe import Mixture
 from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from decoders.backbones.rotary import RotaryLayers, lean_layers
 from decoders.backbones.rows import TokenRows, seen_columns
 from decoders.backbones.self_test import model_rules, products
 from decoders.kernels.find import Attend, find_attention, find_product
@@ -78,6 +80,13 @@ class ModuleBackbone:
         )
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
         self.num_rows_computed = 0
+        self.lean: RotaryLayers | None = None
+        """Runs the layers instead of `base`, where there is such a form."""
+        self.forget()
+
+        # Experts that are multiplied one by one read their row counts back.
+        self.captures = self._attend is not None and all(part.is_gathered for part in mixtures)
+        """Whether a forward asks nothing of the device: then it can be captured as a graph."""
         self.forget()
 
     # ---- the cache -----------------------------------------------------------------------------------------------
@@ -104,6 +113,11 @@ class ModuleBackbone:
         self._tainted = {slot for slot in self._tainted if slot < num_slots}
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
+        return self._attend is not None
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one column of one slot in the cache."""
         return self.cache.cell_bytes
@@ -117,6 +131,13 @@ class ModuleBackbone:
         """Copy all that slot `source` holds onto slot `target`."""
         self.cache.move_slot(source, target)
         (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source`, which is sound, onto slot `target`, which is wiped first if it is not."""
+        if target in self._tainted:
+            self.cache.clear_slot(target)
+            self._tainted.discard(target)
+        self.cache.copy_prefix(source, target, num_columns)
 
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """Copy columns of slots onto others of the same slots."""
@@ -135,17 +156,23 @@ class ModuleBackbone:
             self._wipe_restarted(rows)
         count = rows.num_rows
         self.num_rows_computed = self._padded(count)
-        hidden_1ND = self.base(
-            input_ids=self._flat(rows.token_N),
-            position_ids=self._flat(rows.position_N),
-            attention_mask=self._no_mask,
-            use_cache=False,
-            layout=self._layout(rows),
-            **self._more_inputs(rows),
-        ).last_hidden_state
-        hidden_ND: Tensor = hidden_1ND[0, :count]
+        hidden_ND = self._run(self._flat(rows.token_N), self._flat(rows.position_N), self._layout(rows), rows)[:count]
         self.finite = hidden_ND.sum(dtype=torch.float32).isfinite()
         return hidden_ND
+
+    def _run(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout, rows: TokenRows) -> Tensor:
+        """The final hidden states of padded rows, [P, D]."""
+        if self.lean is not None:
+            return self.lean(tokens_1P, positions_1P, layout)
+        hidden_1PD: Tensor = self.base(
+            input_ids=tokens_1P,
+            position_ids=positions_1P,
+            attention_mask=self._no_mask,
+            use_cache=False,
+            layout=layout,
+            **self._more_inputs(rows),
+        ).last_hidden_state
+        return hidden_1PD[0]
 
     def _more_inputs(self, rows: TokenRows) -> dict[str, Any]:
         """The module's arguments besides tokens and positions; the rows are flat already."""
@@ -157,6 +184,8 @@ class ModuleBackbone:
         return -(-(block_of_rows(least) if self._packed else least) // multiple) * multiple
 
     def _flat(self, values_N: Tensor) -> Tensor:
+        if values_N.shape[0] == self.num_rows_computed:
+            return values_N.unsqueeze(0)
         padded = values_N.new_zeros(1, self.num_rows_computed)
         padded[0, : values_N.shape[0]] = values_N
         return padded
@@ -165,7 +194,7 @@ class ModuleBackbone:
         shape = rows.shape
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
-        self.cache.positions_SW[rows.slot_N, rows.column_N] = rows.position_N
+        self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         if self._attend is not None:
             return self._flat_layout(rows, self._attend)
         rectangle_N = None if rows.fills else rows.owner_N * shape.num_lines + rows.line_N
@@ -242,6 +271,9 @@ class ModuleBackbone:
 class TransformerBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness."""
 
+    may_be_lean: ClassVar[bool] = True
+    """Whether the layers may run without transformers' wrappers, see rotary.py."""
+
     def __init__(
         self,
         family: CausalFamily,
@@ -255,6 +287,8 @@ class TransformerBackbone(ModuleBackbone):
         ready = {name: tensor.to(device=where, dtype=dtype) for name, tensor in weights.items()}
         model = load_module(family, parsed, ready, where)
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
+        if self.may_be_lean:
+            self.lean = lean_layers(self)
 
 
 def load_module(family: CausalFamily, parsed: Any, weights: dict[str, Tensor], device: torch.device) -> Any:

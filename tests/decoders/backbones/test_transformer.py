@@ -238,6 +238,27 @@ def test_a_sample_without_numbers_leaves_nothing_to_the_next_one_in_its_slot(tmp
     assert torch.equal(after[1], expected[1])
 
 
+def test_a_copied_beginning_goes_on_as_its_source_and_leaves_the_other_columns(tmp_path):
+    save_random(tmp_path)
+    backbone = load(tmp_path)
+    backbone.allocate(3, 16)
+    text, other = (random_tokens(length, seed=length, vocab_size=60) for length in (8, 9))
+    expected = play(backbone, {0: in_a_row(text), 1: in_a_row(other)})
+    held = [layer[:, 1].clone() for layer in backbone.cache.layers_2SKWd]
+    backbone.copy_prefix(0, 1, 5)
+    for layer, before in zip(backbone.cache.layers_2SKWd, held, strict=True):
+        assert torch.equal(layer[:, 1, :, :5], layer[:, 0, :, :5])
+        assert torch.equal(layer[:, 1, :, 5:], before[:, :, 5:])
+    assert torch.equal(play(backbone, {1: in_a_row(text[5:], 5)}, width=16)[1], expected[0][5:])
+    # A slot that held NaN is wiped first: what is hidden weighs 0, but 0 times NaN is NaN.
+    for layer in backbone.cache.layers_2SKWd:
+        layer[:, 2] = torch.nan
+    backbone.taint([2])
+    backbone.copy_prefix(0, 2, 5)
+    assert not backbone.tainted
+    assert torch.equal(play(backbone, {2: in_a_row(text[5:], 5)}, width=16)[2], expected[0][5:])
+
+
 def test_rows_computed_are_counted_with_their_padding(tmp_path):
     save_random(tmp_path)
     backbone = load(tmp_path)

@@ -1,0 +1,239 @@
+"""Runs the layers of transformers' rotary models (Llama, Mistral, Qwen2, Qwen3) on flat rows, without what surrounds them.
+
+With few rows most of a forward's time goes into what is not arithmetic: wrappers and keyword arguments of every module, masks
+that nothing reads, and queries and keys that are rotated one after the other. Here the same products, norms and activations are
+called in the same order, and queries and keys are rotated together. What a model is built of is looked up in its own modules;
+`lean_layers` runs them beside transformers' code when a model is loaded, and gives None if a single bit differs.
+
+Products of the same rows (queries, keys and values; gate and up) then become one product, if that gives the same bits too.
+
+Legend: P rows with padding, D width, H heads, K key heads, J = H + K (before the values are cut off: H + 2 K), I inner width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from decoders.backbones.attention import AnyLayout, attend_rows
+from decoders.backbones.families.causal import head_width, key_value_heads
+from decoders.backbones.invariance import normal
+from decoders.backbones.packed import PackedLinear
+from decoders.backbones.rows import TokenRows, token_rows
+
+if TYPE_CHECKING:
+    from decoders.backbones.transformer import ModuleBackbone
+
+_log = logging.getLogger(__name__)
+
+_BASES: Final = frozenset({"LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"})
+# Row counts to try joined products with.
+_COUNTS: Final = (1, 2, 3, 4, 7, 8, 16, 47, 129, 300)
+# Forwards to try the layers with: the rows of each slot, and the columns that they begin at.
+_TRIALS: Final = (((5, 3, 18), (0, 0, 0)), ((1, 1, 1), (5, 3, 18)), ((2, 6, 1), (6, 4, 19)))
+# Elementwise kernels compute the last few numbers of a line differently; whole blocks leave no remainder.
+_VECTOR: Final = 32
+Rowwise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Norm:
+    """weight * x / rms(x), over the last dimension, in float32."""
+
+    weight_D: Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Norm:
+        return cls(module.weight, module.variance_epsilon)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return functional.rms_norm(rows, self.weight_D.shape, self.weight_D, self.eps)
+
+
+class _Together:
+    """Several products of the same rows, each with a part of `parent`; one product once they are joined."""
+
+    def __init__(self, parent: Any, *names: str) -> None:
+        self.parent, self.names = parent, names
+        self.products: list[Any] = [getattr(parent, name) for name in names]
+        self.joined: Rowwise | None = None
+        self.widths: list[int] = [product.out_features for product in self.products]
+
+    def whole(self, rows_PD: Tensor) -> Tensor:
+        """All results side by side."""
+        if self.joined is not None:
+            return self.joined(rows_PD)
+        return torch.cat(self.apart(rows_PD), 1)
+
+    def apart(self, rows_PD: Tensor) -> list[Tensor] | tuple[Tensor, ...]:
+        """One result after the other."""
+        if self.joined is not None:
+            return self.joined(rows_PD).split(self.widths, 1)
+        return [product(rows_PD) for product in self.products]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The widths of input and outputs; products of one shape run by one kernel."""
+        return (self.products[0].in_features, *self.widths)
+
+    def join(self) -> None:
+        """Replace the products by one. Their module loses them: memory holds one form of the weights."""
+        self.joined = joined(self.products).forward
+        self.products.clear()
+        for name in self.names:
+            delattr(self.parent, name)
+
+
+def can_join(products: Sequence[Any]) -> bool:
+    """Whether products of the same rows can be one product, to the bit, at any number of rows."""
+    if not all(isinstance(product, PackedLinear) for product in products):
+        return False
+    biases = [product.bias_M is not None for product in products]
+    if any(biases) != all(biases) or any(product.out_features % _VECTOR for product in products):
+        return False
+    one = joined(products)
+    rows_PD = normal(0, max(_COUNTS), one.in_features)
+    return all(
+        torch.equal(one(rows_PD[:count]), torch.cat([product(rows_PD[:count]) for product in products], 1))
+        for count in _COUNTS
+    )
+
+
+def joined(products: Sequence[PackedLinear]) -> PackedLinear:
+    """One product in place of several, side by side."""
+    biases = [product.bias_M for product in products if product.bias_M is not None]
+    return PackedLinear(torch.cat([product.weight_MK() for product in products]), torch.cat(biases) if biases else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """The parts of one layer. `head_norms` are those of queries and keys, where a model has them."""
+
+    heads: _Together
+    output: Rowwise
+    inner: _Together
+    down: Rowwise
+    activation: Rowwise
+    attention_norm: _Norm
+    inner_norm: _Norm
+    head_norms: tuple[_Norm, _Norm] | None
+    scaling: float
+
+    @classmethod
+    def of(cls, module: Any) -> _Layer:
+        attention, inner = module.self_attn, module.mlp
+        has_norms = hasattr(attention, "q_norm")
+        return cls(
+            heads=_Together(attention, "q_proj", "k_proj", "v_proj"),
+            output=attention.o_proj.forward,
+            inner=_Together(inner, "gate_proj", "up_proj"),
+            down=inner.down_proj.forward,
+            activation=inner.act_fn.forward,
+            attention_norm=_Norm.of(module.input_layernorm),
+            inner_norm=_Norm.of(module.post_attention_layernorm),
+            head_norms=(_Norm.of(attention.q_norm), _Norm.of(attention.k_norm)) if has_norms else None,
+            scaling=attention.scaling,
+        )
+
+
+class RotaryLayers:
+    """The layers of a base model, called with tokens and positions [1, P] and a layout; see the module's docstring."""
+
+    def __init__(self, base: Any) -> None:
+        config = base.config
+        self._embed, self._angles, self._norm = base.embed_tokens.forward, base.rotary_emb.forward, _Norm.of(base.norm)
+        self.layers = [_Layer.of(layer) for layer in base.layers]
+        self._num_heads, self._key_heads = int(config.num_attention_heads), key_value_heads(config)
+        self._head_width = head_width(config)
+
+    def join(self) -> None:
+        """From now on run products of the same rows as one, where that gives the same bits. `base` cannot run any more."""
+        tried = dict[tuple[int, ...], bool]()
+        for layer in self.layers:
+            for together in (layer.heads, layer.inner):
+                shape = together.shape
+                if shape not in tried:
+                    tried[shape] = can_join(together.products)
+                if tried[shape]:
+                    together.join()
+
+    @torch.inference_mode()
+    def __call__(self, tokens_1P: Tensor, positions_1P: Tensor, layout: AnyLayout) -> Tensor:
+        """Return the final hidden states (normed), [P, D]."""
+        states_1PD = self._embed(tokens_1P)
+        cos_1Pd, sin_1Pd = self._angles(states_1PD, positions_1P)
+        half = self._head_width // 2
+        cos_P1d, sin_P1d = cos_1Pd[0].unsqueeze(1), sin_1Pd[0].unsqueeze(1)
+        # A head (a, b) turns to (a, b) * cos + (-b, a) * sin: the sign is put into the angle.
+        sin_P1d[:, :, :half].neg_()
+        num_heads, num_turned = self._num_heads, self._num_heads + self._key_heads
+        all_heads = (-1, num_turned + self._key_heads, self._head_width)
+        states_PD = states_1PD[0]
+        for index, layer in enumerate(self.layers):
+            heads_PJd = layer.heads.whole(layer.attention_norm(states_PD)).view(all_heads)
+            both_PJd = heads_PJd[:, :num_turned]
+            if layer.head_norms is not None:
+                query_norm, key_norm = layer.head_norms
+                both_PJd = torch.cat([query_norm(both_PJd[:, :num_heads]), key_norm(both_PJd[:, num_heads:])], 1)
+            swapped_PJd = both_PJd.roll(half, -1).mul_(sin_P1d)
+            both_PJd = (both_PJd * cos_P1d).add_(swapped_PJd)
+            mixed_PHd = attend_rows(
+                index,
+                both_PJd[:, :num_heads],
+                both_PJd[:, num_heads:],
+                heads_PJd[:, num_turned:],
+                scaling=layer.scaling,
+                layout=layout,
+            )
+            states_PD = states_PD + layer.output(mixed_PHd.flatten(1))
+            gate_PI, up_PI = layer.inner.apart(layer.inner_norm(states_PD))
+            states_PD = states_PD + layer.down(layer.activation(gate_PI).mul_(up_PI))
+        return self._norm(states_PD)
+
+
+def lean_layers(backbone: ModuleBackbone) -> RotaryLayers | None:
+    """The layers of a backbone's base model where they give the same bits as transformers' code, else None; see `_same_bits`.
+
+    Only on a CPU in float32, where few rows are common and bits are promised. The backbone's cache is empty afterwards.
+    """
+    if backbone.device.type != "cpu" or backbone.dtype != torch.float32 or type(backbone.base).__name__ not in _BASES:
+        return None
+    try:
+        lean = RotaryLayers(backbone.base)
+    except AttributeError as error:  # another version of transformers
+        _log.info("%s runs by transformers' own code: %s", type(backbone.base).__name__, error)
+        return None
+    if not _same_bits(backbone, lean):
+        _log.info("%s runs by transformers' own code: the lean form gives other bits", type(backbone.base).__name__)
+        return None
+    lean.join()
+    return lean
+
+
+def _same_bits(backbone: ModuleBackbone, lean: RotaryLayers) -> bool:
+    """Whether a few forwards of ragged slots leave the same hidden states, keys and values."""
+    found = []
+    try:
+        for layers in (None, lean):
+            backbone.forget()
+            backbone.allocate(3, _VECTOR)
+            backbone.lean = layers
+            states = [backbone.forward(_rows(backbone, *trial)) for trial in _TRIALS]
+            found.append([*states, *backbone.cache.layers_2SKWd])
+    finally:
+        backbone.lean = None
+        backbone.forget()
+    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def _rows(backbone: ModuleBackbone, counts: Sequence[int], firsts: Sequence[int]) -> TokenRows:
+    column_N = torch.cat([torch.arange(first, first + count) for count, first in zip(counts, firsts, strict=True)])
+    sight = torch.zeros_like(column_N).unsqueeze(0), (column_N + 1).unsqueeze(0)
+    return token_rows(range(len(counts)), counts, column_N * 7 % backbone.vocab_size, column_N, column_N, sight)
