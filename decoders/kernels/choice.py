@@ -36,7 +36,7 @@ def choose(
     accepted_R = torch.empty(num_rows, dtype=torch.int8, device=logits_RV.device)
     if num_rows:
         choose_rows[(num_rows,)](
-            _contiguous_rows(logits_RV),
+            contiguous_rows(logits_RV),
             warp.suppressed_V.view(torch.int8),
             warp.temperature_R,
             warp.top_p_R,
@@ -51,9 +51,9 @@ def choose(
             vocab_size,
             warp.top_k or 0,
             PURPOSE=TARGET,
-            TOP_K=_cuts(warp.top_k, vocab_size),
+            TOP_K=cuts_any(warp.top_k, vocab_size),
             TOP_P=warp.cuts,
-            BLOCK=_block(vocab_size),
+            BLOCK=block_of(vocab_size),
             num_warps=8,
             enable_fp_fusion=False,
         )
@@ -66,7 +66,7 @@ def weigh(logits_RV: Tensor, warp: Warp, draft_R: Tensor, log_q_R: Tensor) -> tu
     ratio_R, log_p_R = _numbers(logits_RV), _numbers(logits_RV)
     if num_rows:
         weigh_rows[(num_rows,)](
-            _contiguous_rows(logits_RV),
+            contiguous_rows(logits_RV),
             warp.suppressed_V.view(torch.int8),
             warp.temperature_R,
             warp.top_p_R,
@@ -77,16 +77,17 @@ def weigh(logits_RV: Tensor, warp: Warp, draft_R: Tensor, log_q_R: Tensor) -> tu
             logits_RV.stride(0),
             vocab_size,
             warp.top_k or 0,
-            TOP_K=_cuts(warp.top_k, vocab_size),
+            TOP_K=cuts_any(warp.top_k, vocab_size),
             TOP_P=warp.cuts,
-            BLOCK=_block(vocab_size),
+            BLOCK=block_of(vocab_size),
             num_warps=8,
             enable_fp_fusion=False,
         )
     return ratio_R, log_p_R
 
 
-def _contiguous_rows(logits_RV: Tensor) -> Tensor:
+def contiguous_rows(logits_RV: Tensor) -> Tensor:
+    """Logits as they are: the kernels know only the distance between rows."""
     assert logits_RV.stride(1) == 1, "the logits of a row follow each other"
     return logits_RV
 
@@ -95,9 +96,11 @@ def _numbers(logits_RV: Tensor) -> Tensor:
     return torch.empty(logits_RV.shape[0], dtype=torch.float64, device=logits_RV.device)
 
 
-def _cuts(top_k: int | None, vocab_size: int) -> bool:
+def cuts_any(top_k: int | None, vocab_size: int) -> bool:
+    """Whether top-k leaves any token out."""
     return top_k is not None and top_k < vocab_size
 
 
-def _block(vocab_size: int) -> int:
+def block_of(vocab_size: int) -> int:
+    """How many tokens a program reads at once."""
     return max(16, min(_BLOCK, 1 << (vocab_size - 1).bit_length()))

@@ -5,13 +5,14 @@ None stands for torch's own operations. Triton is imported here and nowhere befo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from decoders.kernels.choice_reference import Chosen, Warp
+from decoders.kernels.notes_reference import Wanted
 from decoders.kernels.seen import Seen
 from decoders.kernels.switch import use_kernels
 
@@ -51,6 +52,25 @@ class Choice(Protocol):
         ...
 
 
+class Note(Protocol):
+    """From logits to tokens and what decoders want to know of each row: notes.py, or its reference."""
+
+    def __call__(
+        self,
+        logits_RV: Tensor,
+        warp: Warp,
+        key_R2: Tensor,
+        position_R: Tensor,
+        *,
+        wanted: Sequence[Wanted],
+        warped: bool = False,
+        draw_R: Tensor | None = None,
+        mask_id: int = -1,
+    ) -> Tensor:
+        """See notes_reference.py."""
+        ...
+
+
 def find_attention(
     device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int
 ) -> Attend | None:
@@ -82,3 +102,13 @@ def find_choice(device: torch.device, dtype: torch.dtype) -> Choice | None:
     from decoders.kernels.trial import choice_works
 
     return choice if choice_works(device) else None
+
+
+def find_notes(device: torch.device, dtype: torch.dtype) -> Note | None:
+    """What draws the tokens of a model of this dtype where decoders want to know how sure it is of them."""
+    if dtype == torch.float64 or not use_kernels(device):
+        return None
+    from decoders.kernels.notes import note
+    from decoders.kernels.trial import notes_work
+
+    return note if notes_work(device) else None

@@ -17,17 +17,17 @@ VARIABLE: Final = "DRAFTMILL_KERNELS"
 """The environment variable: 0 turns the kernels off, 1 or nothing leaves them on."""
 
 
-def kernels_wanted() -> bool:
-    """What the environment says. Raises ValueError for anything but 0 and 1."""
-    given = os.environ.get(VARIABLE, "1")
+def is_on(variable: str) -> bool:
+    """What the environment says of a switch that is on without it. Raises ValueError for anything but 0 and 1."""
+    given = os.environ.get(variable, "1")
     if given not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}: {given!r} is not allowed; allowed: 0, 1")
+        raise ValueError(f"{variable}: {given!r} is not allowed; allowed: 0, 1")
     return given == "1"
 
 
 def use_kernels(device: torch.device) -> bool:
     """Whether tensors on this device go through the kernels; asked once when a model is loaded."""
-    wanted = kernels_wanted()
+    wanted = is_on(VARIABLE)
     return wanted and device.type == "cuda" and torch.version.cuda is not None and _has_triton()
 
 

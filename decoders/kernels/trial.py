@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decoders.draws import noise
-from decoders.kernels import attention_reference, choice_reference, experts_reference
+from decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
 from decoders.kernels.choice_reference import Warp
 from decoders.kernels.seen import Seen
 
@@ -76,15 +76,10 @@ def choice_works(device: torch.device) -> bool:
     def tried() -> list[tuple[Tensor, Tensor]]:
         from decoders.kernels import choice
 
-        logits_RV = _normal(device, 8, 601) * 4
-        keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
-        temperature_R = torch.tensor([1.0, 0.0, 0.7, 2.0] * 2, dtype=torch.float64, device=device)
-        top_p_R = torch.tensor([1.0] * 4 + [0.8] * 4, dtype=torch.float64, device=device)
-        position_R = torch.arange(8, device=device)
         pairs = []
         for top_k in (None, 30):
-            warp = Warp(temperature_R, top_p_R, True, top_k, torch.arange(601, device=device) < 3)
-            found, expected = (one.choose(logits_RV, warp, keys, position_R) for one in (choice, choice_reference))
+            asked = _rows(device, top_k)
+            found, expected = (one.choose(*asked) for one in (choice, choice_reference))
             pairs += [
                 (found.token_R.float(), expected.token_R.float()),
                 (found.log_p_R.float(), expected.log_p_R.float()),
@@ -92,6 +87,34 @@ def choice_works(device: torch.device) -> bool:
         return pairs
 
     return _works("choice", tried)
+
+
+def notes_work(device: torch.device) -> bool:
+    """Whether tokens and what is told of them equal the reference's."""
+
+    def tried() -> list[tuple[Tensor, Tensor]]:
+        from decoders.kernels import notes
+
+        pairs = []
+        for top_k, warped in ((None, False), (30, True)):
+            asked, draw_R = _rows(device, top_k), torch.arange(8, device=device)
+            found, expected = (
+                one.note(*asked, wanted=notes_reference.WANTED, warped=warped, draw_R=draw_R, mask_id=5)
+                for one in (notes, notes_reference)
+            )
+            pairs += list(zip(found.float(), expected.float(), strict=True))
+        return pairs
+
+    return _works("notes", tried)
+
+
+def _rows(device: torch.device, top_k: int | None) -> tuple[Tensor, Warp, Tensor, Tensor]:
+    """Logits, settings, keys and positions of eight rows."""
+    keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(8)], device)
+    temperature_R = torch.tensor([1.0, 0.0, 0.7, 2.0] * 2, dtype=torch.float64, device=device)
+    top_p_R = torch.tensor([1.0] * 4 + [0.8] * 4, dtype=torch.float64, device=device)
+    warp = Warp(temperature_R, top_p_R, True, top_k, torch.arange(601, device=device) < 3)
+    return _normal(device, 8, 601) * 4, warp, keys, torch.arange(8, device=device)
 
 
 def _works(name: str, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> bool:

@@ -20,6 +20,7 @@ from decoders.settings import DecoderSettings
 from tests.decoders.support import run_all
 
 BUILTIN = Path(decoders.builtin.__path__[0])
+GOLDEN = Path(__file__).parents[2] / "data"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "look-up": ("ar-tiny", {"kind": "speculative", "k": 3}),
@@ -30,6 +31,34 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "assd": ("asarm-tiny", {"kind": "assd", "k": 3}),
     "assd, fused chain": ("asarm-tiny", {"kind": "assd", "k": 3, "fused": "chain"}),
 }
+SURE = ("top1", "margin", "entropy", "random")
+MASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"stepwise, {kind}": ("mdm-tiny", {"kind": "stepwise", "block_length": 4, "confidence": kind}) for kind in SURE},
+    "threshold": ("mdm-tiny", {"kind": "threshold", "tau": 0.2}),
+    "factor": ("mdm-tiny", {"kind": "factor", "confidence": "margin"}),
+    "ssd": ("mdm-tiny", {"kind": "ssd", "draft_length": 2}),
+    "ssd, cached": (
+        "mdm-tiny",
+        {"kind": "ssd", "draft_length": 3, "cache": "dual_strict", "block_length": 4, "tree": "mixed"},
+    ),
+    "ancestral": ("mdlm", {"kind": "ancestral", "steps": 4}),
+    "ancestral, analytic": ("sedd", {"kind": "ancestral", "steps": 4}),
+    "ancestral, euler": ("sedd", {"kind": "ancestral", "steps": 4, "predictor": "euler"}),
+}
+"""Decoders of masked diffusion: their draws are those of notes.py."""
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "block_diffusion": ("block-tiny", {"kind": "block_diffusion", "block_size": 4}),
+    "block_diffusion, entropy": ("block-tiny", {"kind": "block_diffusion", "schedule": "entropy", "tau": 2.0}),
+    "block_diffusion, editing": ("block-tiny", {"kind": "block_diffusion", "tau": 0.2, "tau_edit": 0.3}),
+    "s2d2": ("block-tiny", {"kind": "s2d2"}),
+    "s2d2, fused": ("block-tiny", {"kind": "s2d2", "block_size": 4, "causal_cache": True, "fused": True}),
+    **{
+        f"s2d2, {kind}": ("block-tiny", {"kind": "s2d2", "router": {"kind": "score"}, "estimator": {"kind": kind}})
+        for kind in ("entropy", "hard_entropy", "margin", "linear_margin", "confidence", "renyi")
+    },
+    "s2d2, bandit": ("block-tiny", {"kind": "s2d2", "router": {"kind": "bandit"}}),
+}
+"""Decoders of block diffusion, with each schedule and measure that reads a note."""
 WARPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "greedy": {"temperature": 0.0},
@@ -44,14 +73,19 @@ class Kernels:
 
     choice: Any = None
     attend: Any = None
+    note: Any = None
 
 
 TORCH = Kernels()
 
 
+def folder_of(model):
+    return GOLDEN / model if model in ("mdlm", "sedd") else BUILTIN / model
+
+
 @cache
 def loaded(model, attend):
-    backbone: Any = load_backbone(BUILTIN / model, dtype="float32", device="cpu")
+    backbone: Any = load_backbone(folder_of(model), dtype="float32", device="cpu")
     # Only now: the interpreter would take long for the tests that a model passes when it is loaded.
     backbone._attend = attend
     return backbone
@@ -59,27 +93,28 @@ def loaded(model, attend):
 
 def requests_for(model, count, *, length=18, new=7, own=False):
     """Repeated words, the end of which is to be written, or some of which are."""
-    rng, made = np.random.default_rng(0), []
+    rng, made, most = np.random.default_rng(0), [], min(1000, inspect_model(folder_of(model)).vocab_size - 2)
     for index in range(count):
-        canvas = np.resize(rng.integers(10, 1000, 6), length - index).astype(np.int32)
+        canvas = np.resize(rng.integers(10, most, 6), length - index).astype(np.int32)
         holes = rng.permutation(len(canvas))[:new] if model == "asarm-tiny" else slice(len(canvas) - new, None)
         canvas[holes] = -1
-        settings = OWN[index % len(OWN)] if own else RowSettings(token_logprobs=True)
+        usual = RowSettings(token_logprobs=model != "block-tiny")
+        settings = OWN[index % len(OWN)] if own else usual
         made.append(Request(index, 1000 + index, canvas, settings=settings))
     return made
 
 
 def setup_for(name, kernels, sampling):
-    model, given = CASES[name]
+    model, given = (CASES | MASKED | BLOCKS)[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
     backbone, drafter = loaded(model, kernels.attend), getattr(getattr(settings, "drafter", None), "path", None)
     setup = Setup(
         backbone=backbone,
-        info=inspect_model(BUILTIN / model),
+        info=inspect_model(folder_of(model)),
         sampling=sampling,
         max_rows=3,
         max_tokens=1 << 12,
-        stops=Stops() if model == "ar-tiny" else None,
+        stops=Stops() if model in ("ar-tiny", "block-tiny") else None,
         heads=find_heads(settings, BUILTIN / model, backbone) if hasattr(settings, "fused") else None,
         drafter=loaded(drafter, kernels.attend) if drafter else None,
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
@@ -92,10 +127,11 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
     sampling = Sampling.model_validate({"acceptance": acceptance, **WARPS[warp]}, strict=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        for module in ("picks", "named_answers"):
+            patch.setattr(f"decoders.engine.{module}.find_notes", lambda *_: kernels.note)
         setup, settings = setup_for(name, kernels, sampling)
-        return run_all(
-            build_decoder(setup, settings), requests_for(CASES[name][0], count, own=own, length=length, new=new)
-        )
+        model, _ = (CASES | MASKED | BLOCKS)[name]
+        return run_all(build_decoder(setup, settings), requests_for(model, count, own=own, length=length, new=new))
 
 
 def scored(name, kernels):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from decoders.kernels.choice_reference import Warp
+from decoders.kernels.notes_reference import WANTED
 from decoders.kernels.seen import Seen
 
 TYPES = {
@@ -113,17 +114,28 @@ def weigh(module):
     module.weigh(torch.zeros(4, 50000), warp(4, 50000, 20), zeros, zeros.double())
 
 
+def note(top_k, wanted, *, warped=False):
+    keys, positions = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+
+    def call(module):
+        more = {"wanted": wanted, "warped": warped, "draw_R": positions, "mask_id": 7}
+        module.note(torch.zeros(4, 50000), warp(4, 50000, top_k), keys, positions, **more)
+
+    return call
+
+
 def multiply(dtype):
     rows, weights = torch.zeros(512, 2048, dtype=dtype), torch.zeros(64, 768, 2048, dtype=dtype)
     return lambda module: module.triton_product(rows, weights, torch.zeros(64, dtype=torch.int32))
 
 
-ATTENTION, CHOICE = ["attend_tiles", "add_shares"], ["choose_rows", "weigh_rows"]
+ATTENTION, CHOICE, NOTES = ["attend_tiles", "add_shares"], ["choose_rows", "weigh_rows"], ["note_rows"]
 HALF = torch.bfloat16
 CASES = {
     "attention, an 8B Llama": ("attention", ATTENTION, "attend_tiles", attend(HALF, 32, 8, 128, rows_at_once=4)),
     "tokens, all warps": ("choice", CHOICE, "choose_rows", choose(top_k=20)),
     "experts": ("experts", ["multiply_tiles"], "multiply_tiles", multiply(HALF)),
+    "notes, all warps": ("notes", NOTES, "note_rows", note(20, WANTED, warped=True)),
     "attention, two intervals and a window": (
         "attention", ATTENTION, "attend_tiles", attend(torch.float16, 32, 8, 96, intervals=2, window=100)
     ),
@@ -131,12 +143,13 @@ CASES = {
     "attention, float32 in shares": ("attention", ATTENTION, "attend_tiles", attend(torch.float32, 9, 3, 20, shares=4)),
     "attention, the sum of shares": ("attention", ATTENTION, "add_shares", attend(HALF, 32, 8, 128, shares=4)),
     "tokens, no warp": ("choice", CHOICE, "choose_rows", choose(top_k=None)),
+    "notes, one": ("notes", NOTES, "note_rows", note(None, ("top1",))),
     "ratios": ("choice", CHOICE, "weigh_rows", weigh),
 }  # fmt: skip
 TENSOR_CORES = [
     name for name in CASES if name == "experts" or (name.startswith("attention, ") and "float32" not in name)
 ]
-EVERYWHERE = list(CASES)[:3]
+EVERYWHERE = list(CASES)[:4]
 
 
 @pytest.mark.parametrize(

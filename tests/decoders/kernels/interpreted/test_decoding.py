@@ -3,16 +3,20 @@
 import pytest
 import torch
 
-from decoders.kernels import attention, choice
+from decoders.kernels import attention, choice, notes
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded
 
-ALL = Kernels(choice, attention.attend)
+ALL = Kernels(choice, attention.attend, notes.note)
 
 
 @pytest.mark.parametrize(
     ("name", "warp", "acceptance", "own"),
-    [("look-up", "plain", "coupled", True), ("assd", "all", "rejection", False)],
+    [
+        ("look-up", "plain", "coupled", True),
+        ("assd", "all", "rejection", False),
+        ("ssd, cached", "all", "coupled", True),
+    ],
 )
 def test_drawn_texts_are_those_of_torch(name, warp, acceptance, own):
     settings = {"warp": warp, "acceptance": acceptance, "own": own, "count": 2, "length": 10, "new": 3}

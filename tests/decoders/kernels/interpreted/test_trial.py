@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from decoders.kernels import attention, choice, experts, trial
+from decoders.kernels import attention, choice, experts, notes, trial
 
 CPU = torch.device("cpu")
 
@@ -16,8 +16,8 @@ def test_the_kernels_work_in_the_interpreter(dtype):
     assert trial.experts_work(CPU, dtype)
 
 
-def test_the_choice_works_in_the_interpreter():
-    assert trial.choice_works(CPU)
+def test_the_choice_and_the_notes_work_in_the_interpreter():
+    assert trial.choice_works(CPU) and trial.notes_work(CPU)
 
 
 def test_a_wrong_kernel_is_found(monkeypatch, caplog):
@@ -36,6 +36,21 @@ def test_wrong_tokens_are_found(monkeypatch):
 
     monkeypatch.setattr(choice, "choose", wrong)
     assert not trial.choice_works(CPU)
+
+
+@pytest.mark.parametrize("row", [0, 4])
+def test_a_wrong_note_is_found(monkeypatch, caplog, row):
+    plain = notes.note
+
+    def wrong(*args, **more):
+        found = plain(*args, **more)
+        found[row, 3] += 0.01 if row else 1
+        return found
+
+    monkeypatch.setattr(notes, "note", wrong)
+    with caplog.at_level(logging.WARNING):
+        assert not trial.notes_work(CPU)
+    assert "the kernel for notes is wrong here by up to" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch):
