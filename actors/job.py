@@ -35,7 +35,8 @@ class Job:
     """One job, the same for all of its workers.
 
     `store_url` is the run directory, `conditional` whether its store can reject creating an existing name. `max_rows` and
-    `max_tokens` bound a worker's batch; if None, the worker chooses, knowing that units have up to `unit_rows` rows.
+    `max_tokens` bound a worker's batch, and `prompt_rows` the rows of prompts in one of its forwards; if None, the worker
+    chooses, knowing that units have up to `unit_rows` rows.
     `files` are the plan's inputs, in plan order. `keep` is the serialised Arrow schema of the input columns that are copied
     into the results, None if there are none.
     """
@@ -59,6 +60,7 @@ class Job:
     files: tuple[InputFile, ...]
     keep: bytes | None = None
     truncate: Side | None = None
+    prompt_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

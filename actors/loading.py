@@ -117,6 +117,7 @@ def build(
     stops: Stops | None,
     max_rows: int,
     max_tokens: int,
+    prompt_rows: int | None = None,
     trace: bool = False,
 ) -> Decoder:
     """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
@@ -134,6 +135,7 @@ def build(
         drafter=networks.drafter,
         drafter_info=networks.drafter_info,
         trace=trace,
+        prompt_rows=prompt_rows,
     )
     if isinstance(task, Score):
         return build_scorer(setup, decoder, task.estimate or Estimate())

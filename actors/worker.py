@@ -152,6 +152,7 @@ def build_parts(
         stops=stops,
         max_rows=max_rows,
         max_tokens=job.max_tokens or max_rows * (2048 if on_gpu else 512),
+        prompt_rows=job.prompt_rows,
         trace=job.trace,
     )
     has_head = networks.heads is not None

@@ -4,7 +4,7 @@ Slots are independent and ragged: each forward writes its own rows at columns of
 overwritten, so a rejected column needs no cropping. The cache does not know which columns a row may see. Slots that follow each
 other are read in place; any other selection must be copied out.
 
-Legend: B slots read, K key heads.
+Legend: B slots read, K key heads, X = 2 K keys and values.
 """
 
 from __future__ import annotations
@@ -22,6 +22,13 @@ class SlotCache:
         empty = torch.zeros(2, 0, num_heads, 0, head_width, dtype=dtype, device=device)
         self.layers_2SKWd = [empty] * num_layers
         self.positions_SW = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._note_offsets()
+
+    def _note_offsets(self) -> None:
+        """How far the cells of each head's key and value are from that of the first head's key."""
+        _, num_slots, num_heads, num_columns, _ = self.layers_2SKWd[0].shape
+        heads_K = torch.arange(num_heads, device=self.positions_SW.device) * num_columns
+        self._offsets_X = torch.cat([heads_K, heads_K + num_slots * num_heads * num_columns])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,6 +76,7 @@ class SlotCache:
             self._go_back(num_done, *before)
             raise
         self.positions_SW = positions
+        self._note_offsets()
 
     def _go_back(self, num_done: int, num_slots: int, num_columns: int) -> None:
         try:
@@ -84,6 +92,12 @@ class SlotCache:
             layer[:, target] = layer[:, source]
         self.positions_SW[target] = self.positions_SW[source]
 
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source` onto those of slot `target`; its others stay."""
+        for layer in self.layers_2SKWd:
+            layer[:, target, :, :num_columns] = layer[:, source, :, :num_columns]
+        self.positions_SW[target, :num_columns] = self.positions_SW[source, :num_columns]
+
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """Copy columns of slots onto others of the same slots; none is both read and written."""
         for layer in self.layers_2SKWd:
@@ -96,24 +110,28 @@ class SlotCache:
             layer[:, slot] = 0
 
     def places(self, slots_N: Tensor, columns_N: Tensor) -> Tensor:
-        """Return the cells for the keys of these rows, for `write`; int64 [N * K], the same in every layer."""
-        num_heads = self.layers_2SKWd[0].shape[2]
-        heads_K = torch.arange(num_heads, device=slots_N.device)
-        places_NK = (slots_N.unsqueeze(1) * num_heads + heads_K) * self.num_columns + columns_N.unsqueeze(1)
-        return places_NK.flatten()
+        """Return the cells for each row's keys and values, for `write`; int64 [N * 2 K], for any layer."""
+        per_slot = self.layers_2SKWd[0].shape[2] * self.num_columns
+        first_N1 = torch.add(columns_N, slots_N, alpha=per_slot).unsqueeze(1)
+        return (first_N1 + self._offsets_X).flatten()
 
-    def write(self, layer: int, places: Tensor, key_NKd: Tensor, value_NKd: Tensor) -> None:
-        """Store the keys and values of N rows in one layer; all rows must have different cells."""
-        keys_values = self.layers_2SKWd[layer]
-        for which, rows_NKd in enumerate((key_NKd, value_NKd)):
-            width = rows_NKd.shape[2]
-            keys_values[which].view(-1, width).index_copy_(0, places, rows_NKd.reshape(-1, width))
+    def note_positions(self, slots_N: Tensor, columns_N: Tensor, positions_N: Tensor) -> None:
+        """Note the positions of rows that are written; all rows must have different cells."""
+        cells_N = torch.add(columns_N, slots_N, alpha=self.num_columns)
+        self.positions_SW.view(-1).index_copy_(0, cells_N, positions_N)
+
+    def write(self, layer: int, places: Tensor, key_value_NXd: Tensor) -> None:
+        """Store rows in one layer, each with the keys and then the values of its heads; all rows must have different cells."""
+        width = key_value_NXd.shape[2]
+        self.layers_2SKWd[layer].view(-1, width).index_copy_(0, places, key_value_NXd.reshape(-1, width))
 
     def read(self, layer: int, slots: Tensor | slice, num_columns: int) -> tuple[Tensor, Tensor]:
         """Return the first columns of the keys and the values of slots, [B, K, num_columns, d]; views where they are a slice."""
-        near = self.layers_2SKWd[layer][:, :, :, :num_columns]
+        held_2SKWd = self.layers_2SKWd[layer]
         if isinstance(slots, slice):
-            return near[0, slots], near[1, slots]
+            key, value = held_2SKWd[:, slots, :, :num_columns].unbind(0)
+            return key, value
+        near = held_2SKWd[:, :, :, :num_columns]
         return near[0].index_select(0, slots), near[1].index_select(0, slots)
 
 

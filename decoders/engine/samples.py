@@ -67,8 +67,8 @@ class Sample:
 
     __slots__ = (
         "accepted", "ask", "cached", "cached_draft", "decided", "decoding", "end", "histogram", "is_greedy", "iterations", "just",
-        "key", "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "prompt", "proposed", "rank_at", "request", "slot",
-        "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
+        "key", "length", "log_ps", "logprob", "nfe", "nfe_draft", "order", "piece", "prompt", "proposed", "rank_at", "request",
+        "rest", "slot", "stats", "stop_ids", "stop_text", "times", "tokens", "trace",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +105,9 @@ class Sample:
         self.trace: list[TraceStep] | None = [] if traced else None
         # Drafts of the iteration that has just ended, and how many of them paid, for a budget; None if none has.
         self.just: tuple[int, int] | None = None
+        # Rows of the prompt that run in this forward ahead of an ask, which is `rest` if it was made before (pieces.py).
+        self.piece = 0
+        self.rest: Ask | None = None
         self.slot = -1
         self.decoding: Decoding | None = None
         self.ask: Wish | None = None

@@ -19,6 +19,10 @@ class Setup:
     `stops` those that write from left to right, a `drafter` (a model of the same vocabulary) `speculative` and `specdiff`.
     `drafter_info` gives the drafter's longest text; without it, that of the model applies. With `trace` every outcome has the
     steps that led to it.
+
+    `prompt_rows` bounds the rows of prompts that run in one forward beside the rows of samples that decode; longer prompts run
+    in pieces (pieces.py). None: `DEVICE_ROWS` where attention reads rows by a kernel; else prompts run whole, and apart from the
+    others unless they are few.
     """
 
     backbone: Model
@@ -31,3 +35,8 @@ class Setup:
     drafter: TokenBackbone | None = None
     drafter_info: ModelInfo | None = None
     trace: bool = False
+    prompt_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prompt_rows is not None and self.prompt_rows < 1:
+            raise ValueError(f"batching.prompt_rows: {self.prompt_rows}; must be at least 1")

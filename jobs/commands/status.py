@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from jobs.codes import OK
 from jobs.driving.attempts import read_sessions
 from jobs.driving.device_time import DeviceSums
-from jobs.driving.totals import exactness, ratio
+from jobs.driving.totals import efficiency, exactness, ratio
 from jobs.finished.metric_figures import metric_lines
 from jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
 from jobs.notes import duration, rate_text
@@ -66,6 +66,8 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     if rate:
         tokens = ratio(sessions.committed.new_tokens, sessions.wall_s)
         yield f"  rate     {rate:,.1f} samples/s, {rate_text(tokens)} tokens/s"
+    if shared := efficiency(sessions.effort).get("prompts_shared"):
+        yield f"  prompts  {shared:.1%} of their rows taken over from other samples, not computed"
     if rate and rows < plan.rows:
         yield f"  ETA      {duration((plan.rows - rows) / rate)} of decoding"
 

@@ -33,6 +33,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         sampling=spec.sampling,
         max_rows=None if spec.batching.max_rows == "auto" else spec.batching.max_rows,
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
+        prompt_rows=None if spec.batching.prompt_rows == "auto" else spec.batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
         task=spec.task,
         columns=spec.input.columns,

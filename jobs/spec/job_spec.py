@@ -93,10 +93,11 @@ class ModelSettings(Settings):
 
 
 class BatchingSettings(Settings):
-    """How much a worker decodes at once, and how many rows are sorted together (`window`)."""
+    """How much a worker decodes at once, in slots and in rows of prompts, and how many rows are sorted together (`window`)."""
 
     max_tokens: Auto | Positive = "auto"
     max_rows: Auto | Positive = "auto"
+    prompt_rows: Auto | Positive = "auto"
     window: Positive = 65536
 
 

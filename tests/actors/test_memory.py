@@ -16,6 +16,7 @@ from actors.memory import fit, free_bytes, limit_gpu
 from actors.messages import Failure, Receipt
 from actors.models import fetch_model
 from actors.runner import UnitRunner
+from actors.worker import build_runner
 from decoders.backbones.checkpoint import inspect_model
 from decoders.backbones.load import load_backbone, pick_device
 from decoders.base import HOLE, Request
@@ -26,10 +27,15 @@ from decoders.references.token_table import TokenTable
 from decoders.registry import build_decoder
 from jobs.driving.crew import crew
 from jobs.driving.nodes import NodeRoom
+from jobs.driving.progress import Silence
+from jobs.plan.prepare import make_plan, prepare
+from jobs.plan.worker_job import make_job
 from jobs.spec.worker_shape import WorkerShape
 from storage.errors import UserError
+from storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.support import token_info
+from tests.runs.causal_jobs import job_spec
 
 GIB = 1 << 30
 GPU = torch.device("cuda:0")
@@ -216,3 +222,23 @@ def test_a_builtin_model_on_a_real_gpu_stays_within_what_it_was_given():
     decoder.admit([Request(index, index, canvas) for index in range(decoder.room(length))])
     decoder.step()
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+
+
+def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: Path):
+    rows = [{"id": f"{n}", "prompt": "def f(x):\n    return x\n" * (1 + 3 * n)} for n in range(3)]
+    said = {}
+    for given in ("auto", 9):
+        output = {"path": str(tmp_path / str(given))}
+        spec = job_spec(
+            tmp_path, rows, model={"path": "builtin:ar-tiny"}, batching={"prompt_rows": given}, output=output
+        )
+        store = open_store(spec.output.path)
+        job = make_job(spec, make_plan(prepare(spec, store), store, Silence()), conditional=True)
+        runner = build_runner(job, name="w", node="n", threads=1)
+        runner.add(work(0, len(rows)))
+        while not runner.step():
+            pass
+        said[given] = runner.decoder.stats.steps
+        runner.close()
+    # Prompts of ten to seventy tokens, nine rows a step.
+    assert said[9] > said["auto"] + 5

@@ -287,6 +287,35 @@ def test_nothing_is_taken_from_a_slot_that_is_not_finite() -> None:
         decoder.clear()
 
 
+@pytest.mark.parametrize("name", ["autoregressive", "any_subset"])
+def test_a_slot_that_is_not_finite_is_wiped_before_columns_are_copied_into_it(name: str) -> None:
+    head, two, end = *pieces(40, 9), [np.full(new, HOLE) for new in (12, 3)]
+    first, second, third = (
+        completion(head, end[0]),
+        completion(two, end[1], index=1),
+        completion(head, end[0], index=2),
+    )
+    (alone,) = said(run_all(decoder_of(name, 1, shares=False), [third])).values()
+    decoder = decoder_of(name, 2, shares=True)
+    decoder.admit([first])
+    decoder.step()
+    decoder.admit([second])
+    decoder.step()
+    found = dict[int, Outcome]()
+    while 1 not in found:
+        found |= {outcome.index: outcome for outcome in decoder.step()}
+    for layer in decoder.backbone.cache.layers_2SKWd:
+        layer[:, 1] = torch.nan
+    decoder.backbone.taint([1])
+    decoder.admit([third])
+    before = decoder.stats.prompt_rows_shared
+    while 2 not in found:
+        found |= {outcome.index: outcome for outcome in decoder.step()}
+    assert decoder.stats.prompt_rows_shared > before
+    assert said(found)[2] == alone
+    decoder.clear()
+
+
 def test_a_cleared_decoder_has_forgotten_all_columns() -> None:
     head, one = pieces(40, 8)
     decoder = decoder_of("autoregressive", 2, shares=True)

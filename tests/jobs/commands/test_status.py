@@ -1,12 +1,20 @@
-"""What `draftmill status` says of the driver."""
+"""What `draftmill status` says of the driver and of the run."""
 
 from __future__ import annotations
 
 import secrets
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
-from jobs.commands.status import driver_of, state_of
+import pytest
+
+from actors.messages import Effort
+from decoders.base import EngineStats
+from jobs.commands import status
+from jobs.commands.status import driver_of, state_of, status_lines
+from jobs.driving.attempts import Sessions
 from storage.runs.lease import acquire, this_process
 from storage.stores.memory import MemoryStore
 
@@ -20,3 +28,14 @@ def test_a_driver_that_was_killed_is_not_said_to_run():
     process.wait()
     acquire(store, f"{this_process().rpartition(':')[0]}:{process.pid}", 60)
     assert driver_of(store) is None and state_of(store, driver_of(store)).startswith("not running")
+
+
+@pytest.mark.parametrize(
+    ("shared", "line"), [(6, "  prompts  75.0% of their rows taken over from other samples, not computed"), (0, None)]
+)
+def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_any(monkeypatch, shared, line):
+    effort = Effort(EngineStats(prompt_rows=8, prompt_rows_shared=shared))
+    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(effort=effort))
+    plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
+    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
+    assert [one for one in lines if "prompts" in one] == ([line] if line else [])
