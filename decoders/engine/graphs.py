@@ -1,0 +1,166 @@
+"""CUDA graphs of a forward: network, output layer and draws start as one launch, whatever the model's depth.
+
+A graph repeats the kernels of one forward with the addresses that they had. So forwards are filled up to a few sizes (buckets),
+and all that changes between two of one size stands in one buffer that each copies anew. Rows that fill up are dead: they write a
+column that no row sees, and what is drawn from them is not read.
+
+    first time          operation by operation, as without graphs
+    second time         the same; then captured, replayed, and compared: a graph that gives another record is never used
+    from then on        one copy down, one launch, one record up
+
+Chosen at the start: on a CUDA device, where the model's attention and draws are kernels (decoders/kernels), unless
+DRAFTMILL_GRAPHS is 0. Larger forwards run operation by operation: the device is then busy for longer than the host needs to start
+the next kernel.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from decoders.engine.parcels import Parcel, Sent
+from decoders.kernels.switch import is_on
+
+_log = logging.getLogger(__name__)
+VARIABLE: Final = "DRAFTMILL_GRAPHS"
+"""The environment variable: 0 turns graphs off, 1 or nothing leaves them on."""
+MOST_ROWS: Final = 512
+"""A forward of more rows is not captured."""
+_MOST_GRAPHS: Final = 64
+_FINE: Final = 16
+# A record has token ids, which must be equal, and log-probabilities, whose last bits may differ.
+_ROUNDING: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed."""
+
+    hidden_ND: Tensor
+    record: Tensor
+    num_computed: int
+
+
+class Recorder(Protocol):
+    """Captures work on a device; tests have one that works on a CPU."""
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """Returns what repeats the work, and the tensors that it then fills again."""
+        ...
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share their memory since only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """See Recorder. Other threads of the process may use the device meanwhile."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            found = work()
+        return graph.replay, found
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """`work` is kept because it holds tensors that the graph reads."""
+
+    inputs: Tensor
+    replay: Callable[[], None]
+    found: Work
+    work: Callable[[Sent], Work]
+
+
+class Graphs:
+    """The graphs of one model, by what their forwards have in common."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self._recorder, self._device = recorder, device
+        # None: a forward that was run once.
+        self._graphs = OrderedDict[Hashable, _Graph | None]()
+        self._works = True
+        self.num_replayed = 0
+        """Forwards that were replayed."""
+
+    @staticmethod
+    def size(count: int) -> int | None:
+        """The size to which so many rows are filled up; None if they are too many."""
+        if count > MOST_ROWS:
+            return None
+        power = 1 << max(0, count - 1).bit_length()
+        return power // 4 * 3 if power >= _FINE and count <= power // 4 * 3 else power
+
+    def forget(self) -> None:
+        """Drop all graphs: the memory that they read has moved."""
+        self._graphs.clear()
+
+    def run(self, key: Hashable, parcel: Parcel, work: Callable[[Sent], Work]) -> Work:
+        """Do the work with what the parcel brings. Works of one key differ in nothing but the parcel's numbers."""
+        key = (key, parcel.signature)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self._fill(graph.inputs, parcel)
+            graph.replay()
+            self.num_replayed += 1
+            return graph.found
+        found = work(parcel.send(self._device))
+        if self._works:
+            self._graphs[key] = self._captured(parcel, work, found) if key in self._graphs else None
+            while len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        return found
+
+    def _fill(self, inputs: Tensor, parcel: Parcel) -> None:
+        flat = torch.from_numpy(parcel.flat())
+        inputs.copy_(flat if self._device.type == "cpu" else flat.pin_memory(), non_blocking=True)
+
+    def _captured(self, parcel: Parcel, work: Callable[[Sent], Work], expected: Work) -> _Graph | None:
+        """The graph of this work, if it can be captured and gives what the work gave; else there are none from now on."""
+        try:
+            inputs = torch.zeros(len(parcel.flat()), dtype=torch.int64, device=self._device)
+            sent = parcel.cut(inputs)
+            self._fill(inputs, parcel)
+            replay, found = self._recorder.capture(lambda: work(sent))
+            replay()
+            is_close = bool(_close(found.record, expected.record).all().cpu())
+        except RuntimeError as error:
+            self._stop(f"a step could not be captured: {str(error).splitlines()[0][:200]}")
+            return None
+        if not is_close:
+            self._stop("a captured step gave another result")
+            return None
+        return _Graph(inputs, replay, found, work)
+
+    def _stop(self, reason: str) -> None:
+        self._works = False
+        self.forget()
+        _log.warning(
+            "CUDA graphs are not used from now on: %s. Steps run operation by operation, which is slower.", reason
+        )
+
+
+def _close(found: Tensor, expected: Tensor) -> Tensor:
+    """Which numbers of two records agree. A sample may have NaN or an infinity, which must then be in both."""
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    return same | ((found - expected).abs() <= _ROUNDING)
+
+
+def find_graphs(backbone: Any) -> Graphs | None:
+    """The graphs of a model whose forwards can be captured."""
+    recorder = find_recorder(backbone.device) if getattr(backbone, "captures", False) else None
+    return None if recorder is None else Graphs(recorder, backbone.device)
+
+
+def find_recorder(device: torch.device) -> Recorder | None:
+    """What captures on this device; None if nothing does, or it is not wanted."""
+    return CudaRecorder() if is_on(VARIABLE) and device.type == "cuda" and torch.version.cuda is not None else None

@@ -1,0 +1,62 @@
+"""A captured step on a pretended GPU: one buffer down, one graph, one record up; nothing crosses inside of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from decoders.engine.graphs import Work
+from tests.decoders.replaying import Replaying, use_graphs
+from tests.device import pretend
+from tests.device.pretend import KINDS
+from tests.device.steps import run, run_on_cpu
+
+# launches, transfers down, transfers up, waits of the step that asks least: the buffer's copy, the graph, and the record
+LIMITS = {
+    "autoregressive": (3, 1, 1, 1),
+    "speculative": (3, 1, 1, 1),
+    "speculative, suffix": (3, 1, 1, 1),
+    "jacobi": (3, 1, 1, 1),
+    "multiblock_jacobi": (3, 1, 1, 1),
+    "any_subset": (3, 1, 1, 1),
+    "assd, suffix": (3, 1, 1, 1),
+    "block_diffusion": (3, 1, 1, 1),
+    "stepwise, cached": (3, 1, 1, 1),
+}
+
+
+class OneLaunch(Replaying):
+    """Counts a replay as one launch, and makes sure that what is replayed asks nothing of the host."""
+
+    def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
+        """See Replaying."""
+        replay, found = super().capture(work)
+        counts = pretend._active[-1].counts
+
+        def launched() -> None:
+            before = counts.state()
+            replay()
+            now = counts.state()
+            assert all(now[kind] == before[kind] for kind in KINDS if kind != "launches"), str(counts)
+            counts.launches = before["launches"] + 1
+
+        return launched, found
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(name: str, monkeypatch: Any) -> None:
+    use_graphs(monkeypatch)
+    monkeypatch.setattr("decoders.engine.graphs.find_recorder", lambda device: OneLaunch())
+    # Canvases with a cache have more shapes; with more samples each comes a third time.
+    requests = 10 if name == "stepwise, cached" else 5
+    found = run(name, requests=requests)
+    monkeypatch.undo()
+    expected = run_on_cpu(name, requests=requests)
+    assert {index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()} == {
+        index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()
+    }
+    steps = [(step.launches, step.down, step.up, step.waits) for step in found.steady]
+    assert any(all(count <= limit for count, limit in zip(step, LIMITS[name], strict=True)) for step in steps), steps
+    assert all(step.waits <= 2 and step.shapes == 0 for step in found.steady), "a capture waits once more, to compare"
