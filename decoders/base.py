@@ -132,7 +132,8 @@ class Outcome:
 class EngineStats:
     """Totals of one decoder since it was built; the worker reports their differences.
 
-    lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots;
+    lane_eff = active_slot_steps / slot_steps, where a step that runs only newly admitted samples counts just their slots, and
+    slots whose samples wait until others' prompts have run are left out;
     token_padding_eff = useful_rows / computed_rows; spec_eff = committed / verified. Of the `prompt_rows` of samples' prompts,
     `prompt_rows_shared` were taken over from other samples (both 0 in decoders that take over none).
     """

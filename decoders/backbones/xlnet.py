@@ -78,6 +78,7 @@ class _Layer:
 class _Layout:
     """Where the flat rows of one forward (content first) sit in a padded [B, T] rectangle, and what they see.
 
+    `rows_P` and, of query rows alone, `last_rows_P` are the rows at the rectangle's places; places without one repeat the first.
     `blind_N` says which rows see nothing; None if all see something.
     """
 
@@ -86,11 +87,12 @@ class _Layout:
     num_rows: int
     span: int
     rectangle_N: Tensor
-    content_slots_N: Tensor
-    content_columns_N: Tensor
+    rows_P: Tensor
+    last_rows_P: Tensor
+    places: Tensor
     slots: Tensor | slice
-    hidden_BTW: Tensor
-    distance_BTW: Tensor
+    hidden_N1W: Tensor
+    distance_N1W: Tensor
     blind_N: Tensor | None
 
 
@@ -103,8 +105,7 @@ class _FlatLayout:
 
     num_content: int
     span: int
-    content_slots_N: Tensor
-    content_columns_N: Tensor
+    places: Tensor
     parts: list[tuple[slice, Seen]]
     last_parts: list[tuple[slice, Seen]]
     attend: Attend
@@ -143,7 +144,9 @@ def _relative_attention(num_heads: int, width: int, dtype: torch.dtype) -> Atten
 
     def attention(slots: int, rows: slice, visible: int, columns: int, rules: ShapeRules) -> Tensor:
         part = query[:slots, :, rows]
-        bias = position_scores(part, distances_Hdp[:, :, :columns], rules.min_rows).clone()
+        flat_NHd = part.transpose(1, 2).flatten(0, 1)
+        scores_NHp = position_scores(flat_NHd, distances_Hdp[:, :, :columns], rules.min_rows)
+        bias = scores_NHp.unflatten(0, (slots, -1)).transpose(1, 2).clone()
         bias[..., visible:] = -torch.inf
         near = (slice(0, slots), slice(None), slice(0, columns))
         return attend(part, key[near], value[near], bias, rules.sum_columns).transpose(1, 2)
@@ -179,6 +182,8 @@ class XLNetBackbone:
         self._attend = find_attention(
             self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width
         )
+        self.captures = self._attend is not None
+        """Whether a forward asks nothing of the device: then it can be captured as a graph."""
         self.relative: list[Tensor] = []
         self.forget()
 
@@ -245,6 +250,11 @@ class XLNetBackbone:
         return self.relative[0].shape[2] // 2 if self.relative else 0
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether attention reads flat rows by a kernel: a slot with many rows costs the others nothing."""
+        return self._attend is not None
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one column of one slot in the cache."""
         return self.cache.cell_bytes
@@ -277,6 +287,10 @@ class XLNetBackbone:
         self.cache.move_slot(source, target)
         (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
 
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of slot `source`, which is sound, onto slot `target`, which was wiped when it got its order."""
+        self.cache.copy_prefix(source, target, num_columns)
+
     # ---- the forward ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -305,34 +319,35 @@ class XLNetBackbone:
 
     def _layout(self, rows: Rows) -> _Layout:
         shape = rows.shape
-        num_content = rows.content_token_C.shape[0]
+        num_content, num_query = rows.content_token_C.shape[0], rows.query_column_Q.shape[0]
         num_rows = max(shape.num_content + shape.num_queries, self.rules.min_queries)
-        content_N = rows.content_owner_C * num_rows + rows.content_line_C
-        query_N = rows.query_owner_Q * num_rows + rows.query_line_Q + shape.num_content
+        content_N = torch.add(rows.content_line_C, rows.content_owner_C, alpha=num_rows)
+        query_N = torch.add(rows.query_line_Q + shape.num_content, rows.query_owner_Q, alpha=num_rows)
         rectangle_N = torch.cat([content_N, query_N])
+        row_N = torch.arange(num_content + num_query, device=self.device)
+        rows_P, last_rows_P = row_N.new_zeros(2, shape.num_slots * num_rows)
+        rows_P[rectangle_N] = row_N
+        last_rows_P[query_N] = row_N[:num_query]
         limit_N = torch.cat([rows.content_limit_C, rows.query_limit_Q])
         column_N = torch.cat([rows.content_column_C, rows.query_column_Q])
-        limits_P = torch.ones(shape.num_slots * num_rows, dtype=torch.int64, device=self.device)
-        limits_P[rectangle_N] = limit_N
-        columns_P = torch.zeros_like(limits_P)
-        columns_P[rectangle_N] = column_N
+        slot_N = rows.slots_B[torch.cat([rows.content_owner_C, rows.query_owner_Q])]
         num_columns = self.rules.columns(shape.num_columns, self.order_SW.shape[1])
-        order_BP = self.order_SW[rows.slots_B]
-        columns_BT = columns_P.view(shape.num_slots, num_rows).clamp(max=order_BP.shape[1] - 1)
-        positions_BT = order_BP.gather(1, columns_BT)
+        position_N1 = self.order_SW[slot_N, column_N].unsqueeze(1)
         # Half the number of distances looked at: the longest canvas of the batch.
         span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
+        distance_NW = (position_N1 - self.order_SW[slot_N, :num_columns] + span).clamp_(0, 2 * span - 1)
         return _Layout(
             num_content=num_content,
             num_slots=shape.num_slots,
             num_rows=num_rows,
             span=span,
             rectangle_N=rectangle_N,
-            content_slots_N=rows.slots_B[rows.content_owner_C],
-            content_columns_N=rows.content_column_C,
+            rows_P=rows_P,
+            last_rows_P=last_rows_P,
+            places=self.cache.places(slot_N[:num_content], rows.content_column_C),
             slots=rows.slots_B if shape.slots is None else shape.slots,
-            hidden_BTW=~visible(limits_P.view(shape.num_slots, num_rows).clamp(min=1), num_columns),
-            distance_BTW=(positions_BT.unsqueeze(2) - order_BP[:, None, :num_columns] + span).clamp(0, 2 * span - 1),
+            hidden_N1W=~visible(limit_N.clamp(min=1), num_columns).unsqueeze(1),
+            distance_N1W=distance_NW.unsqueeze(1),
             blind_N=limit_N == 0 if shape.some_blind else None,
         )
 
@@ -354,8 +369,7 @@ class XLNetBackbone:
         return _FlatLayout(
             num_content=num_content,
             span=span,
-            content_slots_N=slot_N[:num_content],
-            content_columns_N=rows.content_column_C,
+            places=self.cache.places(slot_N[:num_content], rows.content_column_C),
             parts=_parts(seen, 0, at_once),
             last_parts=_parts(seen, num_content, at_once),
             attend=attend,
@@ -370,7 +384,7 @@ class XLNetBackbone:
         if isinstance(layout, _FlatLayout):
             mixed_ND = self._flat_attention(layer, index, query_ND, layout)
         else:
-            mixed_ND = self._attention(layer, index, query_ND, layout.rectangle_N[start:], layout)
+            mixed_ND = self._attention(layer, index, query_ND, layout)
             if layout.blind_N is not None:
                 mixed_ND.masked_fill_(layout.blind_N[start:].unsqueeze(1), 0.0)
         rows_ND = rows_ND + linear_rows(mixed_ND, layer.output_DD, None, min_rows)
@@ -383,10 +397,7 @@ class XLNetBackbone:
     def _write(self, layer: _Layer, index: int, states_ND: Tensor, layout: _AnyLayout) -> None:
         content_ND = states_ND[: layout.num_content]
         key_value = linear_rows(content_ND, layer.key_value_DD, None, self.rules.min_rows)
-        key_value_N2Hd = key_value.view(-1, 2, self.num_heads, self.head_width)
-        for which in (0, 1):
-            held_SHWd = self.cache.layers_2SKWd[index][which]
-            held_SHWd[layout.content_slots_N, :, layout.content_columns_N] = key_value_N2Hd[:, which]
+        self.cache.write(index, layout.places, key_value.view(-1, 2 * self.num_heads, self.head_width))
 
     def _flat_attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _FlatLayout) -> Tensor:
         """Attend to the cache by the rows' limits, [N, H * d]."""
@@ -401,34 +412,48 @@ class XLNetBackbone:
             mixed.append(layout.attend(content_NHd, held_2SHWd, seen, scaling=1.0, relative_NHP=relative_NHP))
         return torch.cat(mixed).flatten(1) if len(mixed) > 1 else mixed[0].flatten(1)
 
-    def _attention(self, layer: _Layer, index: int, query_ND: Tensor, rectangle_N: Tensor, layout: _Layout) -> Tensor:
-        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d]."""
-        num_slots, num_rows = layout.num_slots, layout.num_rows
-        spread = query_ND.new_zeros(num_slots * num_rows, query_ND.shape[1])
-        spread[rectangle_N] = query_ND
-        query_BTHd = spread.view(num_slots, num_rows, self.num_heads, self.head_width)
-        num_columns = layout.hidden_BTW.shape[2]
-        key, value = self.cache.layers_2SKWd[index][0, layout.slots], self.cache.layers_2SKWd[index][1, layout.slots]
-        at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
-        parts = []
-        for first in range(0, num_slots, at_once):
-            part = slice(first, first + at_once)
-            content = (query_BTHd[part] + layer.content_bias_Hd).transpose(1, 2)
-            position = (query_BTHd[part] + layer.position_bias_Hd).transpose(1, 2)
-            bias = self._relative_bias(index, position, layout, part)
-            mixed = attend(
-                content, key[part, :, :num_columns], value[part, :, :num_columns], bias, self.rules.sum_columns
-            )
-            parts.append(mixed.transpose(1, 2).flatten(2))
-        return torch.cat(parts).flatten(0, 1)[rectangle_N]
+    def _attention(self, layer: _Layer, index: int, query_ND: Tensor, layout: _Layout) -> Tensor:
+        """Spread flat query rows over the [B, T] rectangle, attend to the cache, gather them back; [N, H * d].
 
-    def _relative_bias(self, index: int, query_BHTd: Tensor, layout: _Layout, part: slice) -> Tensor:
-        """Scores of the relative positions, -inf where a column is not to be seen; [B, H, T, W]."""
+        Positions are scored before rows are spread, unless there are so many scores that slots go in parts.
+        """
+        num_slots, num_rows, is_last = layout.num_slots, layout.num_rows, index == self.num_layers - 1
+        first_row = layout.num_content if is_last else 0
+        rows_BT = (layout.last_rows_P if is_last else layout.rows_P).view(num_slots, num_rows)
+        query_NHd = query_ND.view(-1, self.num_heads, self.head_width)
+        sight = layout.distance_N1W[first_row:], layout.hidden_N1W[first_row:]
+        num_columns = sight[0].shape[2]
+        key, value = self.cache.read(index, layout.slots, num_columns)
+        at_once = max(1, _MAX_BIAS_NUMBERS // (self.num_heads * num_rows * 2 * layout.span))
+        if at_once >= num_slots:
+            bias = self._relative_bias(layer, index, query_NHd, *sight, layout.span)
+            content = (query_NHd + layer.content_bias_Hd)[rows_BT].transpose(1, 2)
+            mixed = attend(content, key, value, bias[rows_BT].transpose(1, 2), self.rules.sum_columns)
+            mixed_PD = mixed.transpose(1, 2).reshape(num_slots * num_rows, -1)
+        else:
+            parts = []
+            for first in range(0, num_slots, at_once):
+                part = slice(first, first + at_once)
+                rows_bT = rows_BT[part]
+                query, distance, hidden = (each[rows_bT.flatten()] for each in (query_NHd, *sight))
+                bias = self._relative_bias(layer, index, query, distance, hidden, layout.span).unflatten(
+                    0, rows_bT.shape
+                )
+                content = (query + layer.content_bias_Hd).unflatten(0, rows_bT.shape).transpose(1, 2)
+                mixed = attend(content, key[part], value[part], bias.transpose(1, 2), self.rules.sum_columns)
+                parts.append(mixed.transpose(1, 2).flatten(2))
+            mixed_PD = torch.cat(parts).flatten(0, 1)
+        return mixed_PD.index_select(0, layout.rectangle_N[first_row:])
+
+    def _relative_bias(
+        self, layer: _Layer, index: int, query_NHd: Tensor, distance_N1W: Tensor, hidden_N1W: Tensor, span: int
+    ) -> Tensor:
+        """Scores of the relative positions, -inf where a column is not to be seen; [N, H, W]."""
         middle = self.relative[index].shape[2] // 2
-        keys_Hdp = self.relative[index][:, :, middle - layout.span : middle + layout.span]
-        scores_BHTp = position_scores(query_BHTd, keys_Hdp, self.rules.min_rows)
-        distance_BHTW = layout.distance_BTW[part].unsqueeze(1).expand(-1, self.num_heads, -1, -1)
-        return scores_BHTp.gather(3, distance_BHTW).masked_fill_(layout.hidden_BTW[part].unsqueeze(1), -torch.inf)
+        keys_Hdp = self.relative[index][:, :, middle - span : middle + span]
+        scores_NHp = position_scores(query_NHd + layer.position_bias_Hd, keys_Hdp, self.rules.min_rows)
+        found_NHW = scores_NHp.gather(2, distance_N1W.expand(-1, self.num_heads, -1))
+        return found_NHW.masked_fill_(hidden_N1W, -torch.inf)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits [R, V] through the tied output layer, float32 or better."""

@@ -42,13 +42,18 @@ def chance_by_time(time: Tensor, later: Tensor) -> Tensor:
 
 
 def chance_by_scores(log_scores_RV: Tensor, mask_id: int, euler: bool, time_R: Tensor, later_R: Tensor) -> Tensor:
-    """How likely each mask is revealed from `time_R` to `later_R` by SEDD's scores: as many as they sum to, [R], at most 1.
+    """How likely each mask is revealed from `time_R` to `later_R` by SEDD's scores, [R]: see `chance_by_total`."""
+    others = torch.full((1,), mask_id, dtype=torch.int64, device=log_scores_RV.device)
+    total_R = log_scores_RV.index_fill(-1, others, -torch.inf).logsumexp(-1).exp()
+    return chance_by_total(total_R, euler, time_R, later_R)
+
+
+def chance_by_total(total_R: Tensor, euler: bool, time_R: Tensor, later_R: Tensor) -> Tensor:
+    """How likely each mask is revealed from `time_R` to `later_R`: as much as its scores sum to, [R], at most 1.
 
     The analytic predictor scales the scores by e^(sigma - sigma') - 1, Euler's by the time between them and the noise's rate.
     Scores that are too large would leave the mask a negative probability; then it is revealed.
     """
-    others = torch.tensor([mask_id], device=log_scores_RV.device)
-    total_R = log_scores_RV.index_fill(-1, others, -torch.inf).logsumexp(-1).exp()
     if euler:
         scale_R = (time_R - later_R) * noise_rate(time_R)
     else:
@@ -61,6 +66,10 @@ def log_scores(logits_RV: Tensor, tokens_R: Tensor, sigma_R: Tensor) -> Tensor:
 
     The scale e^sigma - 1 and the number of tokens are taken out of the logits (`scale_by_sigma`); the own token's is 0.
     """
-    sigma_R = sigma_R.to(logits_RV.dtype)
-    scale_R1 = torch.expm1(sigma_R).log().unsqueeze(1) + math.log(logits_RV.shape[-1] - 1)
+    scale_R1 = log_scale(sigma_R.to(logits_RV.dtype), logits_RV.shape[-1]).unsqueeze(1)
     return (logits_RV - scale_R1).scatter(-1, tokens_R.unsqueeze(1), 0.0)
+
+
+def log_scale(sigma_R: Tensor, vocab_size: int) -> Tensor:
+    """What is taken out of logits to make them SEDD's log-scores, [R]."""
+    return torch.expm1(sigma_R).log() + math.log(vocab_size - 1)

@@ -51,7 +51,11 @@ def log_laws(
         scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     law = torch.log_softmax(scaled, dim=-1)
     if top_p_R1 is not None:
-        cut = ((top_p_R1 < 1.0) & ~greedy_R1).squeeze(1).nonzero().squeeze(1)
+        cut_R1 = (top_p_R1 < 1.0) & ~greedy_R1
+        if not _looks(law):
+            inside = torch.log_softmax(law.masked_fill(~_nucleus(law, top_p_R1), -torch.inf), dim=-1)
+            return torch.where(greedy_R1, _one_hot(logits_RV), torch.where(cut_R1, inside, law))
+        cut = cut_R1.squeeze(1).nonzero().squeeze(1)
         part = law[cut]
         law[cut] = torch.log_softmax(part.masked_fill(~_nucleus(part, top_p_R1[cut]), -torch.inf), dim=-1)
     return torch.where(greedy_R1, _one_hot(logits_RV), law)
@@ -66,12 +70,19 @@ TopP = float | Tensor
 """A share of the probability mass: one number for all rows, or float64 [R, 1]."""
 
 
+def _looks(law_RV: Tensor) -> bool:
+    """Whether looking at the data costs nothing. On a device it is a wait, and all rows are treated alike."""
+    return law_RV.device.type == "cpu"
+
+
 def _nucleus(law_RV: Tensor, top_p: TopP) -> Tensor:
     """Mark the smallest set of most probable tokens whose mass reaches `top_p`; never empty.
 
-    Most rows need few tokens: the best ones are looked at first, and a row that they don't satisfy is sorted whole.
+    Most rows need few tokens: on a CPU the best ones are looked at first, and a row that they don't satisfy is sorted whole.
     """
     mass_RV = law_RV.exp()
+    if not _looks(law_RV):
+        return _reaching(mass_RV, mass_RV.sort(dim=-1, descending=True).values, top_p)
     best_RK = mass_RV.topk(min(_NUCLEUS_FIRST, mass_RV.shape[-1]), dim=-1).values
     kept_RV = _reaching(mass_RV, best_RK, top_p)
     if best_RK.shape[-1] < mass_RV.shape[-1]:
@@ -90,7 +101,8 @@ def _reaching(mass_RV: Tensor, ordered_RK: Tensor, top_p: TopP) -> Tensor:
     """Mark tokens in the given order of mass until `top_p` is reached; among equals the lower index goes first."""
     before_RK = ordered_RK.to(torch.float64).cumsum(-1) - ordered_RK
     num_kept_R1 = (before_RK < top_p).sum(-1, keepdim=True)
-    least_R1 = ordered_RK.gather(-1, num_kept_R1 - 1)
+    # A row of NaN keeps nothing; its index must stay in range.
+    least_R1 = ordered_RK.gather(-1, (num_kept_R1 - 1).clamp(min=0))
     above_RV, equal_RV = mass_RV > least_R1, mass_RV == least_R1
     num_equal_R1 = num_kept_R1 - above_RV.sum(-1, keepdim=True)
     return above_RV | (equal_RV & (equal_RV.cumsum(-1) <= num_equal_R1))
@@ -104,12 +116,14 @@ def coupled_draw(law_RV: Tensor, gumbel_RV: Tensor | None) -> Tensor:
 def nucleus_draw(law_RV: Tensor, gumbel_RV: Tensor | None, top_p: TopP | None) -> Tensor:
     """Return what `coupled_draw` gives on the distribution cut to its nucleus, from a distribution that is not cut yet, [R].
 
-    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see; only
-    the other rows (at most a share of 1 - top_p, on average) have their nucleus found.
+    The best token of the whole distribution is the best of the nucleus wherever it lies inside, which takes one sum to see. On a
+    CPU only the other rows (at most a share of 1 - top_p, on average) have their nucleus found.
     """
-    tokens_R = coupled_draw(law_RV, gumbel_RV)
     if top_p is None or gumbel_RV is None:
-        return tokens_R
+        return coupled_draw(law_RV, gumbel_RV)
+    if not _looks(law_RV):
+        return coupled_draw(law_RV.masked_fill(~_nucleus(law_RV, top_p), -torch.inf), gumbel_RV)
+    tokens_R = coupled_draw(law_RV, gumbel_RV)
     outside = _outside(law_RV, tokens_R, top_p)
     if len(outside):
         part_RV = law_RV[outside]

@@ -60,8 +60,9 @@ class Algorithm:
     canvas length. With `scores` the samples have tokens to score where others have holes; `estimates`: by several canvases each
     (score_engine.py).
 
-    `shared` is how many leading columns of a prompt can at most be taken over from another sample whose prompt begins alike, a
-    multiple of `grain` of them, or with grain WHOLE all or none. The first forward runs the rest, at least one row.
+    `shared` is how many leading columns of a prompt can at most be in place before the first ask: taken over from another sample
+    whose prompt begins alike, a multiple of `grain` of them, or with grain WHOLE all or none; or run in pieces (pieces.py), which
+    end at such multiples too. The first ask runs the rest, at least one row.
 
     `windows` says that the drafting model is a diffusion model which runs whole windows: as short as they can be, or full.
     `sample` is the kind of sample that `decode` works on, and `has_prompt` says whether a sample's first forward runs a prompt.

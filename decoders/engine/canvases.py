@@ -30,10 +30,12 @@ from decoders.engine import look_packing as told
 from decoders.engine.algorithm import Canvases
 from decoders.engine.canvas_samples import Canvas
 from decoders.engine.lanes import Lane, following
+from decoders.engine.look_filling import filled
 from decoders.engine.look_packing import Packed, copied, pack
 from decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
 from decoders.engine.memory import Account, column_multiple
 from decoders.engine.packing import Ints
+from decoders.engine.parcels import Sent
 from decoders.engine.picks import Masks, Picks
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
@@ -60,6 +62,11 @@ class CanvasLane(Lane):
         self.num_nodes = 0
         """Canvases of the last forward."""
 
+    @property
+    def can_capture(self) -> bool:
+        """See Lane. Without a cache whole canvases run, which keep a device busy."""
+        return self._cached and self.picks.by_kernel
+
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     @property
@@ -84,7 +91,7 @@ class CanvasLane(Lane):
 
     def start(self, sample: Sample) -> None:
         """See Lane."""
-        self._fit_canvases(sample.length)
+        self._fit_canvases(sample.length + 1)  # the last position is no canvas's (look_filling.py)
         self._canvas_3SW[_CANVAS, sample.slot, : sample.length] = self.put(np.array(sample.tokens, dtype=np.int64))
         self.picks.start(sample)
 
@@ -107,17 +114,42 @@ class CanvasLane(Lane):
         self._reserve(packed)
         new_4N = self.picks.missing_noise(samples, packed.top_B, (self._num_slots, self._canvas_3SW.shape[2]))
         packed.parcel.add("noise", new_4N)
-        sent = packed.parcel.send(self.put)
-        self._write(sent)
-        rows = self._rows(sent, packed)
-        hidden_ND = self._run(rows, packed.num_rows, packed.slot_L)
+        packed.parcel.maybe("own", self.picks.own(packed.slot_R))
         self.num_nodes, self._width = packed.num_nodes, packed.width
+        whole = None
+        if self.graphs is not None and not getattr(self.backbone, "tainted", ()):
+            whole = filled(packed, self.graphs.size, (self._canvas_3SW.shape[2] - 1, self.trash))
+        record = self._looked(packed) if whole is None else self._captured(whole, packed)
+        assert record[-1] == packed.num_masks, "host and device disagree about how many masks a canvas has"
+        record_4P = record[:-1].reshape(4, -1)[:, : int(packed.size_B.sum())]
+        return self._answers(record_4P, packed)
+
+    def _looked(self, packed: Packed) -> NDArray[np.float64]:
+        """Run a forward operation by operation."""
+        sent = packed.parcel.send(self.device)
+        return self.record(self._work(sent, packed, lambda rows: self._run(rows, packed.num_rows, packed.slot_L))[1])
+
+    def _captured(self, whole: Packed, packed: Packed) -> NDArray[np.float64]:
+        """Run a forward that was filled up as a graph."""
+        # No array is as long as these: the device makes rows, positions and masks.
+        sizes = whole.num_rows, whole.num_positions, whole.num_masks
+        form = sizes, whole.num_sights, self.picks.cuts(packed.slot_R)
+        return self.replayed(
+            form,
+            whole.parcel,
+            lambda sent: self._work(sent, whole, self.backbone.forward),
+            packed.num_rows,
+            packed.slot_L,
+        )
+
+    def _work(self, sent: Sent, packed: Packed, forward: Callable[[TokenRows], Tensor]) -> tuple[Tensor, Tensor]:
+        """What the device does: hidden states, and the record of picks and of the number of masks. Doing it twice is harmless."""
+        self._write(sent)
+        hidden_ND = forward(self._rows(sent, packed))
         row_R, masks, found = self._masks(sent, packed)
         record_4P = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
         self._canvas_3SW[_NUMBER, sent["drafts"][0], sent["drafts"][1]] = self._no_draft
-        record = self.record(torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)]))
-        assert record[-1] == len(packed.slot_R), "host and device disagree about how many masks a canvas has"
-        return self._answers(record[:-1].reshape(4, -1), packed)
+        return hidden_ND, torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)])
 
     def settle(self, samples: Sequence[Canvas]) -> None:
         """Copy the columns that samples want copied after their answers; nothing waits for it."""
@@ -125,13 +157,18 @@ class CanvasLane(Lane):
             self.backbone.copy_columns(*self.put(copied(wanting, self._width)))
 
     def _reserve(self, packed: Packed) -> None:
-        """Make room in the cache where the nodes of a forward were not counted beforehand (lengths chosen by time)."""
-        lines = 0 if self._cached else packed.num_slots
-        shape = max(lines, self._shape[0]), rounded(max(packed.num_columns, self._shape[1]), self._multiple)
-        if shape != self._shape:
-            super().resize(*shape)
+        """Make room in the cache where the nodes of a forward were not counted beforehand (lengths chosen by time).
 
-    def _write(self, sent: dict[str, Tensor]) -> None:
+        Nodes with slots of their own leave nothing there for the next forward. So where they need more slots or columns than
+        there are, the cache gets just those: the columns of longer canvases that have left would be multiplied by the nodes.
+        """
+        needed = packed.num_slots, rounded(packed.num_columns + (self.graphs is not None), self._multiple)
+        if self._cached:
+            needed = self._shape[0], needed[1]
+        if needed[0] > self._shape[0] or needed[1] > self._shape[1]:
+            super().resize(*needed)
+
+    def _write(self, sent: Sent) -> None:
         """Put what was revealed and what is drafted onto the canvases."""
         slot_N, position_N, token_N = sent["news"]
         self._canvas_3SW[_CANVAS, slot_N, position_N] = token_N
@@ -144,12 +181,16 @@ class CanvasLane(Lane):
         canvas_N, number_N, draft_N = self._canvas_3SW[:, slot_N, position_N]
         return torch.where((number_N < lead_N) | (number_N == more_N), draft_N, canvas_N)
 
-    def _rows(self, sent: dict[str, Tensor], packed: Packed) -> TokenRows:
+    def _rows(self, sent: Sent, packed: Packed) -> TokenRows:
         """Expand the spans to rows."""
         span_FP = sent["spans"]
         row_FN = span_FP.repeat_interleave(span_FP[COUNT], dim=1, output_size=packed.num_rows)
         step_N = torch.arange(packed.num_rows, device=self.device) - row_FN[told.BEFORE]
-        position_N = row_FN[POSITION] + step_N
+        position_N, column_N = row_FN[POSITION] + step_N, row_FN[COLUMN] + step_N
+        if packed.trash is not None:
+            position_N, column_N = (
+                each_N.clamp(max=most) for each_N, most in zip((position_N, column_N), packed.trash, strict=True)
+            )
         held_N = self._held(row_FN[told.SLOT], position_N, row_FN[LEAD], row_FN[MORE])
         owner_N = row_FN[told.OWNER]
         sights = row_FN[LO1 : LO1 + 2 * packed.num_sights]
@@ -160,36 +201,43 @@ class CanvasLane(Lane):
             slot_N=sent["slots"][owner_N],
             token_N=torch.where(held_N == HOLE, self._mask_id, held_N),
             position_N=position_N,
-            column_N=row_FN[COLUMN] + step_N,
+            column_N=column_N,
             low_IN=sights[::2],
             high_IN=sights[1::2],
             shape=RowShape(packed.num_slots, packed.num_lines, packed.num_columns, following(packed.slot_L)),
             sigma_B=total_noise(sent["times"][:, 0]) if self._conditioned else None,
         )
 
-    def _masks(self, sent: dict[str, Tensor], packed: Packed) -> tuple[Tensor, Masks, Tensor]:
+    def _masks(self, sent: Sent, packed: Packed) -> tuple[Tensor, Masks, Tensor]:
         """The rows of the asked masks, [R], what is known of them, and how many there are in truth.
 
         Of the Q positions of all stretches the R that hold masks, in their order: by a running sum, without looking at the data.
         """
-        asked_FA, num_masks = sent["asked"], len(packed.slot_R)
+        asked_FA, num_masks = sent["asked"], packed.num_masks
         which_Q = torch.arange(asked_FA.shape[1], device=self.device).repeat_interleave(
             asked_FA[-1], output_size=packed.num_positions
         )
         own_FQ = asked_FA[:, which_Q]
         position_Q = own_FQ[told.FIRST] + torch.arange(packed.num_positions, device=self.device) - own_FQ[told.EARLIER]
+        if packed.trash is not None:
+            position_Q = position_Q.clamp(max=packed.trash[0])
         held_Q = self._held(own_FQ[told.OF_SLOT], position_Q, own_FQ[told.OF_LEAD], own_FQ[told.OF_MORE])
         count_Q = (held_Q == HOLE).cumsum(0)
         place_Q = torch.where(held_Q == HOLE, count_Q - 1, num_masks).clamp(max=num_masks)
         each_Q = torch.arange(packed.num_positions, device=self.device)
         index_R = each_Q.new_zeros(num_masks + 1).scatter_(0, place_Q, each_Q)[:num_masks]
-        own_FR, position_R = own_FQ[:, index_R], position_Q[index_R]
+        own_FR, position_R, stretch_R = own_FQ[:, index_R], position_Q[index_R], which_Q[index_R]
+        if packed.trash is not None:
+            stretch_R = torch.where(
+                torch.arange(num_masks, device=self.device) < count_Q[-1], stretch_R, asked_FA.shape[1]
+            )
         masks = Masks(
-            slots=packed.slot_R,
+            own_2R=sent.get("own"),
+            cuts=self.picks.cuts(packed.slot_R),
             slot_R=own_FR[told.OF_SLOT],
             position_R=position_R,
             key_R2=own_FR[told.KEY : told.KEY + 2].T,
-            stretch_R=which_Q[index_R],
+            stretch_R=stretch_R,
             step_R3=sent["steps"][which_Q[index_R]],
         )
         return own_FR[told.ROW] + (position_R - self._shift).clamp(min=0), masks, count_Q[-1]

@@ -40,8 +40,12 @@ class Counters:
         self._stats.forward_s += seconds
 
     def first(self, slots: list[int], seconds: float) -> None:
-        """Note the seconds of the first forward of these samples."""
-        self._counts_FS[_FIRST_S, slots] = seconds
+        """Note the seconds of the first forward of these samples, or of a piece of their prompts, which belongs to it."""
+        self._counts_FS[_FIRST_S, slots] += seconds
+
+    def ran_ahead(self, slots: list[int], *, active: int) -> None:
+        """What was charged for these samples was a forward of `active` samples, but no evaluation of theirs."""
+        self._counts_FS[_ACTIVE, slots] -= active
 
     def drafted(self, slot_B: Ints, seconds: float) -> None:
         """Charge a forward of a drafting model; of it only the seconds count."""

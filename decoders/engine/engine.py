@@ -1,7 +1,7 @@
 """The engine: keeps one generator a slot, runs what all of them ask as one forward, and sends each its answer.
 
     admit        a sample gets a slot; its generator starts with its first turn
-    step         whose turn is it: the new samples alone, or all
+    step         whose turn is it: the new samples alone, or all, with as many rows of new prompts as a budget allows
                  how many drafts may each take (lengths `auto` only)
                  draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
                  the target's forward: pack the asks, run, draw or judge, answer (block-diffusion models: rows that asks name)
@@ -18,13 +18,12 @@ Legend: B samples of a forward.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from decoders.backbones.cache import rounded
 from decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
@@ -33,6 +32,7 @@ from decoders.engine.answers import Answers, NoiseAnswers
 from decoders.engine.asks import (
     BARE,
     DRAFT,
+    FAR,
     FIELDS,
     JUDGE,
     NO_DRAFT,
@@ -41,7 +41,6 @@ from decoders.engine.asks import (
     WIDE,
     Answer,
     Ask,
-    Noted,
     Roll,
     Weights,
 )
@@ -49,7 +48,8 @@ from decoders.engine.canvas_samples import Canvas
 from decoders.engine.canvases import CanvasLane, canvas_lane
 from decoders.engine.counters import Counters
 from decoders.engine.ends import Stops
-from decoders.engine.lanes import Lane, Packed, TokenLane, TwoStreamLane
+from decoders.engine.graphs import find_graphs
+from decoders.engine.lanes import Lane, Packed, Reading
 from decoders.engine.lengths import lengths_of
 from decoders.engine.memory import Account, column_multiple
 from decoders.engine.named import NamedRows
@@ -57,29 +57,51 @@ from decoders.engine.named_answers import NamedAnswers
 from decoders.engine.node_lengths import NodeLengths
 from decoders.engine.orders import decoding_order
 from decoders.engine.packing import Asked, Ints, Table
+from decoders.engine.parcels import Parcel
+from decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, cut_drafting, deal, ran_ahead
 from decoders.engine.prefixes import Prefixes
+from decoders.engine.prompts import Prompts
 from decoders.engine.rolls import Rolling
 from decoders.engine.room import Room
 from decoders.engine.samples import Sample, Times, equal_queries
 from decoders.engine.setup import Setup
+from decoders.engine.token_lanes import TokenLane
+from decoders.engine.two_stream_lanes import TwoStreamLane
 from decoders.engine.windows import WindowLane
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
 
 
-# A sample waits for another one's prompt, and columns are copied, if that saves so many rows, or all that can be saved.
-LEAST_SHARED: Final = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The samples of one step. `fresh`: it is the first one of all of them; `joined`: of some of them, which are `new`."""
+    """The samples of one step. It is the first one of those that are `new`; `pieces` run a part of their prompts only.
+
+    `fresh`: there are no others; `joined`: there are. `num_waiting` samples are left out until others' prompts have run.
+    """
 
     samples: list[Sample]
-    fresh: bool
-    joined: bool
+    fresh: bool = False
+    joined: bool = False
     new: Sequence[Sample] = ()
+    pieces: Sequence[Sample] = ()
+    num_waiting: int = 0
+
+    @classmethod
+    def of(cls, everyone: list[Sample], running: list[Sample], line: list[Sample]) -> Turn:
+        """The step of those whose prompts have run, and of `running` ones among those in `line`, whose prompts have not."""
+        slots = {sample.slot for sample in line} - {sample.slot for sample in running}
+        samples = [sample for sample in everyone if sample.slot not in slots]
+        fresh = len(samples) == len(running)
+        new, pieces = ([one for one in running if bool(one.piece) is cut] for cut in (False, True))
+        return cls(samples, fresh, bool(running) and not fresh, new, pieces, len(slots))
+
+    def without(self, behind: list[Sample]) -> Turn:
+        """The step without samples that wait for their drafting model."""
+        if not behind:
+            return self
+        samples, new = ([one for one in some if one not in behind] for some in (self.samples, self.new))
+        return replace(self, samples=samples, new=new, num_waiting=self.num_waiting + len(behind))
 
     @property
     def is_usual(self) -> bool:
@@ -102,6 +124,8 @@ class Engine:
         self.lanes: list[Lane] = [self._target(setup)]
         if setup.drafter:
             self.lanes.append(self._drafting(setup))
+        for lane in self.lanes:
+            lane.graphs = find_graphs(lane.backbone) if lane.can_capture else None
         made = NamedAnswers if self._names else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
@@ -119,9 +143,11 @@ class Engine:
             self.lengths = NodeLengths(setup.max_rows, algorithm.auto_rows or (), self._free_columns)
         self._shape = (0, 0)
         self.prefixes = Prefixes(algorithm.grain)
+        self.prompts = Prompts(lambda: self.algorithm, self.prefixes, self.lanes[0], setup.info.vocab_size, self.stats)
+        self._prompt_rows = setup.prompt_rows or (DEVICE_ROWS if getattr(setup.backbone, "reads_rows", False) else None)
+        self._was_mixed = False
         self._slots: list[Sample | None] = []
         self._holes: list[int] = []
-        self._fresh: list[Sample] = []
         self._instant: list[Outcome] = []
         self._all_slots: Ints = np.arange(setup.max_rows)
         self._rolled: Table | None = None  # the rows of the last forward from which a window can be rolled
@@ -155,17 +181,21 @@ class Engine:
         return [sample for sample in self._slots if sample is not None]
 
     def columns(self, length: int) -> int:
-        """How many cached columns a canvas of this length takes."""
+        """How many cached columns a canvas of this length takes; with graphs one more, for rows that fill up a forward."""
         canvases = self.algorithm.canvases
         if canvases is not None and not canvases.cached:
             return canvases.num_slots * rounded(length, column_multiple(self.backbone))
-        return self.algorithm.columns(length)
+        return self.algorithm.columns(length) + any(lane.graphs is not None for lane in self.lanes)
 
     def _free_columns(self, num_samples: int, width: int) -> int:
         """How many columns each sample may take beside its canvas, where the longest one has this length."""
-        canvases = self.algorithm.canvases
-        slots = max(num_samples, self._shape[0]) if canvases is not None and canvases.cached else num_samples
-        return self._space.most_columns(slots) - width
+        canvases, multiple = self.algorithm.canvases, column_multiple(self.backbone)
+        if canvases is not None and canvases.cached:
+            most = self._space.most_columns(max(num_samples, self._shape[0]))
+            return most // multiple * multiple - width
+        # Each node has a slot of its own, with the columns of the longest canvas.
+        most_nodes = self._space.most_columns(num_samples) // rounded(width, multiple)
+        return (most_nodes - 1) * width
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""
@@ -248,20 +278,17 @@ class Engine:
             self.lengths.start(slot)
         sample.decoding = self.algorithm.decode(sample)
         if self.algorithm.has_prompt(sample):
-            self._fresh.append(sample)
-            if most := self.algorithm.shared(sample):
-                if not self.lanes[0].is_sound(slot):
-                    self.prefixes.forget(slot)
-                sample.cached = self.prefixes.place(slot, prompt_of(sample, self.info.vocab_size), most)
-                return
-        self.prefixes.forget(slot)
+            self.prompts.came(sample)
+        else:
+            self.prefixes.forget(slot)
 
     def clear(self) -> list[int]:
         """Free every slot, and the caches' memory; returns the indices of the requests that were inside."""
         dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
             self._release(slot)
-        self._slots, self._holes, self._fresh, self._instant = [], [], [], []
+        self._slots, self._holes, self._instant = [], [], []
+        self.prompts.clear()
         self._allocate(0, 0)
         return dropped
 
@@ -294,20 +321,32 @@ class Engine:
         self._slots[target] = sample
 
     def _turn(self) -> Turn:
-        """Prompts go together: their many rows would let the others wait. A few go with the others."""
-        everyone = self.samples
-        few = 0 < _FEW_PROMPTS * len(self._fresh) <= len(everyone)
-        joins = few and self.joins_prompts and self.backbone.device.type == "cpu"
-        if not self._fresh:
-            return Turn(everyone, fresh=False, joined=False)
-        waiting = self._share_prompts()
-        new = sorted((sample for sample in self._fresh if sample.slot not in waiting), key=lambda sample: sample.slot)
-        if joins:
-            self._fresh = [sample for sample in self._fresh if sample.slot in waiting]
-            return Turn([one for one in everyone if one.slot not in waiting], fresh=False, joined=True, new=new)
-        count = self._fitting(new)
-        self._fresh = new[count:] + [sample for sample in self._fresh if sample.slot in waiting]
-        return Turn(new[:count], fresh=True, joined=False, new=new[:count])
+        """With a budget of rows, prompts run beside the others, in pieces. Without, many go together, a few with the others."""
+        everyone, line = self.samples, self.prompts.samples
+        if not line:
+            self._was_mixed = False
+            return Turn(everyone)
+        budget = self._budget(len(line), len(everyone))
+        if budget == 0:
+            return Turn.of(everyone, [], line)
+        ready = self.prompts.ready()
+        if budget is None:
+            new = sorted(ready, key=lambda sample: sample.slot)
+            return Turn.of(sorted(line, key=lambda sample: sample.slot), new[: self._fitting(new)], line)
+        return Turn.of(everyone, deal(ready, self.algorithm, budget), line)
+
+    def _budget(self, num_new: int, num_samples: int) -> int | None:
+        """How many rows of prompts may run beside the others' rows now; None if prompts run without the others."""
+        if self._prompt_rows is None:
+            joins = self.joins_prompts and _FEW_PROMPTS * num_new <= num_samples and self.backbone.device.type == "cpu"
+            return FAR if joins else None
+        is_mixed = num_new < num_samples
+        if is_mixed and self._was_mixed and self.lengths is not None:
+            # Lengths `auto` are chosen by the times of steps without prompts: every other one is such a step.
+            self._was_mixed = False
+            return 0
+        self._was_mixed = is_mixed
+        return min(self._prompt_rows, self.account.prompt_rows or self._prompt_rows)
 
     def _fitting(self, new: list[Sample]) -> int:
         """How many prompts fit into the memory of one forward; at least one."""
@@ -317,57 +356,6 @@ class Engine:
             if most is not None and count and num_rows > most:
                 return count
         return len(new)
-
-    def _share_prompts(self) -> set[int]:
-        """Copy columns into the slots of new samples whose prompts begin alike; returns the slots of samples that wait.
-
-        A sample waits for one that runs now if their prompts have more in common than any slot holds yet: the samples of a row
-        (`sampling.n`) have one prompt, those of a task the same examples before their questions.
-        """
-        coming, waiting = list[int](), set[int]()
-        for sample in sorted(self._fresh, key=lambda sample: sample.slot):
-            most = self.algorithm.shared(sample)
-            if not most:
-                continue
-            self._take_over(sample, most)
-            awaited = self.prefixes.awaited(sample.slot, most, coming).columns
-            if is_worth(awaited - sample.cached, awaited == most):
-                waiting.add(sample.slot)
-            else:
-                coming.append(sample.slot)
-        return waiting
-
-    def _take_over(self, sample: Sample, most: int) -> None:
-        """Copy what another slot holds of a new sample's prompt. Nothing comes from a slot that holds NaN or infinity."""
-        lane = self.lanes[0]
-        while (found := self.prefixes.held(sample.slot, most)).columns and not lane.is_sound(found.slot):
-            self.prefixes.forget(found.slot)
-        if is_worth(found.columns - sample.cached, found.columns == most):
-            lane.move(found.slot, sample.slot)
-            lane.start(sample)
-            sample.cached = found.columns
-            self.prefixes.ran(sample.slot, found.columns)
-
-    def _begun(self, new: Sequence[Sample]) -> None:
-        """Count the prompts that are about to run."""
-        for sample in new:
-            if most := self.algorithm.shared(sample):
-                self.stats.prompt_rows += self._prompt_columns(sample, most)
-                self.stats.prompt_rows_shared += sample.cached
-
-    def _prompts_ran(self, new: Sequence[Sample]) -> None:
-        """The columns of these samples' prompts are in place; those who wait take them over before a slot has its next sample."""
-        for sample in new:
-            if most := self.algorithm.shared(sample):
-                self.prefixes.ran(sample.slot, self._prompt_columns(sample, most))
-        for sample in self._fresh if new else ():
-            if most := self.algorithm.shared(sample):
-                self._take_over(sample, most)
-
-    @staticmethod
-    def _prompt_columns(sample: Sample, most: int) -> int:
-        """How many columns of a prompt its sample's first forward leaves in the cache."""
-        return min(most + 1, sample.prompt)
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -379,38 +367,55 @@ class Engine:
         if not self._slots:
             return done
         turn = self._turn()
-        self._begun(turn.new)
-        for sample in turn.samples:
-            if sample.ask is None:
-                assert sample.decoding is not None, "a sample in a slot has a generator"
-                sample.ask = next(sample.decoding)
-        if self.lengths is not None:
-            self.lengths.settle(turn.samples, fresh=turn.fresh, joined=turn.joined)
-        self._draft(turn)
+        deciding = self._begin(turn)
+        if self.lengths is not None and deciding:
+            self.lengths.settle(deciding, fresh=turn.fresh, joined=turn.joined)
+        turn = turn.without(self._draft(turn))
         began_s, kv = time.perf_counter(), sum(sample.decided for sample in turn.samples)
         is_new = turn.fresh or turn.joined
-        ended = self._evaluate(turn.samples, is_new=is_new)
-        self._prompts_ran(turn.new)
+        ended = self._evaluate(turn.samples, is_new=is_new) if turn.samples else []
+        self.prompts.ran(turn.new, turn.pieces)
+        if turn.pieces:
+            self.counters.ran_ahead([sample.slot for sample in turn.pieces], active=len(turn.samples))
         if self.lengths is not None:
             seconds = time.perf_counter() - began_s
-            self.lengths.ran(turn.samples, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
+            self.lengths.ran(deciding, self.lanes[0].useful, kv, seconds, is_usual=turn.is_usual)
         if rolling := [sample for sample in turn.samples if isinstance(sample.ask, Roll)]:
             seconds = self._roll(rolling, turn.samples, self.lanes[0])
             if self.lengths is not None:
                 self.lengths.spent(seconds)
         self.stats.steps += 1
-        self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes
+        self.stats.slot_steps += len(turn.samples) if turn.fresh else self._space.num_lanes - turn.num_waiting
         return done + [self._finish(sample) for sample in ended]
+
+    def _begin(self, turn: Turn) -> list[Sample]:
+        """Let every sample of the step have its ask, or that of its prompt's piece; returns those whose decoders ask."""
+        self.prompts.begin([*turn.new, *turn.pieces])
+        for sample in turn.pieces:
+            sample.ask = ask_of_piece(sample, self.algorithm)
+        for sample in turn.samples:
+            if sample.ask is None:
+                assert sample.decoding is not None, "a sample in a slot has a generator"
+                sample.ask = next(sample.decoding)
+        return [sample for sample in turn.samples if not sample.piece] if turn.pieces else turn.samples
 
     def _evaluate(self, samples: list[Sample], *, is_new: bool) -> list[Sample]:
         """The target's forward; returns the samples that ended."""
         return self._run_named(samples) if self._names else self._run(samples, self.lanes[0], is_new=is_new)
 
-    def _draft(self, turn: Turn) -> None:
-        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target."""
-        began_s = time.perf_counter()
+    def _draft(self, turn: Turn) -> list[Sample]:
+        """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target.
+
+        Returns the samples that do not: of whose prompts the drafting model has run a piece only, or nothing yet.
+        """
+        began_s, behind = time.perf_counter(), list[Sample]()
         self._weigh(turn.samples)
-        while asking := [sample for sample in turn.samples if isinstance(sample.ask, Ask) and sample.ask.model]:
+        while asking := [
+            one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model and one not in behind
+        ]:
+            if self._prompt_rows is not None:
+                everyone, asking = asking, cut_drafting(asking, self.algorithm.window, self._prompt_rows)
+                behind += [one for one in everyone if one.piece or one not in asking]
             forward_s = time.perf_counter()
             rows, kv = self._size_of(asking)
             self._run(asking, self.lanes[1], is_new=False)
@@ -420,6 +425,7 @@ class Engine:
                 self._roll(rolling, asking, self.lanes[1])
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
+        return behind
 
     @staticmethod
     def _size_of(asking: list[Sample]) -> tuple[int, int]:
@@ -465,10 +471,11 @@ class Engine:
         spans = [number for ask in asks for number in equal_queries(ask.rank, ask.num_drafts, 0, DRAFT)]
         table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
         assert lane.hidden_ND is not None, "a roll follows a forward"
-        hidden_RD = lane.hidden_ND.index_select(0, lane.put(row_B[table.owner_N] + table.step_N))
         slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.num_drafts for ask in asks]
         asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
-        return self.answers.answer(lane, hidden_RD, asked)
+        parcel = Parcel()
+        rows, reading = parcel.enclose(row_B[table.owner_N] + table.step_N), self.answers.answer(lane, asked, parcel)
+        return lane.again(rows, reading, parcel)
 
     def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
         """One forward over canvases of these samples, and their answers; returns the samples that ended."""
@@ -519,11 +526,9 @@ class Engine:
         asked = Asked.of(answered, slot_B, drafts, sizes, whens)
         if lane.is_target:
             self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())
-
-        def answer(hidden_RD: Tensor) -> Iterator[Answer]:
-            return self.answers.answer(lane, hidden_RD, asked)
-
-        return self._forward(samples, lane, packed, answer, is_new=is_new)
+        parcel = Parcel()
+        reading = self.answers.answer(lane, asked, parcel)
+        return self._forward(samples, lane, packed, reading, parcel, is_new=is_new)
 
     def _run_named(self, samples: list[Sample]) -> list[Sample]:
         """As `_run`, of the target, for asks that name their answered rows."""
@@ -543,12 +548,10 @@ class Engine:
         asked = NamedRows.of(named, table, slot_B)
         packed = Packed(slot_B, tokens, table, None, 0, asked.place_R)
         self.stats.verified += asked.num_checked
-
-        def answer(hidden_RD: Tensor) -> Iterator[Noted]:
-            return self.answers.named(lane, hidden_RD, asked)
-
+        parcel = Parcel()
+        reading = self.answers.named(lane, asked, parcel)
         # Where samples begin without a prompt, any forward may be the first of some.
-        return self._forward(samples, lane, packed, answer, is_new=True)
+        return self._forward(samples, lane, packed, reading, parcel, is_new=True)
 
     def _slots_of(self, samples: list[Sample]) -> Ints:
         if len(samples) == len(self._slots):
@@ -560,17 +563,17 @@ class Engine:
         samples: list[Sample],
         lane: Lane,
         packed: Packed,
-        answer: Callable[[Tensor], Iterator[Answer | Noted]],
+        reading: Reading[Any],
+        parcel: Parcel,
         *,
         is_new: bool,
     ) -> list[Sample]:
         """Run what is packed, answer and count it; returns the samples that ended."""
-        hidden_RD = lane.forward(packed)
-        answers = answer(hidden_RD)
+        answers = lane.run(lane.plan(packed, reading, parcel), reading, parcel)
         laps = lane.laps()
         self._count(samples, lane, packed.slot_B, sum(laps))
         if lane.is_target and is_new:
-            self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0] if laps else 0.0)
+            self.counters.first([sample.slot for sample in samples if sample.nfe <= 1], laps[0] if laps else 0.0)
         return self._resume(samples, answers)
 
     def _owners(self, num_samples: int, more: list[tuple[int, int]]) -> Ints:
@@ -583,18 +586,24 @@ class Engine:
         return np.repeat(self._all_slots[:num_samples], counts)
 
     def _count(self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float) -> None:
-        """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those)."""
+        """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those).
+
+        A piece of a prompt is a part of the evaluation that its rest belongs to.
+        """
         if not lane.is_target:
             self.counters.drafted(slot_B, seconds)
             return
         self.counters.ran(slot_B, useful=lane.useful, computed=lane.computed, seconds=seconds)
         for sample in samples:
-            sample.nfe += 1
+            sample.nfe += not sample.piece
 
     def _resume(self, samples: list[Sample], answers: Iterator[Any]) -> list[Sample]:
         """Send every sample its answer and take its next ask; returns the samples that ended."""
         ended = []
         for sample, answer in zip(samples, answers, strict=True):
+            if sample.piece:
+                ran_ahead(sample)
+                continue
             try:
                 sample.ask = sample.decoding.send(answer)  # type: ignore[union-attr]
             except StopIteration:
@@ -609,14 +618,3 @@ class Engine:
         self._slots[sample.slot] = None
         self._holes.append(sample.slot)
         return outcome
-
-
-def is_worth(saved: int, is_all: bool) -> bool:
-    """Whether so many rows are worth a copy of a slot, or a step of waiting."""
-    return saved >= LEAST_SHARED or (saved > 0 and is_all)
-
-
-def prompt_of(sample: Sample, vocab_size: int) -> Ints:
-    """What the columns of a prompt depend on: its tokens, and their positions where columns are not positions."""
-    tokens = np.array(sample.tokens[: sample.prompt], dtype=np.int64)
-    return tokens if sample.order is None else tokens + vocab_size * np.array(sample.order[: sample.prompt])

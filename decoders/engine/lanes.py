@@ -1,12 +1,17 @@
-"""A lane is one model of an engine: it runs packed rows, and times what it runs. One transfer down a forward.
+"""A lane is one model of an engine: it runs packed rows, and times what it runs. One transfer down a forward, one record up.
+
+    plan     on the host: what the rows are goes into the forward's parcel (Run), beside what their answers need (Reading)
+    work     on the device: network, output layer, draws; where it can be captured, as one graph (graphs.py)
+    read     on the host: the record becomes answers
 
 Legend: B samples of a forward, R answered rows, N rows, I intervals.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.base import Backbone, TokenBackbone
-from decoders.backbones.rows import Rows, RowShape, StreamShape, TokenRows
-from decoders.draws.absorbing import noise_of_share
 from decoders.engine.asks import FAR
+from decoders.engine.graphs import Graphs, Work
 from decoders.engine.memory import give
 from decoders.engine.packing import Ints, Table
-from decoders.engine.parcels import Parcel
+from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.samples import Sample
 from decoders.engine.transfers import Clock, put
 
@@ -42,6 +45,38 @@ class Packed:
     share_B: NDArray[np.float64] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The rows of a forward as a lane has planned them.
+
+    `rows` makes them of what was sent, `asked` names the places of the answered ones (None: all). Two runs of one `form`, whose
+    parcels have one signature, do the same work; None: this one can't be captured.
+    """
+
+    rows: Callable[[Sent], Any]
+    asked: str | None
+    useful: int
+    slot_B: Ints
+    form: Hashable = None
+
+
+_A = TypeVar("_A")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[_A]):
+    """What becomes of the answered rows: `work` makes the record of their hidden states on the device, `read` the answers of it.
+
+    `work` knows what was sent, and the states; None: nothing is drawn. The record is float64 of any shape. `form` as in Run; with
+    one, `read` takes the record flat, and `work` expects `num_rows` states, which are more than were asked for.
+    """
+
+    work: Callable[[Sent, Tensor], Tensor] | None
+    read: Callable[[NDArray[np.float64]], Iterator[_A]]
+    form: Hashable = None
+    num_rows: int | None = None
+
+
 class Lane:
     """A backbone, its cache's size, and the seconds of its forwards. `vocab_size` is the target's: logits get that width."""
 
@@ -60,19 +95,41 @@ class Lane:
         """Rows of the last forward: those asked for, and those computed with padding."""
         self.hidden_ND: Tensor | None = None
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
+        self.graphs: Graphs | None = None
+        """Forwards that were captured; None where none can be."""
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Give the cache this many slots and columns."""
         had, self._shape = self._shape, (FAR, FAR)  # until it has succeeded: then any size is less, and is made exactly
+        if self.graphs is not None:
+            self.graphs.forget()
         give(self.backbone, num_slots, num_columns, had)
         self._shape = (num_slots, num_columns)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether its forwards are small, and drawn by kernels where the model is run by kernels."""
+        return False
+
+    @property
+    def trash(self) -> int:
+        """The column that dead rows write, in slot 0: the last one, which is no sample's."""
+        return self._shape[1] - 1
+
+    def size(self, count: int) -> int | None:
+        """To how many rows so many are filled up; None where the forward can't be captured."""
+        return None if self.graphs is None else self.graphs.size(count)
 
     def move(self, source: int, target: int) -> None:
         """Copy all that a slot holds onto another."""
         self._settle(source)
         self.backbone.move_slot(source, target)
+
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of a sound slot onto another, in which nothing has run."""
+        self.backbone.copy_prefix(source, target, num_columns)
 
     def start(self, sample: Sample) -> None:
         """A new sample has its slot."""
@@ -96,11 +153,74 @@ class Lane:
         """Bytes of a column of a slot."""
         return int(getattr(self.backbone, "cell_bytes", 0))
 
-    def forward(self, packed: Packed) -> Tensor:
-        """Run the rows; returns the answered rows' hidden states, [R, D]."""
+    def plan(self, packed: Packed, reading: Reading[Any], parcel: Parcel) -> Run:
+        """Enclose what the rows are, and which of them are read."""
         raise AssertionError("this lane runs by `look` alone")
 
     # ---- a forward -----------------------------------------------------------------------------------------------
+
+    def run(self, run: Run, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
+        """Send the parcel, run the rows, read their answers."""
+        is_sound = not getattr(self.backbone, "tainted", ())
+        if self.graphs is not None and is_sound and None not in (run.form, reading.form):
+            return reading.read(self._whole(run, reading, parcel))
+        sent = parcel.send(self.device)
+        hidden_ND = self.hidden_ND = self._run(run.rows(sent), run.useful, run.slot_B)
+        if reading.work is None:
+            return reading.read(np.zeros(0))
+        hidden_RD = hidden_ND if run.asked is None else hidden_ND.index_select(0, sent[run.asked])
+        return reading.read(self.record(reading.work(sent, hidden_RD)))
+
+    def _whole(self, run: Run, reading: Reading[Any], parcel: Parcel) -> NDArray[np.float64]:
+        """The record of a forward that can be captured, flat."""
+
+        def work(sent: Sent) -> tuple[Tensor, Tensor]:
+            assert reading.work is not None and run.asked is not None, "what has a form is read from some rows"
+            hidden_ND = self.backbone.forward(run.rows(sent))
+            return hidden_ND, reading.work(sent, hidden_ND.index_select(0, sent[run.asked])).flatten()
+
+        return self.replayed((run.form, reading.form), parcel, work, run.useful, run.slot_B)
+
+    def replayed(
+        self,
+        form: Hashable,
+        parcel: Parcel,
+        work: Callable[[Sent], tuple[Tensor, Tensor]],
+        useful: int,
+        slot_B: Ints,
+    ) -> NDArray[np.float64]:
+        """Run a forward as a graph, if one was captured; its record, flat. `work` gives hidden states and the record."""
+        assert self.graphs is not None, "this model's forwards are captured"
+        graphs, notes_finite = self.graphs, hasattr(self.backbone, "finite")
+
+        def whole(sent: Sent) -> Work:
+            hidden_ND, record = work(sent)
+            if notes_finite:
+                record = torch.cat([record, self.backbone.finite.to(torch.float64).unsqueeze(0)])
+            return Work(hidden_ND, record, self.backbone.num_rows_computed)
+
+        done = self.clock.whole(lambda: graphs.run(form, parcel, whole))
+        self.hidden_ND, self.useful, self.computed = done.hidden_ND, useful, done.num_computed
+        if not notes_finite:
+            return self._brought(done.record)
+        record = done.record
+        if self._finite is not None:
+            record = torch.cat([record[:-1], record[-1:] * self._finite])
+        self._unsure.update(slot_B.tolist())
+        return self._judged(self._brought(record))
+
+    def again(self, rows: str, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
+        """Read further answers from some rows of the last forward; `rows` names their places."""
+        sent = parcel.send(self.device)
+        assert self.hidden_ND is not None and reading.work is not None, "a forward came before, and something is asked"
+        return reading.read(self.record(reading.work(sent, self.hidden_ND.index_select(0, sent[rows]))))
+
+    @staticmethod
+    def _enclosed(place_R: Ints | None, num_rows: int, reading: Reading[Any], parcel: Parcel) -> str | None:
+        """Enclose the places of answered rows among all rows; None if they are all of them, in their order."""
+        if reading.num_rows is None:
+            return None if place_R is None else parcel.enclose(place_R)
+        return parcel.enclose(np.arange(num_rows) if place_R is None else place_R, size=reading.num_rows)
 
     def put(self, numbers: Ints) -> Tensor:
         """Bring integers to the device."""
@@ -114,14 +234,21 @@ class Lane:
         told = found.flatten()
         if self._finite is not None:
             told = torch.cat([told, self._finite.to(torch.float64).unsqueeze(0)])
+        host = self._brought(told)
+        return (host if self._finite is None else self._judged(host)).reshape(found.shape)
+
+    def _brought(self, told: Tensor) -> NDArray[np.float64]:
         host: NDArray[np.float64] = told.cpu().numpy()
         self._answered = True
-        if self._finite is not None:
-            if not host[-1]:
-                self.backbone.taint(self._unsure)
-            host, self._finite = host[:-1], None
-            self._unsure.clear()
-        return host.reshape(found.shape)
+        return host
+
+    def _judged(self, host: NDArray[np.float64]) -> NDArray[np.float64]:
+        """A record without its last number, which says whether all forwards until now were finite."""
+        if not host[-1]:
+            self.backbone.taint(self._unsure)
+        self._finite = None
+        self._unsure.clear()
+        return host[:-1]
 
     def laps(self) -> list[float]:
         """The seconds of the network, output layer and heads since the last answer; without one they are left for the next."""
@@ -152,105 +279,8 @@ class Lane:
         return hidden
 
 
-class TokenLane(Lane):
-    """A model in which every row is a token."""
-
-    backbone: TokenBackbone
-
-    def forward(self, packed: Packed) -> Tensor:
-        """See Lane. An id that only another model has is replaced by one of this model's."""
-        table = packed.table
-        column_N = table.columns()
-        limit_N, own_N = table.limits(column_N), table.own()
-        token_N = np.array(packed.tokens, dtype=np.int64)
-        if self.backbone.vocab_size < self._vocab_size:
-            token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
-        lows, highs = [np.zeros_like(column_N)], [limit_N]
-        if int(own_N.min()) < FAR:
-            lows, highs = [*lows, own_N], [*highs, table.till(column_N)]
-        slot_N = packed.slot_B[table.owner_N]
-        parcel = Parcel()
-        parcel.add("rows", np.stack([table.owner_N, table.lines(), slot_N, token_N, table.positions(), column_N]))
-        parcel.add("sights", np.stack([*lows, *highs]))
-        parcel.add("slots", packed.slot_B)
-        parcel.maybe("shares", packed.share_B)
-        parcel.maybe("asked", table.asked_places() if packed.places_R is None else packed.places_R)
-        sent = parcel.send(self.put)
-        owner, line, slot, token, position, column = sent["rows"]
-        rows = TokenRows(
-            slots_B=sent["slots"],
-            owner_N=owner,
-            line_N=line,
-            slot_N=slot,
-            token_N=token,
-            position_N=position,
-            column_N=column,
-            low_IN=sent["sights"][: len(lows)],
-            high_IN=sent["sights"][len(lows) :],
-            shape=RowShape(
-                num_slots=len(packed.slot_B),
-                num_lines=table.num_lines,
-                num_columns=max(int(high_N.max()) for high_N in highs),
-                slots=following(packed.slot_B),
-            ),
-            sigma_B=noise_of_share(sent["shares"]) if "shares" in sent else None,
-        )
-        hidden_ND = self.hidden_ND = self._run(rows, table.num_rows, packed.slot_B)
-        return hidden_ND.index_select(0, sent["asked"]) if "asked" in sent else hidden_ND
-
-
 def following(slot_B: Ints) -> slice | None:
     """Slots that follow each other as a slice; None for others."""
     first, last = int(slot_B[0]), int(slot_B[-1])
     ascending = last - first == len(slot_B) - 1 and bool((np.diff(slot_B) == 1).all())
     return slice(first, last + 1) if ascending else None
-
-
-class TwoStreamLane(Lane):
-    """An any-subset model: content rows carry tokens, query rows are answered; columns are ranks."""
-
-    backbone: Backbone
-
-    def start(self, sample: Sample) -> None:
-        """Tell the model the positions of the sample's ranks."""
-        super().start(sample)
-        self.backbone.set_order(sample.slot, self.put(np.array(sample.order, dtype=np.int64)))
-
-    def forward(self, packed: Packed) -> Tensor:
-        """See Lane. Content rows are never answered."""
-        content, queries = packed.table, packed.queries
-        assert queries is not None, "an any-subset model is asked by queries"
-        column_N, rank_Q = content.columns(), queries.columns()
-        seen_N, limit_Q = content.limits(column_N), queries.limits(rank_Q)
-        token_N = np.array(packed.tokens, dtype=np.int64)
-        parcel = Parcel()
-        parcel.add("content", np.stack([content.owner_N, content.lines(), token_N, column_N, seen_N]))
-        parcel.add("queries", np.stack([queries.owner_N, queries.lines(), rank_Q, limit_Q]))
-        parcel.add("slots", packed.slot_B)
-        parcel.maybe("asked", queries.asked_places())
-        sent = parcel.send(self.put)
-        owner_C, line_C, token_C, column_C, limit_C = sent["content"]
-        owner_Q, line_Q, column_Q, ends_Q = sent["queries"]
-        rows = Rows(
-            slots_B=sent["slots"],
-            content_owner_C=owner_C,
-            content_line_C=line_C,
-            content_token_C=token_C,
-            content_column_C=column_C,
-            content_limit_C=limit_C,
-            query_owner_Q=owner_Q,
-            query_line_Q=line_Q,
-            query_column_Q=column_Q,
-            query_limit_Q=ends_Q,
-            shape=StreamShape(
-                num_slots=len(packed.slot_B),
-                num_content=content.num_lines,
-                num_queries=queries.num_lines,
-                num_columns=max(int(seen_N.max(initial=0)), int(limit_Q.max())),
-                num_positions=packed.longest,
-                slots=following(packed.slot_B),
-                some_blind=bool((limit_Q == 0).any()),  # queries of an empty prompt
-            ),
-        )
-        hidden_QD = self.hidden_ND = self._run(rows, content.num_rows + queries.num_rows, packed.slot_B)
-        return hidden_QD.index_select(0, sent["asked"]) if "asked" in sent else hidden_QD

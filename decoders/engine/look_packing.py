@@ -57,7 +57,8 @@ class Packed:
 
     `top_B` is the position below which the masks of each sample are asked about, `slot_R` the slot of each mask that is read,
     `size_B` how many picks a sample gets. Columns are those of the cache; its slots `slot_L` have up to `num_lines` rows. `width`
-    is the length of the longest canvas.
+    is the length of the longest canvas. `num_masks` are read; where rows, positions and masks were filled up to the sizes of a
+    captured forward (look_filling.py), `trash` is the position and the column of those that mean nothing.
     """
 
     parcel: Parcel
@@ -67,12 +68,14 @@ class Packed:
     num_columns: int
     num_sights: int
     num_positions: int
+    num_masks: int
     num_nodes: int
     width: int
     slot_L: Ints
     top_B: Ints
     slot_R: Ints
     size_B: Ints
+    trash: tuple[int, int] | None = None
 
 
 def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, conditioned: bool) -> Packed:
@@ -117,6 +120,7 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
         num_columns=int(ends_PF.max()),
         num_sights=int(ends_PF.any(0).sum()),
         num_positions=int((asked_AF[:, HI] - asked_AF[:, LO]).sum()),
+        num_masks=int(masks_A.sum()),
         num_nodes=int(spans_B.sum()) if not cached else sum(1 + max(look.spans[3::SPAN_FIELDS]) for look in looks),
         width=width,
         slot_L=slot_L,

@@ -12,7 +12,7 @@ Sources: S2D2 (2026), Algorithm 3; Leviathan et al., 2023. Legend: R rows, J row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,31 +25,39 @@ from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, res
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.answers import NoiseAnswers
 from decoders.engine.asks import NO_DRAFT, Noted
-from decoders.engine.lanes import Lane
+from decoders.engine.kernel_notes import KernelNotes, can_tell
+from decoders.engine.lanes import Lane, Reading
 from decoders.engine.memory import Account
 from decoders.engine.named import Chains, NamedRows
 from decoders.engine.notes import entropy, plain_log_p, worth
 from decoders.engine.packing import Ints
+from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.rings import Ring
+from decoders.engine.rolls import Draft
 from decoders.engine.setup import Setup
+from decoders.kernels.find import find_notes
 
 _TOKEN, _LOG_P, _SURE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What the rows of a forward say: `told_FR` (see `_read`), by ratio also log p(token), and what it was read from.
+class Seen:
+    """What a forward's rows say: `told_FR` (see `_read`), log p(token) of each, and logits and distributions, if they are held.
 
-    `held` are logits and distributions of all rows, where they fit into memory at once.
+    They are held where those of all rows fit into memory at once.
     """
 
-    lane: Lane
     hidden_RD: Tensor
-    asked: NamedRows
-    chains: Chains
     told_FR: Tensor
-    weighed_R: Tensor | None
+    weighed_R: Tensor
     held: tuple[Tensor, Tensor] | None
+
+
+Read = Callable[[Sent, Tensor], tuple[Tensor, tuple[Tensor, Tensor] | None]]
+"""(sent, hidden states of some rows) -> what is told of them, float64 [F, N], and their logits and distributions.
+
+The kernel makes no distributions.
+"""
 
 
 class NamedAnswers(NoiseAnswers):
@@ -62,6 +70,10 @@ class NamedAnswers(NoiseAnswers):
         # What routers and the public code use at temperature 0.
         self._warm = setup.sampling.model_copy(update={"temperature": 1.0})
         backbone, cells = setup.backbone, algorithm.notes.cells
+        note = find_notes(backbone.device, backbone.dtype) if can_tell(setup.sampling, algorithm.notes) else None
+        self._told: KernelNotes | None = None
+        if note is not None:
+            self._told = KernelNotes(note, setup.info, self._rows, self._places, algorithm.notes, backbone.device)
         self._states = (
             Ring(cells, backbone.width, backbone.dtype, backbone.device) if algorithm.notes.by_ratio else None
         )
@@ -102,31 +114,38 @@ class NamedAnswers(NoiseAnswers):
 
     # ---- answers -------------------------------------------------------------------------------------------------
 
-    def named(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
+    def named(self, lane: Lane, asked: NamedRows, parcel: Parcel) -> Reading[Noted]:
         """See Answers. Where no row is asked about (prompts and commits), nothing waits for the device."""
         if not asked.num_rows:
-            return (Noted(0, [], [], [], [], []) for _ in asked.size_B)
-        reading = self._reading(lane, hidden_RD, asked)
-        chains, told_FR = reading.chains, reading.told_FR
-        if reading.weighed_R is None:
-            told = lane.record(told_FR)
-            good_J = (told[_TOKEN].astype(np.int64) == asked.drafts_R)[chains.rows_J]
-            return self._by_sample(told, chains.accepted(good_J, len(asked.size_B)), asked.size_B)
-        accepted_C = self._weigh_chains(reading)
-        record = lane.record(torch.cat([told_FR.flatten(), accepted_C.to(torch.float64)]))
-        told = record[: told_FR.numel()].reshape(told_FR.shape)
-        accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
-        accepted_B[chains.owner_C] = record[told_FR.numel() :].astype(np.int64)
-        return self._by_sample(told, accepted_B, asked.size_B)
-
-    def _reading(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Reading:
-        parts = list(self._parts(asked.num_rows))
-        read = [self._read(lane, hidden_RD[part], asked, part) for part in parts]
-        told_FR, weighed_R = torch.cat([told_FN for told_FN, _ in read], 1), None
+            return Reading(None, lambda _: (Noted(0, [], [], [], [], []) for _ in asked.size_B))
+        if self._told is not None and (size := self._captured_size(lane, asked.num_rows)) is not None:
+            return self._by_kernel_at_once(lane, self._told, asked, size, parcel)
+        reads = [(part, self._reading(lane, asked, part, parcel)) for part in self._parts(asked.num_rows)]
         if self._states is not None:
-            told_FR, weighed_R = told_FR[:-1], told_FR[-1]
-        held = read[0][1] if len(parts) == 1 else None
-        return Reading(lane, hidden_RD, asked, asked.chains(), told_FR, weighed_R, held)
+            return self._by_chains(lane, asked, reads, parcel)
+
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            return torch.cat([read(sent, hidden_RD[part])[0] for part, read in reads], 1)
+
+        return Reading(work, lambda told_FR: self._matched(told_FR, asked))
+
+    def _by_kernel_at_once(
+        self, lane: Lane, told: KernelNotes, asked: NamedRows, size: int, parcel: Parcel
+    ) -> Reading[Noted]:
+        """All rows at once, and more, which mean nothing: a forward that can be captured."""
+        tell = told.plan(asked.slot_R, asked.position_R, parcel, size=size)
+
+        def read(record: NDArray[np.float64]) -> Iterator[Noted]:
+            return self._matched(record.reshape(-1, size)[:, : asked.num_rows], asked)
+
+        form = ("named", self._rows.cuts(asked.slot_R))
+        return Reading(lambda sent, hidden_RD: tell(sent, lane.logits(hidden_RD)), read, form=form, num_rows=size)
+
+    def _matched(self, told_FR: NDArray[np.float64], asked: NamedRows) -> Iterator[Noted]:
+        """Answers from what is told of the rows: a draft holds if the token is equal."""
+        chains = asked.chains()
+        good_J = (told_FR[_TOKEN].astype(np.int64) == asked.drafts_R)[chains.rows_J]
+        return self._by_sample(told_FR, chains.accepted(good_J, len(asked.size_B)), asked.size_B)
 
     def _by_sample(self, told_FR: NDArray[np.float64], accepted_B: Ints, size_B: Ints) -> Iterator[Noted]:
         tokens, lists = told_FR[_TOKEN].astype(np.int64).tolist(), told_FR[1:].tolist()
@@ -140,109 +159,152 @@ class NamedAnswers(NoiseAnswers):
             yield Noted(good, tokens[first:end], *(one[first:end] for one in lists))
             first = end
 
-    def _read(
-        self, lane: Lane, hidden_ND: Tensor, asked: NamedRows, part: slice
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What is told of some rows, float64 [F, N], and their logits and distributions.
+    def _reading(self, lane: Lane, asked: NamedRows, part: slice, parcel: Parcel) -> Read:
+        """What is told of some rows: token, log-probability, probability; then entropy and worth, if they are wanted.
 
-        Token, log-probability, probability; then entropy and worth, if they are wanted; by ratio log p(token), with which a row
-        judges. A row that judges by ratio says its draft.
+        By ratio also log p(token), with which a row judges; a row that judges by ratio says its draft.
         """
-        logits_NV = self._logits(lane, hidden_ND)
-        law_NV = self.law(logits_NV)
-        token_N = self._tokens(law_NV, asked, part)
-        sure_N = law_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1).to(torch.float64).exp()
-        told = [token_N.to(torch.float64), plain_log_p(logits_NV, token_N), sure_N]
-        if self._notes.entropy:
-            told.append(entropy(law_NV))
-        if self._notes.worth is not None or self._notes.by_ratio:
-            warm_NV = self.warm_law(logits_NV, law_NV)
-            if self._notes.worth is not None:
-                told.append(worth(*self._notes.worth, warm_NV, token_N))
-            if self._notes.by_ratio:
-                told.append(warm_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1).to(torch.float64))
-        return torch.stack(told), (logits_NV, law_NV)
+        if self._told is not None:
+            tell = self._told.plan(asked.slot_R[part], asked.position_R[part], parcel)
+            return lambda sent, hidden_ND: (tell(sent, lane.logits(hidden_ND)), None)
+        tokens = self._tokens(asked, part, parcel)
 
-    def _tokens(self, law_NV: Tensor, asked: NamedRows, part: slice) -> Tensor:
+        def read(sent: Sent, hidden_ND: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            logits_NV = self._logits(lane, hidden_ND)
+            law_NV = self.law(logits_NV)
+            token_N = tokens(sent, law_NV)
+            sure_N = law_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1).to(torch.float64).exp()
+            told = [token_N.to(torch.float64), plain_log_p(logits_NV, token_N), sure_N]
+            if self._notes.entropy:
+                told.append(entropy(law_NV))
+            if self._notes.worth is not None or self._notes.by_ratio:
+                warm_NV = self.warm_law(logits_NV, law_NV)
+                if self._notes.worth is not None:
+                    told.append(worth(*self._notes.worth, warm_NV, token_N))
+                if self._notes.by_ratio:
+                    told.append(warm_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1).to(torch.float64))
+            return torch.stack(told), (logits_NV, law_NV)
+
+        return read
+
+    def _tokens(self, asked: NamedRows, part: slice, parcel: Parcel) -> Draft:
         """The token of each row: by ratio the draft that it judges, else one drawn by the sample's numbers, [N]."""
         if not self._notes.by_ratio:
-            return self._sampled(law_NV, asked, np.arange(asked.num_rows)[part])
+            return self._sampled(asked, np.arange(asked.num_rows)[part], parcel)
         says = asked.is_judged[part] & (asked.drafts_R[part] != NO_DRAFT)
         draws = np.flatnonzero(~says)
-        token_N = self._put(np.maximum(asked.drafts_R[part], 0))
-        if len(draws):
-            where = self._put(draws)
-            token_N[where] = self._sampled(law_NV[where], asked, draws + part.start)
-        return token_N
+        drafts = parcel.enclose(np.maximum(asked.drafts_R[part], 0))
+        where, sampled = parcel.enclose(draws), self._sampled(asked, draws + part.start, parcel) if len(draws) else None
 
-    def _sampled(self, law_NV: Tensor, asked: NamedRows, rows_N: Ints) -> Tensor:
+        def tokens(sent: Sent, law_NV: Tensor) -> Tensor:
+            if sampled is None:
+                return sent[drafts]
+            return sent[drafts].index_copy(0, sent[where], sampled(sent, law_NV[sent[where]]))
+
+        return tokens
+
+    def _sampled(self, asked: NamedRows, rows_N: Ints, parcel: Parcel) -> Draft:
         if self._greedy:
-            return law_NV.argmax(-1)
+            return lambda _, law_NV: law_NV.argmax(-1)
         if self._coupled:
-            ring = self._noise_ring()
             slot_N, position_N = asked.slot_R[rows_N], asked.position_R[rows_N]
-            return coupled_draw(law_NV, ring.rows(slot_N, position_N, asked.first_R[rows_N]))
+            noise = self._noise_ring().plan(slot_N, position_N, asked.first_R[rows_N], parcel)
+            return lambda sent, law_NV: coupled_draw(law_NV, noise(sent))
         uniform_N = self.uniforms(asked, rows_N, keys.BONUS)
         drafts = asked.is_draft[rows_N]
         if drafts.any():
             uniform_N[drafts] = self.uniforms(asked, rows_N[drafts], keys.DRAFT)
-        return inverse_cdf_draw(law_NV.exp(), self._put(uniform_N))
+        uniforms = parcel.enclose(uniform_N)
+        return lambda sent, law_NV: inverse_cdf_draw(law_NV.exp(), sent[uniforms])
 
     def uniforms(self, asked: NamedRows, rows_N: Ints, purpose: int) -> NDArray[np.float64]:
         """One number in (0, 1) a row, new in every draw of a sample, [N]."""
         key_N2 = self._places.key_S2[asked.slot_R[rows_N]]
         return keys.uniform_rows(key_N2, asked.position_R[rows_N], purpose, asked.when_R[rows_N])
 
-    def _put(self, numbers: NDArray[np.int64] | NDArray[np.float64]) -> Tensor:
-        held = torch.from_numpy(numbers)
-        return held if self._device.type == "cpu" else held.pin_memory().to(self._device, non_blocking=True)
-
     # ---- the rejection rule --------------------------------------------------------------------------------------
 
-    def _weigh_chains(self, reading: Reading) -> Tensor:
-        """Judge the chains by ratio, then keep the hidden states of new drafts; accepted drafts, int64 [C]."""
-        assert self._states is not None, "states are kept for the rejection rule"
-        asked, accepted_C = reading.asked, self._put(np.arange(0))
-        if len(reading.chains.rows_J):
-            accepted_C = self._settled(reading)
+    def _by_chains(
+        self, lane: Lane, asked: NamedRows, reads: Sequence[tuple[slice, Read]], parcel: Parcel
+    ) -> Reading[Noted]:
+        """Judge the chains by ratio, then keep the hidden states of new drafts."""
+        states, chains = self._states, asked.chains()
+        assert states is not None, "states are kept for the rejection rule"
+        settle = self._settling(lane, asked, chains, parcel) if len(chains.rows_J) else None
         rows = np.flatnonzero(asked.is_draft)
-        cells = self._states.cells(asked.slot_R[rows], asked.cell_R[rows])
-        self._states.data_CV[self._put(cells)] = reading.hidden_RD[self._put(rows)]
-        return accepted_C
+        drafts, cells = parcel.enclose(rows), parcel.enclose(states.cells(asked.slot_R[rows], asked.cell_R[rows]))
 
-    def _settled(self, reading: Reading) -> Tensor:
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            found = [read(sent, hidden_RD[part]) for part, read in reads]
+            told_FR = torch.cat([told_FN for told_FN, _ in found], 1)
+            record = told_FR[:-1].flatten()
+            if settle is not None:
+                seen = Seen(hidden_RD, told_FR[:-1], told_FR[-1], found[0][1] if len(found) == 1 else None)
+                accepted_C = settle(sent, seen)
+                record = torch.cat([seen.told_FR.flatten(), accepted_C.to(torch.float64)])
+            states.data_CV[sent[cells]] = hidden_RD[sent[drafts]]
+            return record
+
+        def read(record: NDArray[np.float64]) -> Iterator[Noted]:
+            accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
+            count = len(record) - len(chains.owner_C)
+            accepted_B[chains.owner_C] = record[count:].astype(np.int64)
+            return self._by_sample(record[:count].reshape(-1, asked.num_rows), accepted_B, asked.size_B)
+
+        return Reading(work, read)
+
+    def _settling(self, lane: Lane, asked: NamedRows, chains: Chains, parcel: Parcel) -> Callable[[Sent, Seen], Tensor]:
         """How many drafts of each chain hold, [C]; writes the token that replaces the first that does not into `told_FR`."""
-        assert self._states is not None and reading.weighed_R is not None, "drafts are judged by ratio"
-        asked, chains, told_FR = reading.asked, reading.chains, reading.told_FR
-        rows_J = self._put(chains.rows_J)
-        is_draft_J = self._put(asked.drafts_R[chains.rows_J] != NO_DRAFT)
-        step_J, chain_J = self._put(chains.steps()), self._put(chains.numbers())
-        first_C, size_C = self._put(chains.firsts()), self._put(chains.size_C)
-        good_J = self.accepts(reading.weighed_R[rows_J], asked, chains.rows_J) & is_draft_J
-        accepted_C = size_C.scatter_reduce(0, chain_J, torch.where(good_J, size_C[chain_J], step_J), "amin")
-        last_C = first_C + torch.minimum(accepted_C, size_C - 1)
-        refused_C, row_C = (accepted_C < size_C) & is_draft_J[last_C], rows_J[last_C]
-        logits_CV, law_CV = self._reread(reading, row_C)
-        cells_J = self._put(self._states.cells(asked.slot_R[chains.rows_J], asked.cell_R[chains.rows_J]))
-        q_CV = self.law(self._logits(reading.lane, self._states.data_CV[cells_J[last_C]]))
-        mass_CV = residual(self.warm_law(logits_CV, law_CV), q_CV)
-        token_C = self.recovers(mass_CV, last_C, asked, chains.rows_J)
-        told_CF = torch.stack([token_C.to(torch.float64), plain_log_p(logits_CV, token_C)])
-        told_FR[:_SURE, row_C] = torch.where(refused_C, told_CF, told_FR[:_SURE, row_C])
-        return accepted_C
+        assert self._states is not None, "drafts are judged by ratio"
+        rows_J = chains.rows_J
+        numbers = (
+            rows_J,
+            asked.drafts_R[rows_J] != NO_DRAFT,
+            chains.steps(),
+            chains.numbers(),
+            chains.firsts(),
+            chains.size_C,
+        )
+        names = [parcel.enclose(each) for each in numbers]
+        cells = parcel.enclose(self._states.cells(asked.slot_R[rows_J], asked.cell_R[rows_J]))
+        sures, accepting = (
+            parcel.enclose(asked.sure_R[rows_J]),
+            parcel.enclose(self.uniforms(asked, rows_J, keys.ACCEPT)),
+        )
+        recovering = parcel.enclose(self.uniforms(asked, rows_J, keys.RESIDUAL))
 
-    def _reread(self, reading: Reading, row_N: Tensor) -> tuple[Tensor, Tensor]:
+        def settle(sent: Sent, seen: Seen) -> Tensor:
+            assert self._states is not None, "drafts are judged by ratio"
+            row_J, is_draft_J, step_J, chain_J, first_C, size_C = (sent[name] for name in names)
+            is_draft_J = is_draft_J.bool()
+            good_J = self.accepts(seen.weighed_R[row_J], sent[sures], sent[accepting]) & is_draft_J
+            accepted_C = size_C.scatter_reduce(0, chain_J, torch.where(good_J, size_C[chain_J], step_J), "amin")
+            last_C = first_C + torch.minimum(accepted_C, size_C - 1)
+            refused_C, row_C = (accepted_C < size_C) & is_draft_J[last_C], row_J[last_C]
+            logits_CV, law_CV = self._reread(lane, seen, row_C)
+            q_CV = self.law(self._logits(lane, self._states.data_CV[sent[cells][last_C]]))
+            mass_CV = residual(self.warm_law(logits_CV, law_CV), q_CV)
+            token_C = self.recovers(mass_CV, sent[recovering][last_C])
+            told_CF = torch.stack([token_C.to(torch.float64), plain_log_p(logits_CV, token_C)])
+            seen.told_FR[:_SURE, row_C] = torch.where(refused_C, told_CF, seen.told_FR[:_SURE, row_C])
+            return accepted_C
+
+        return settle
+
+    def _reread(self, lane: Lane, seen: Seen, row_N: Tensor) -> tuple[Tensor, Tensor]:
         """Logits and distributions of some rows again: the held ones, else computed once more, which gives the same bits."""
-        if reading.held is not None:
-            return reading.held[0][row_N], reading.held[1][row_N]
-        logits_NV = self._logits(reading.lane, reading.hidden_RD[row_N])
+        if seen.held is not None:
+            return seen.held[0][row_N], seen.held[1][row_N]
+        logits_NV = self._logits(lane, seen.hidden_RD[row_N])
         return logits_NV, self.law(logits_NV)
 
-    def accepts(self, log_p_J: Tensor, asked: NamedRows, rows_J: Ints) -> Tensor:
-        """Whether each draft holds by its own number if all before it do, bool [J]; `log_p_J` are those of the drafts under p."""
-        ratio_J = (self._notes.temper * (log_p_J - self._put(asked.sure_R[rows_J]).log())).exp()
-        return self._put(self.uniforms(asked, rows_J, keys.ACCEPT)) < ratio_J
+    def accepts(self, log_p_J: Tensor, sure_J: Tensor, uniform_J: Tensor) -> Tensor:
+        """Whether each draft holds by its own number if all before it do, bool [J].
 
-    def recovers(self, mass_CV: Tensor, last_C: Tensor, asked: NamedRows, rows_J: Ints) -> Tensor:
-        """Draw the tokens that replace refused drafts, in proportion to mass, [C]; `last_C` says at which of `rows_J`."""
-        return inverse_cdf_draw(mass_CV, self._put(self.uniforms(asked, rows_J, keys.RESIDUAL))[last_C])
+        `log_p_J` are those of the drafts under p, `sure_J` their probabilities under q.
+        """
+        return uniform_J < (self._notes.temper * (log_p_J - sure_J.log())).exp()
+
+    def recovers(self, mass_CV: Tensor, uniform_C: Tensor) -> Tensor:
+        """Draw the tokens that replace refused drafts, in proportion to mass, [C]."""
+        return inverse_cdf_draw(mass_CV, uniform_C)

@@ -183,7 +183,12 @@ class Asked:
 
 
 def count_leading(good_R: NDArray[np.bool_], size_B: Ints) -> Ints:
-    """How many rows of each sample are good before the first that is not, [B]; every sample has at least one row."""
+    """How many rows of each sample are good before the first that is not, [B]; there is at least one row."""
+    some_B = size_B > 0
+    if not some_B.all():
+        leading_B = np.zeros_like(size_B)
+        leading_B[some_B] = count_leading(good_R, size_B[some_B])
+        return leading_B
     first_B = size_B.cumsum() - size_B
     step_R = repeated(first_B, size_B)
     worst_R = np.where(good_R, np.iinfo(np.int64).max, step_R)

@@ -1,8 +1,12 @@
-"""One transfer down a forward: arrays of integers and float64 numbers in one buffer, cut up again on the device."""
+"""One transfer down a forward: arrays of integers and float64 numbers in one buffer, cut up again on the device.
+
+Everything that a forward and its answers need to know of the host is enclosed before the forward begins; the work on the device
+finds it by name. A captured graph (graphs.py) reads the same buffer each time, so its parcels must have one signature.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,31 +15,79 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoders.engine.packing import Ints
+from decoders.engine.transfers import put
+
+Sent = Mapping[str, Tensor]
+"""What has arrived on the device, by name: int64, or float64."""
 
 
 class Parcel:
     """Named arrays on their way to the device."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[str, tuple[int, ...], bool, Ints]] = []
+        self._arrays = dict[str, NDArray[Any]]()
 
-    def add(self, name: str, array: NDArray[Any]) -> None:
-        """Add integers, or float64 numbers, which travel as their bits."""
-        is_float = array.dtype == np.float64
-        flat = np.ascontiguousarray(array).reshape(-1)
-        self._parts.append((name, array.shape, is_float, flat.view(np.int64) if is_float else flat.astype(np.int64)))
+    def add(self, name: str, array: NDArray[Any]) -> str:
+        """Add integers or truth values, which become int64, or float64 numbers, which travel as their bits; returns the name."""
+        assert name not in self._arrays, f"{name} is enclosed already"
+        self._arrays[name] = array if array.dtype == np.float64 else array.astype(np.int64, copy=False)
+        return name
 
     def maybe(self, name: str, array: NDArray[Any] | None) -> None:
         """Add an array if there is one."""
         if array is not None:
             self.add(name, array)
 
-    def send(self, put: Callable[[Ints], Tensor]) -> dict[str, Tensor]:
-        """Bring all to the device with one `put`; returns views of it by name."""
-        whole = put(np.concatenate([flat for *_, flat in self._parts]))
+    def enclose(self, array: NDArray[Any], *, size: int | None = None, fill: int = 0) -> str:
+        """Add an array under a name of its own, which is returned; its last axis is filled up to `size` entries."""
+        missing = 0 if size is None else size - array.shape[-1]
+        if missing > 0:
+            array = np.concatenate([array, np.full((*array.shape[:-1], missing), fill, dtype=array.dtype)], axis=-1)
+        return self.add(str(len(self._arrays)), array)
+
+    def filled(self, sizes: Mapping[str, tuple[int, int]], fills: Mapping[str, NDArray[Any] | int]) -> Parcel:
+        """A copy in which some arrays are longer: `sizes` are (axis, length), `fills` what stands there, 0 without."""
+        found = Parcel()
+        for name, array in self._arrays.items():
+            if name in sizes:
+                axis, size = sizes[name]
+                shape = list(array.shape)
+                shape[axis] = size - shape[axis]
+                more = np.broadcast_to(np.asarray(fills.get(name, 0), dtype=array.dtype), shape)
+                array = np.concatenate([array, more], axis=axis)  # noqa: PLW2901
+            found.add(name, array)
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether there is an array of this name."""
+        return name in self._arrays
+
+    def length(self, name: str, axis: int) -> int:
+        """How long an array is."""
+        return self._arrays[name].shape[axis]
+
+    @property
+    def signature(self) -> Hashable:
+        """Names, shapes and kinds of the arrays: what decides how the buffer is cut up."""
+        return tuple((name, array.shape, array.dtype == np.float64) for name, array in self._arrays.items())
+
+    def flat(self) -> Ints:
+        """All arrays as one."""
+        return np.concatenate(
+            [np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in self._arrays.values()]
+        )
+
+    def cut(self, whole: Tensor) -> Sent:
+        """Views of a buffer that holds, or will hold, `flat`."""
         views, first = dict[str, Tensor](), 0
-        for name, shape, is_float, flat in self._parts:
-            view = whole[first : first + len(flat)]
-            views[name] = (view.view(torch.float64) if is_float else view).view(shape)
-            first += len(flat)
+        for name, array in self._arrays.items():
+            view = whole[first : first + array.size]
+            views[name] = (view.view(torch.float64) if array.dtype == np.float64 else view).view(array.shape)
+            first += array.size
         return views
+
+    def send(self, device: torch.device) -> Sent:
+        """Bring all to the device, by one transfer; to a CPU nothing has to be copied."""
+        if device.type == "cpu":
+            return {name: torch.from_numpy(array) for name, array in self._arrays.items()}
+        return self.cut(put(self.flat(), device))

@@ -8,6 +8,7 @@ Legend: R rows, V vocabulary, S slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -17,8 +18,11 @@ from torch import Tensor
 from decoders.draws import noise
 from decoders.draws.keys import split_key
 from decoders.engine.packing import Ints, repeated
+from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.samples import Sample
-from decoders.engine.transfers import put
+
+Found = Callable[[Sent], Tensor]
+"""Work on the device that gives noise, [R, V]."""
 
 _AHEAD: Final = 1 << 16
 """How many noise values to compute at once: for a few values the overhead dominates."""
@@ -130,32 +134,45 @@ class NoiseRing:
         self.num_used, self.ring.data_CV = used
         self._until_S[self.ring.num_slots :] = 0
 
-    def rows(self, slot_R: Ints, rank_R: Ints, first_R: Ints | None) -> Tensor:
+    def plan(self, slot_R: Ints, rank_R: Ints, first_R: Ints | None, parcel: Parcel) -> Found:
         """The noise at each (slot, rank), [R, V]; `first_R` is the first rank of the slot that may still be read.
 
-        Without it the noise is read once: nothing is kept.
+        Without it the noise is read once: nothing is kept. Plans must be worked off in their order.
         """
         if first_R is None:
-            return self._passing(slot_R, rank_R)
+            return self._passing(slot_R, rank_R, parcel)
         num_kept = self.ring.num_slots
         if num_kept >= self.num_used:
-            return self._kept(slot_R, rank_R, first_R)
+            return self._kept(slot_R, rank_R, first_R, parcel)
         near_R = slot_R < num_kept
-        noise_RV = torch.empty(len(slot_R), self._vocab_size, dtype=torch.float32, device=self._device)
-        near, far = (put(np.flatnonzero(part), self._device) for part in (near_R, ~near_R))
-        noise_RV[near] = self._kept(slot_R[near_R], rank_R[near_R], first_R[near_R])
-        noise_RV[far] = self._passing(slot_R[~near_R], rank_R[~near_R])
-        return noise_RV
+        near, far = (parcel.enclose(np.flatnonzero(part)) for part in (near_R, ~near_R))
+        kept = self._kept(slot_R[near_R], rank_R[near_R], first_R[near_R], parcel)
+        passing = self._passing(slot_R[~near_R], rank_R[~near_R], parcel)
 
-    def _kept(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> Tensor:
+        def found(sent: Sent) -> Tensor:
+            noise_RV = torch.empty(len(slot_R), self._vocab_size, dtype=torch.float32, device=self._device)
+            noise_RV[sent[near]] = kept(sent)
+            noise_RV[sent[far]] = passing(sent)
+            return noise_RV
+
+        return found
+
+    def _kept(self, slot_R: Ints, rank_R: Ints, first_R: Ints, parcel: Parcel) -> Found:
         assert (rank_R - first_R < self.window).all(), (
             "a rank beyond the window would overwrite noise that is still read"
         )
-        if (rank_R >= self._until_S[slot_R]).any():
-            self._fill(slot_R, rank_R, first_R)
-        return self.ring.data_CV.index_select(0, put(self.ring.cells(slot_R, rank_R), self._device))
+        is_missing = (rank_R >= self._until_S[slot_R]).any()
+        fill = self._fill(slot_R, rank_R, first_R, parcel) if is_missing else None
+        cells = parcel.enclose(self.ring.cells(slot_R, rank_R))
 
-    def _fill(self, slot_R: Ints, rank_R: Ints, first_R: Ints) -> None:
+        def found(sent: Sent) -> Tensor:
+            if fill is not None:
+                fill(sent)
+            return self.ring.data_CV.index_select(0, sent[cells])
+
+        return found
+
+    def _fill(self, slot_R: Ints, rank_R: Ints, first_R: Ints, parcel: Parcel) -> Callable[[Sent], None]:
         """Fill up to the highest rank of each slot; where this is cheap also the ranks after it, for all slots that ask."""
         need_S, from_S = np.zeros_like(self._until_S), self._until_S.copy()
         np.maximum.at(need_S, slot_R, rank_R + 1)
@@ -168,18 +185,22 @@ class NoiseRing:
         count = need_S[slots] - from_S[slots]
         slot_N = np.repeat(slots, count)
         rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
-        cells = put(self.ring.cells(slot_N, rank_N), self._device)
-        self.ring.data_CV[cells] = self._computed(slot_N, rank_N)
+        cells, computed = parcel.enclose(self.ring.cells(slot_N, rank_N)), self._computed(slot_N, rank_N, parcel)
         self._until_S[slots] = need_S[slots]
 
-    def _passing(self, slot_R: Ints, rank_R: Ints) -> Tensor:
+        def fill(sent: Sent) -> None:
+            self.ring.data_CV[sent[cells]] = computed(sent)
+
+        return fill
+
+    def _passing(self, slot_R: Ints, rank_R: Ints, parcel: Parcel) -> Found:
         """Noise that is not kept."""
         width = int(rank_R.max(initial=0)) + 1
         cells, which_R = np.unique(slot_R * width + rank_R, return_inverse=True)
-        found = self._computed(cells // width, cells % width)
-        return found[put(which_R, self._device)]
+        computed, which = self._computed(cells // width, cells % width, parcel), parcel.enclose(which_R)
+        return lambda sent: computed(sent)[sent[which]]
 
-    def _computed(self, slot_N: Ints, rank_N: Ints) -> Tensor:
-        keys_N2, position_N = self._places.key_S2[slot_N], self._places.positions(slot_N, rank_N)
-        told = put(np.column_stack([keys_N2, position_N]), self._device)
-        return noise.gumbel_rows(told[:, :2], told[:, 2], self._vocab_size)
+    def _computed(self, slot_N: Ints, rank_N: Ints, parcel: Parcel) -> Found:
+        keys = parcel.enclose(self._places.key_S2[slot_N])
+        positions = parcel.enclose(self._places.positions(slot_N, rank_N))
+        return lambda sent: noise.gumbel_rows(sent[keys], sent[positions], self._vocab_size)

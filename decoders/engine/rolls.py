@@ -23,13 +23,14 @@ from decoders.backbones.heads import DraftHeads
 from decoders.backbones.invariance import at_least_rows
 from decoders.engine.asks import CHAIN, Roll
 from decoders.engine.lanes import Lane
-from decoders.engine.packing import Ints
+from decoders.engine.packing import Asked, Ints
+from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.samples import Sample
 
 _UNKNOWN: Final = -1
 
-Draw = Callable[[Tensor, Ints, Ints, Ints], Tensor]
-"""(logits [R, V], slot, rank and number of decided tokens of each row) -> drafts [R]."""
+Draft = Callable[[Sent, Tensor], Tensor]
+"""(sent, logits [R, V]) -> drafts [R]."""
 
 
 class Rolling:
@@ -54,19 +55,28 @@ class Rolling:
         told = np.array([numbers + [0] * (most - len(numbers)) for numbers in flat], dtype=np.int64)
         self.told_BKF: Ints = told.reshape(len(flat), self.counts[0], -1)
 
-    def drawn(self, lane: Lane, heads: DraftHeads, draw: Draw) -> Tensor:
-        """Draft all windows, [B, K]; what is beyond a window means nothing."""
+    def drawn(self, lane: Lane, heads: DraftHeads, draft: Callable[[Asked, Parcel], Draft]) -> Tensor:
+        """Draft all windows, [B, K]; what is beyond a window means nothing. `draft` plans the draws of one rank.
+
+        One transfer down, whatever the windows' length.
+        """
         assert lane.hidden_ND is not None, "a roll follows a forward"
-        told_BKF, row_B = lane.put(self.told_BKF), lane.put(self.row_B)
+        parcel = Parcel()
+        told, rows = parcel.enclose(self.told_BKF), parcel.enclose(self.row_B)
+        # The samples that still draft come first.
+        going = [sum(count > offset for count in self.counts) for offset in range(self.counts[0])]
+        draws = [draft(self._asked(count, offset), parcel) for offset, count in enumerate(going)]
+        sent = parcel.send(lane.device)
+        told_BKF, row_B = sent[told], sent[rows]
         drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
         step: _Chain | _Markov = _Chain(lane, heads, row_B) if self.head == CHAIN else _Markov(lane, heads, row_B)
-        for offset in range(self.counts[0]):
-            # The samples that still draft come first.
-            going = sum(count > offset for count in self.counts)
-            hidden_RD = step(told_BKF[:going, offset], drafted_BK[:going], offset)
-            rank_R = self.rank_B[:going] + offset
-            drafted_BK[:going, offset] = draw(lane.logits(hidden_RD), self.slot_B[:going], rank_R, self.when_B[:going])
+        for offset, (count, draw) in enumerate(zip(going, draws, strict=True)):
+            hidden_RD = step(told_BKF[:count, offset], drafted_BK[:count], offset)
+            drafted_BK[:count, offset] = draw(sent, lane.logits(hidden_RD))
         return drafted_BK
+
+    def _asked(self, count: int, offset: int) -> Asked:
+        return Asked.drafting(self.slot_B[:count], self.rank_B[:count] + offset, self.when_B[:count])
 
 
 # ---- on the device -----------------------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import WIDE, GivenRows, Offer, Score
 from decoders.engine.engine import Engine, Turn
 from decoders.engine.estimates import Text
-from decoders.engine.lanes import Lane, Packed, TokenLane
+from decoders.engine.lanes import Lane, Packed
 from decoders.engine.packing import Table
+from decoders.engine.parcels import Parcel
 from decoders.engine.samples import Sample
 from decoders.engine.scores import Scores
 from decoders.engine.setup import Setup
+from decoders.engine.token_lanes import TokenLane
 
 Told = tuple[NDArray[np.float64], NDArray[np.bool_]]
 """Of each token of a canvas that is read: its log-probability, and whether it is the model's first choice."""
@@ -31,6 +33,11 @@ Told = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 class ScoreLane(TokenLane):
     """A model that runs canvases from their first row to their last, and keeps nothing."""
+
+    @property
+    def can_capture(self) -> bool:
+        """See Lane. Whole texts run, which keep a device busy."""
+        return False
 
     @property
     def cell_bytes(self) -> int:
@@ -117,8 +124,10 @@ class ScoreEngine(Engine):
         shares = [canvas.share for canvas in canvases if canvas.share is not None]
         share_N = np.array(shares) if shares else None
         tokens = np.concatenate([canvas.tokens for canvas in canvases])
-        hidden_RD = lane.forward(Packed(every_N, tokens, table, None, 0, place_R, share_N))
-        log_p_R, is_first_R = self._scores.read(lane, hidden_RD, np.concatenate([canvas.wanted for canvas in canvases]))
+        parcel = Parcel()
+        reading = self._scores.plan(lane, np.concatenate([canvas.wanted for canvas in canvases]), parcel)
+        run = lane.plan(Packed(every_N, tokens, table, None, 0, place_R, share_N), reading, parcel)
+        log_p_R, is_first_R = next(lane.run(run, reading, parcel))
         ends = np.cumsum(sizes)[:-1]
         return zip(np.split(log_p_R, ends), np.split(is_first_R, ends), strict=True)
 

@@ -12,10 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.engine.lanes import Lane
+from decoders.engine.lanes import Lane, Reading
 from decoders.engine.memory import Account
 from decoders.engine.packing import Ints
+from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.setup import Setup
+
+Scored = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
 class Scores:
@@ -27,18 +30,16 @@ class Scores:
         self._dtype = torch.float64 if setup.backbone.dtype == torch.float64 else torch.float32
         self._row_bytes, self._account = info.vocab_size * self._dtype.itemsize, account
 
-    def read(self, lane: Lane, hidden_RD: Tensor, token_R: Ints) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """The log-probability of each token in its row, and whether it is the most likely one, [R] each; one record."""
-        if not len(token_R):
-            lane.record(torch.zeros(0, dtype=torch.float64, device=hidden_RD.device))
-            return np.zeros(0), np.zeros(0, dtype=np.bool_)
-        wanted_R = lane.put(token_R)
-        parts = [
-            self._part(lane, hidden_RD[part], wanted_R[part])
-            for part in self._account().parts(len(token_R), self._row_bytes)
-        ]
-        log_p_R, is_first_R = lane.record(torch.cat(parts, 1))
-        return log_p_R, is_first_R > 0
+    def plan(self, lane: Lane, token_R: Ints, parcel: Parcel) -> Reading[Scored]:
+        """Plan one answer: the log-probability of each token in its row, and whether it is the most likely one, [R] each."""
+        wanted, parts = parcel.enclose(token_R), list(self._account().parts(len(token_R), self._row_bytes))
+
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            if not len(token_R):
+                return torch.zeros(2, 0, dtype=torch.float64, device=hidden_RD.device)
+            return torch.cat([self._part(lane, hidden_RD[part], sent[wanted][part]) for part in parts], 1)
+
+        return Reading(work, lambda told_2R: iter([(told_2R[0], told_2R[1] > 0)]))
 
     def _part(self, lane: Lane, hidden_RD: Tensor, token_R: Tensor) -> Tensor:
         logits_RV = lane.logits(hidden_RD).index_fill_(-1, self._suppressed, -torch.inf)

@@ -7,7 +7,7 @@ something else has waited for the device anyway, so that timing never waits by i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -24,16 +24,26 @@ def put(numbers: NDArray[np.generic], device: torch.device) -> Tensor:
     return held if device.type == "cpu" else held.pin_memory().to(device, non_blocking=True)
 
 
+def marks(ids: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """True at these places among so many, on the device."""
+    marked = np.zeros(size, dtype=np.bool_)
+    marked[list(ids)] = True
+    return put(marked, device)
+
+
 class Clock:
     """Times calls one by one; on a GPU by the device's own events around each."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._laps: list[float] = []
+        self._is_paused = False
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, function: Callable[[], _T]) -> _T:
-        """Call and time a function."""
+        """Call and time a function; calls inside of `whole` are timed with it."""
+        if self._is_paused:
+            return function()
         if self._on_gpu:
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             began.record()
@@ -45,6 +55,18 @@ class Clock:
         result = function()
         self._laps.append(time.perf_counter() - began_s)
         return result
+
+    def whole(self, function: Callable[[], _T]) -> _T:
+        """Time a function as one lap, whatever it times itself."""
+
+        def paused() -> _T:
+            self._is_paused = True
+            try:
+                return function()
+            finally:
+                self._is_paused = False
+
+        return self.timed(paused)
 
     def laps(self) -> list[float]:
         """The seconds of each call since this was last asked. On a GPU an answer must have come since: then nothing waits."""

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from decoders.engine.lanes import TokenLane
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
+from decoders.engine.token_lanes import TokenLane
 
 
 class WindowLane(TokenLane):
@@ -22,6 +22,11 @@ class WindowLane(TokenLane):
         self._info, self._is_full, self._mask_id = info, windows == "full", info.mask_id
         never = [token for token in sorted({*info.suppressed, info.mask_id}) if token < setup.info.vocab_size]
         self._never = torch.tensor(never, dtype=torch.int64, device=self.device)
+
+    @property
+    def can_capture(self) -> bool:
+        """See Lane. Whole texts run, which keep a device busy."""
+        return False
 
     @property
     def cell_bytes(self) -> int:

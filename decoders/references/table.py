@@ -63,6 +63,10 @@ class TableBackbone:
         """Copy a slot."""
         self.tokens_SW[target], self.order_SW[target] = self.tokens_SW[source], self.order_SW[source]
 
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of a slot."""
+        self.tokens_SW[target, :num_columns] = self.tokens_SW[source, :num_columns]
+
     def forward(self, rows: Rows) -> Tensor:
         """Look up the logits of every query row, [Q, V]; see backbones/base.py."""
         self.tokens_SW[rows.slots_B[rows.content_owner_C], rows.content_column_C] = rows.content_token_C

@@ -55,6 +55,11 @@ class TokenTable:
         """Copy a slot."""
         self.tokens_SW[target], self.positions_SW[target] = self.tokens_SW[source], self.positions_SW[source]
 
+    def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
+        """Copy the first columns of a slot."""
+        for held_SW in (self.tokens_SW, self.positions_SW):
+            held_SW[target, :num_columns] = held_SW[source, :num_columns]
+
     def copy_columns(self, slots_R: Tensor, from_R: Tensor, to_R: Tensor) -> None:
         """Copy columns."""
         for held_SW in (self.tokens_SW, self.positions_SW):

@@ -8,7 +8,7 @@ give what the engine's batched draws give, which ties those to the enumeration.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,16 @@ from decoders.draws import noise
 from decoders.draws.sampling import log_law, residual
 from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
 from decoders.engine.engine import Engine
-from decoders.engine.lanes import Lane
+from decoders.engine.lanes import Lane, Reading
 from decoders.engine.named import NamedRows
-from decoders.engine.packing import Asked, Ints
-from decoders.engine.rolls import Rolling
+from decoders.engine.packing import Asked
+from decoders.engine.parcels import Parcel, Sent
+from decoders.engine.rolls import Draft, Rolling
 from decoders.engine.samples import Sample
 from decoders.engine.setup import Setup
 from decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
 from decoders.registry import algorithm_of
+from tests.decoders.regions import RegionChooser
 
 Law = dict[tuple[int, ...], float]
 
@@ -44,6 +46,17 @@ class CoupledChooser:
 
     def accept(self, probability: float, position: int, when: int) -> bool:
         raise AssertionError("under coupled acceptance drafts are compared")
+
+
+def reading_of(answers: Callable[[Tensor], Iterator[Any]]) -> Reading[Any]:
+    """What reads hidden states on the host, at once, and needs no record."""
+    found: list[Iterator[Any]] = []
+
+    def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+        found.append(answers(hidden_RD))
+        return torch.zeros(0, dtype=torch.float64)
+
+    return Reading(work, lambda _: found.pop())
 
 
 class ChosenAnswers:
@@ -68,7 +81,10 @@ class ChosenAnswers:
     def use(self, num_slots: int) -> None:
         """Nothing is kept."""
 
-    def answer(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
+    def answer(self, lane: Lane, asked: Asked, parcel: Parcel) -> Reading[Answer]:
+        return reading_of(lambda hidden_RD: self.answered(lane, hidden_RD, asked))
+
+    def answered(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
         first, answers = 0, []
         for owner, size in enumerate(asked.size_B.tolist()):
             if not size:
@@ -91,11 +107,18 @@ class ChosenAnswers:
         return self.choosers[sample.request.index].choose(law, noise.DRAFT, position, when)
 
     def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
-        def draw(logits: Tensor, slots: Ints, ranks: Ints, whens: Ints) -> Tensor:
-            rows = zip(slots.tolist(), ranks.tolist(), whens.tolist(), self.law(logits), strict=True)
-            return torch.tensor([self.drafted(self.samples[slot], rank, when, law) for slot, rank, when, law in rows])
+        def draft(asked: Asked, parcel: Parcel) -> Draft:
+            places = [*zip(asked.slot_R.tolist(), asked.rank_R.tolist(), asked.when_R.tolist(), strict=True)]
 
-        drafts = rolling.drawn(lane, heads, draw).tolist()
+            def draw(sent: Sent, logits: Tensor) -> Tensor:
+                rows = zip(places, self.law(logits), strict=True)
+                return torch.tensor(
+                    [self.drafted(self.samples[slot], rank, when, law) for (slot, rank, when), law in rows]
+                )
+
+            return draw
+
+        drafts = rolling.drawn(lane, heads, draft).tolist()
         return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
@@ -104,7 +127,10 @@ class ChosenAnswers:
             weights[0, ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
             yield Answer(0, [self.drafted(sample, ask.rank, sample.decided, self.law(weights.log())[0])], [0.0])
 
-    def named(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
+    def named(self, lane: Lane, asked: NamedRows, parcel: Parcel) -> Reading[Noted]:
+        return reading_of(lambda hidden_RD: self.noted(lane, hidden_RD, asked))
+
+    def noted(self, lane: Lane, hidden_RD: Tensor, asked: NamedRows) -> Iterator[Noted]:
         first, answers = 0, []
         for size in asked.size_B.tolist():
             rows = slice(first, first + size)
@@ -205,10 +231,14 @@ def decoded(engine: Any, requests: Sequence[Request]) -> dict[int, Outcome]:
 
 def law_of(setup: Setup, settings: DecoderChoice, requests: Sequence[Request], index: int) -> Law:
     """The exact law of the text of one request, while the others' texts come from their own noise."""
+    coupled = setup.sampling.acceptance == "coupled"
 
     def run(chooser: Chooser) -> tuple[int, ...]:
-        choosers: dict[int, Chooser] = {request.index: NoiseChooser(request.key) for request in requests}
-        choosers[index] = chooser
+        choosers: dict[int, Chooser] = {
+            request.index: CoupledChooser(request.key, setup.sampling) if coupled else NoiseChooser(request.key)
+            for request in requests
+        }
+        choosers[index] = RegionChooser(chooser) if coupled else chooser
         return tuple(decoded(engine_of(setup, settings, choosers), requests)[index].tokens.tolist())
 
     return enumerate_law(run)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -173,7 +173,16 @@ class _Pretending(TorchFunctionMode):
             counts.add("waits", name)
         elif name in ("to", "cpu", "cuda"):
             return self._moved(name, args, kwargs)
+        elif name == "copy_":
+            self._copied(args, kwargs)
         return False
+
+    def _copied(self, args: Any, kwargs: Any) -> None:
+        target, source = (isinstance(one, OnDevice) for one in args[:2])
+        if target != source:
+            self.counts.add("down" if target else "up", "copy_")
+            if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
+                self.counts.add("waits", "copy_, without non_blocking")
 
     def _moved(self, name: str, args: Any, kwargs: Any) -> bool:
         target = {"cpu": "cpu", "cuda": "cuda", "to": None}[name]
@@ -263,6 +272,19 @@ class _Event:
 
 
 _active: list[_Pretending] = []
+
+
+def as_one_launch(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that stands for a kernel: whatever operations it takes, they count as one launch."""
+
+    def launched(*args: Any, **more: Any) -> Any:
+        counts = _active[-1].counts
+        before = counts.launches
+        found = reference(*args, **more)
+        counts.launches = before + 1
+        return found
+
+    return launched
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 import decoders.builtin
 from decoders.backbones.base import TokenBackbone
 from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Outcome, Request
+from decoders.base import JOB_SETTINGS, Outcome, Request, RowSettings
 from decoders.common_settings import Estimate, Sampling
 from decoders.engine.ends import Stops
 from decoders.engine.setup import Setup
@@ -21,6 +21,8 @@ from decoders.settings import DecoderSettings
 from tests.device.pretend import KINDS, Counts, pretending
 
 BUILTIN = Path(decoders.builtin.__path__[0])
+GOLDEN = Path(__file__).parents[1] / "data"
+OWN = [JOB_SETTINGS, RowSettings(temperature=0.0), RowSettings(temperature=1.4, top_p=0.5)]
 SLOTS, LENGTH, NEW = 4, 30, 14
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "factor": ("mdm-tiny", {"kind": "factor"}),
     "ssd": ("mdm-tiny", {"kind": "ssd", "draft_length": 2}),
     "ssd, cached": ("mdm-tiny", {"kind": "ssd", "draft_length": 2, "cache": "dual_strict", "block_length": 8}),
+    "stepwise, random": ("mdm-tiny", {"kind": "stepwise", "confidence": "random"}),
+    "ancestral, analytic": ("sedd", {"kind": "ancestral", "steps": 6}),
     "block_diffusion": ("block-tiny", {"kind": "block_diffusion"}),
     "s2d2": ("block-tiny", {"kind": "s2d2"}),
     "s2d2, fused": ("block-tiny", {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True}),
@@ -82,40 +86,53 @@ class Found:
         return [step for step in self.steps if step.steady]
 
 
-def run(name: str, *, acceptance: str = "coupled", requests: int = 5) -> Found:
-    """Decode a few samples on the pretended device, four at a time."""
+def run(name: str, *, requests: int = 5, own: bool = False, prompt_rows: int | None = None, **sampling: Any) -> Found:
+    """Decode a few samples on the pretended device, four at a time; `own`: some have sampling settings of their own.
+
+    `prompt_rows` as in Setup.
+    """
     found = Found()
     with pretending() as counts:
-        decoder = _made(name, acceptance, "cuda")
-        _decode(decoder, toy_canvases(requests, name), counts, found)
+        decoder = made(name, sampling, "cuda", prompt_rows)
+        _decode(decoder, toy_canvases(requests, name, own=own), counts, found)
         found.places = str(counts)
     return found
 
 
-def run_on_cpu(name: str, *, acceptance: str = "coupled", requests: int = 5) -> Found:
+def run_on_cpu(name: str, *, requests: int = 5, own: bool = False, **sampling: Any) -> Found:
     """The same samples without the pretence."""
     found = Found()
-    _decode(_made(name, acceptance, "cpu"), toy_canvases(requests, name), Counts(), found)
+    _decode(made(name, sampling, "cpu"), toy_canvases(requests, name, own=own), Counts(), found)
     return found
 
 
-def _made(name: str, acceptance: str, device: str) -> Any:
+def folder_of(name: str) -> Path:
+    """The model of a case."""
+    model, _ = CASES[name]
+    return (GOLDEN if model == "sedd" else BUILTIN) / model
+
+
+def made(
+    name: str, sampling: dict[str, Any], device: str, prompt_rows: int | None = None, *, dtype: str = "float32"
+) -> Any:
+    """The decoder or scorer of a case."""
     model, given = CASES[name]
     settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
-    folder = BUILTIN / model
-    backbone = load_backbone(folder, dtype="float32", device=device)
+    folder = folder_of(name)
+    backbone = load_backbone(folder, dtype=dtype, device=device)
     drafter = getattr(getattr(settings, "drafter", None), "path", None)
-    drafting = load_backbone(BUILTIN / drafter, dtype="float32", device=device) if drafter else None
+    drafting = load_backbone(BUILTIN / drafter, dtype=dtype, device=device) if drafter else None
     setup = Setup(
         backbone=backbone,
         info=inspect_model(folder),
-        sampling=Sampling.model_validate({"acceptance": acceptance}, strict=True),
+        sampling=Sampling.model_validate(sampling, strict=True),
         max_rows=SLOTS,
         max_tokens=SLOTS * 128,
-        stops=None if model in ("asarm-tiny", "mdm-tiny") else Stops(),
+        stops=None if model in ("asarm-tiny", "mdm-tiny", "sedd") else Stops(),
         heads=find_heads(settings, folder, backbone) if hasattr(settings, "head") and not drafter else None,
         drafter=cast("TokenBackbone | None", drafting),
         drafter_info=inspect_model(BUILTIN / drafter) if drafter else None,
+        prompt_rows=prompt_rows,
     )
     return (
         build_scorer(setup, settings, Estimate(samples=12))
@@ -136,10 +153,10 @@ def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) 
         found.steps.append(Step(not (admitted or done), *(now[kind] - before[kind] for kind in KINDS)))
 
 
-def toy_canvases(count: int, name: str) -> list[Request]:
+def toy_canvases(count: int, name: str, *, own: bool = False) -> list[Request]:
     """Canvases of repeated words, with holes at the end or everywhere; of two lengths, so that a slot moves and is refilled."""
     model, _ = CASES[name]
-    vocab_size, rng, made = inspect_model(BUILTIN / model).vocab_size, np.random.default_rng(0), []
+    vocab_size, rng, made = inspect_model(folder_of(name)).vocab_size, np.random.default_rng(0), []
     for index in range(count):
         length = LENGTH - 6 * (index % 2)
         canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)
@@ -147,5 +164,6 @@ def toy_canvases(count: int, name: str) -> list[Request]:
             canvas[rng.permutation(length)[: NEW - 6 * (index % 2)]] = -1
         elif not name.endswith("score"):
             canvas[LENGTH - NEW :] = -1
-        made.append(Request(index, 1000 + 7 * index, canvas, score_from=LENGTH - NEW))
+        settings = OWN[index % len(OWN)] if own else JOB_SETTINGS
+        made.append(Request(index, 1000 + 7 * index, canvas, settings=settings, score_from=LENGTH - NEW))
     return made

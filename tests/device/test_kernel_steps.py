@@ -1,36 +1,62 @@
 """Where kernels are used, a step on a GPU waits once and makes no shape that depends on data; references stand in for them here.
 
-Masked and block decoders draw by torch's operations; their attention alone is a kernel's.
+A kernel counts as one launch.
 """
+
+from types import SimpleNamespace
 
 import pytest
 
-from decoders.kernels import attention_reference, choice_reference
+from decoders.kernels import attention_reference, choice_reference, notes_reference
+from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
-from tests.device.test_steps import LIMITS
+from tests.device.test_steps import CUTS, LIMITS
 
-CASES = [
-    "autoregressive", "speculative", "multiblock_jacobi", "any_subset", "assd, fused chain", "stepwise, cached", "ssd, cached",
-    "block_diffusion", "s2d2, fused",
-]  # fmt: skip
-DOWN = {"autoregressive": 2, "speculative": 2, "multiblock_jacobi": 2, "any_subset": 2}
-"""Transfers to the device: the rows, and the keys and positions of the tokens to draw; else as without kernels."""
+# launches, and transfers to the device
+LEAST = {
+    "autoregressive": (189, 1),
+    "speculative": (196, 1),
+    "multiblock_jacobi": (201, 1),
+    "any_subset": (82, 1),
+    "assd, fused chain": (306, 2),
+    "stepwise, cached": (261, 1),
+    "stepwise, random": (257, 1),
+    "ssd, cached": (261, 1),
+    "ancestral, analytic": (222, 1),
+    "block_diffusion": (244, 1),
+    "s2d2, fused": (248, 1),
+}
+CUT = ["speculative", "ssd, cached", "ancestral, analytic"]
 
 
 @pytest.fixture
 def kernels(monkeypatch):
+    attend = as_one_launch(attention_reference.attend)
+    choice = SimpleNamespace(**{name: as_one_launch(getattr(choice_reference, name)) for name in ("choose", "weigh")})
     for module in ("transformer", "xlnet"):
-        monkeypatch.setattr(f"decoders.backbones.{module}.find_attention", lambda *_, **__: attention_reference.attend)
-    monkeypatch.setattr("decoders.engine.answers.find_choice", lambda *_: choice_reference)
+        monkeypatch.setattr(f"decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
+    monkeypatch.setattr("decoders.engine.answers.find_choice", lambda *_: choice)
+    for module in ("picks", "named_answers"):
+        monkeypatch.setattr(f"decoders.engine.{module}.find_notes", lambda *_: as_one_launch(notes_reference.note))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_step_with_kernels_waits_no_more_than_without(kernels, monkeypatch, name):
-    found = run(name)
+def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monkeypatch):
+    beside = run("autoregressive", requests=9)
     monkeypatch.undo()
-    expected = run_on_cpu(name)
+    # Without kernels, a new sample's prompt would widen the rectangle of all others: it has a step of its own.
+    assert len(beside.steps) < len(run("autoregressive", requests=9).steps)
+
+
+@pytest.mark.parametrize(("name", "cuts"), [*((name, {}) for name in LEAST), *((name, CUTS) for name in CUT)], ids=str)
+def test_a_step_with_kernels_waits_no_more_than_without(kernels, monkeypatch, name, cuts):
+    found = run(name, **cuts)
+    monkeypatch.undo()
+    expected = run_on_cpu(name, **cuts)
     assert {index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()} == {
         index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()
     }
-    assert all(step.waits <= LIMITS[name][3] and step.shapes == 0 for step in found.steady), found.places
-    assert max(step.down for step in found.steady) <= DOWN.get(name, LIMITS[name][1]), found.places
+    assert found.steady, "a step in which no sample begins or ends"
+    launches, down = LEAST[name]
+    for step in found.steady:
+        assert step.waits <= LIMITS[name][3] and step.shapes == 0 and step.down <= down, found.places
+        assert cuts or step.launches <= launches, (step.launches, found.places)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device.pretend import pretending
+from tests.device.pretend import as_one_launch, pretending
 
 
 def test_tensors_of_two_devices_in_one_operation_are_refused():
@@ -30,6 +30,9 @@ def test_tensors_of_two_devices_in_one_operation_are_refused():
         (lambda ours: torch.zeros(2).to("cuda"), "waits"),
         (lambda ours: ours[torch.tensor([1, 0])], "down"),
         (lambda ours: torch.cuda.synchronize(), "waits"),
+        (lambda ours: ours.copy_(torch.ones(3, dtype=torch.int64), non_blocking=True), "down"),
+        (lambda ours: ours.copy_(torch.ones(3, dtype=torch.int64)), "waits"),
+        (lambda ours: torch.ones(3).copy_(ours), "up"),
         (lambda ours: ours + 1, "launches"),
     ],
 )
@@ -55,3 +58,11 @@ def test_views_pinned_transfers_and_late_events_cost_no_wait():
         later.record()
         later.synchronize()
         assert counts.waits == 2, "an event that is read before anything else waited"
+
+
+def test_what_stands_for_a_kernel_is_one_launch_whose_waits_count():
+    with pretending() as counts:
+        ours = torch.ones(3, device="cuda")
+        counts.clear()
+        as_one_launch(lambda one: (one + 1).mul(2).sum().item())(ours)
+        assert (counts.launches, counts.waits) == (1, 1)

@@ -22,7 +22,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("jobs", "actors", "decoders", "storage", "infra"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     (folder / "tests" / "decoders" / "causal").mkdir(parents=True)
-    for name in ("support.py", "enumeration.py"):
+    for name in ("support.py", "enumeration.py", "regions.py"):
         shutil.copy(ROOT / "tests" / "decoders" / name, folder / "tests" / "decoders")
     steps = STEP.findall((ROOT / "docs" / "add-a-decoder.md").read_text())
     assert [kind for kind, _, _ in steps] == ["append", "insert", "insert", "new", "new"]

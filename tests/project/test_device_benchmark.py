@@ -20,14 +20,18 @@ def test_every_part_runs_in_a_rehearsal(tmp_path, monkeypatch, capsys):
         "Graphs",
         "Decoders",
         "Waits for the device",
-        "Equal texts with 4 and 16 slots",
+        "Texts equal to those with 16 slots and graphs",
         "Other software",
     ):
         assert f"## {title}" in text
     lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
     assert {case.name for case in device.CASES} <= set(lines)
     assert "failed" not in lines["transformers, generate"] and "no time left" not in text
-    assert all("4 of 4" in line for line in text.partition("## Equal")[2].partition("## ")[0].splitlines()[4:] if line)
+    assert all(
+        "| 4 of 4 | 4 of 4 |" in line
+        for line in text.partition("## Texts equal")[2].partition("## ")[0].splitlines()[4:]
+        if line
+    )
 
 
 def test_parts_that_no_time_is_left_for_say_so(tmp_path):

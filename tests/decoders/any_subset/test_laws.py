@@ -113,12 +113,28 @@ def test_without_a_head_the_law_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2), Sampling(top_k=2, top_p=0.6)],
+    ids=str,
+)
 def test_the_warps_and_suppressed_ids_leave_the_law_alone(name, sampling):
     canvas = CANVASES["two prompts"]
     law = law_of(setup(sampling, suppressed=[1]), variant(name, 2), [request(canvas)], 0)
     assert all(1 not in fill for fill in law)
     assert total_variation(law, chain_rule(canvas, sampling, [1])) < 1e-12
+
+
+@pytest.mark.parametrize("name", [None, *VARIANTS])
+@pytest.mark.parametrize("sampling", [Sampling(top_p=0.7), Sampling(temperature=0.7, top_k=2, top_p=0.6)], ids=str)
+def test_coupled_draws_have_the_law_of_the_cut_distributions(name, sampling):
+    canvases = [[HOLE, 2, HOLE], CANVASES["middle prompt"], [0, HOLE, 1, HOLE]]
+    requests = [request(canvas, index) for index, canvas in enumerate(canvases)]
+    settings = variant(name, 2) if name else SEQUENTIAL
+    law = law_of(setup(sampling, rows=2, acceptance="coupled"), settings, requests, 1)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, chain_rule(canvases[1], sampling)) < 1e-12
+    assert far_off(law, canvases[1]), "the cuts change nothing"
 
 
 @pytest.mark.parametrize("name", VARIANTS)

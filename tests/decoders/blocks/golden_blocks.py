@@ -127,23 +127,22 @@ class Recorded(NamedAnswers):
     steps: list[dict[str, Any]] | None = None
     at = -1
 
-    def named(self, lane, hidden_RD, asked):
+    def named(self, lane, asked, parcel):
         if asked.is_judged.any() and not self._notes.by_ratio:
             seen.append(([], []))
-        return super().named(lane, hidden_RD, asked)
+        return super().named(lane, asked, parcel)
 
-    def accepts(self, log_p_J, asked, rows_J):
-        seen.append((asked.sure_R[rows_J].tolist(), log_p_J.exp().tolist()))
+    def accepts(self, log_p_J, sure_J, uniform_J):
+        seen.append((sure_J.tolist(), log_p_J.exp().tolist()))
         if self.steps is None:
-            return super().accepts(log_p_J, asked, rows_J)
+            return super().accepts(log_p_J, sure_J, uniform_J)
         self.at += 1
-        ratio = (self._notes.temper * (log_p_J - torch.from_numpy(asked.sure_R[rows_J]).log())).exp()
-        return torch.tensor(self.steps[self.at]["u"], dtype=torch.float64) < ratio
+        return super().accepts(log_p_J, sure_J, torch.tensor(self.steps[self.at]["u"], dtype=torch.float64))
 
-    def recovers(self, mass_CV, last_C, asked, rows_J):
+    def recovers(self, mass_CV, uniform_C):
         token = None if self.steps is None else self.steps[self.at].get("resampled")
         if token is None:
-            return super().recovers(mass_CV, last_C, asked, rows_J)
+            return super().recovers(mass_CV, uniform_C)
         assert mass_CV[0, token] > 0, "drawn from where the residual has no mass"
         return torch.tensor([token])
 

@@ -15,6 +15,7 @@ import pytest
 from decoders.base import Request
 from decoders.causal.settings import (
     AutoregressiveSettings,
+    JacobiSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
@@ -29,7 +30,7 @@ from decoders.references.choosers import NoiseChooser
 from decoders.references.token_table import TokenTable
 from decoders.registry import algorithm_of, build_decoder
 from tests.decoders import enumeration
-from tests.decoders.enumeration import ChosenAnswers, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.support import token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 5
@@ -48,9 +49,9 @@ def table(seed):
     return TokenTable(vocab_size=VOCAB, num_positions=LENGTH, seed=seed)
 
 
-def setup(sampling=None, *, suppressed=(), rows=1, stops=None):
+def setup(sampling=None, *, suppressed=(), rows=1, stops=None, acceptance="rejection"):
     info = token_info(VOCAB, suppressed)
-    warp = (sampling or Sampling()).model_copy(update={"acceptance": "rejection"})
+    warp = (sampling or Sampling()).model_copy(update={"acceptance": acceptance})
     models: dict[str, Any] = {"backbone": table(5), "drafter": table(6), "drafter_info": info}
     return Setup(**models, info=info, sampling=warp, max_rows=rows, max_tokens=99, stops=stops)
 
@@ -96,12 +97,36 @@ def test_speculation_has_the_autoregressive_law_to_1e_12(drafter, prompt, k):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.6), Sampling(top_p=0.7), Sampling(top_k=2), Sampling(top_k=2, top_p=0.6)],
+    ids=str,
+)
 def test_the_warps_and_suppressed_ids_leave_the_law_alone(drafter, sampling):
     prompt = PROMPTS["a repetition"]
     law = law_of(setup(sampling, suppressed=[1]), spec(2, drafter), [request(prompt)], 0)
     assert all(1 not in fill for fill in law)
     assert total_variation(law, chain_rule(prompt, sampling, [1])) < 1e-12
+
+
+COUPLED = {
+    "autoregressive": AR,
+    "look-up": spec(2, "ngram"),
+    "model": spec(2, "model"),
+    "jacobi": JacobiSettings(kind="jacobi", block_size=2),
+}
+CUTS = [Sampling(top_p=0.7), Sampling(top_k=2), Sampling(temperature=0.7, top_k=2, top_p=0.6)]
+
+
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize("sampling", CUTS, ids=str)
+def test_coupled_draws_have_the_law_of_the_cut_distributions(name, sampling):
+    prompts = [[2, 2, 1, 0], PROMPTS["a repetition"], [1, 1, 0]]
+    requests = [request(prompt, index) for index, prompt in enumerate(prompts)]
+    law = law_of(setup(sampling, rows=2, acceptance="coupled"), COUPLED[name], requests, 1)
+    assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law, chain_rule(prompts[1], sampling)) < 1e-12
+    assert far_off(law, prompts[1]), "the cuts change nothing"
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -123,12 +148,14 @@ def test_a_text_that_ends_at_a_stop_has_the_law_of_the_texts_up_to_there(drafter
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(temperature=0.0), Sampling(temperature=0.8, top_p=0.8)], ids=str
 )
-@pytest.mark.parametrize("rows", [1, 7])
-def test_batched_draws_are_those_of_a_chooser_that_reads_the_same_noise(drafter, sampling, rows):
+@pytest.mark.parametrize(("acceptance", "rows"), [("rejection", 1), ("rejection", 7), ("coupled", 7)])
+def test_batched_draws_are_those_of_a_chooser_that_reads_the_same_noise(drafter, sampling, acceptance, rows):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=3)
-    choosers = {each.index: NoiseChooser(each.key) for each in requests}
-    expected = decoded(engine_of(setup(sampling), spec(2, drafter), choosers), requests)
-    found = decoded(build_decoder(setup(sampling, rows=rows), spec(2, drafter)), requests)
+    one, batch = (setup(sampling, rows=count, acceptance=acceptance) for count in (1, rows))
+    rule = NoiseChooser if acceptance == "rejection" else partial(CoupledChooser, sampling=one.sampling)
+    choosers = {each.index: rule(each.key) for each in requests}
+    expected = decoded(engine_of(one, spec(2, drafter), choosers), requests)
+    found = decoded(build_decoder(batch, spec(2, drafter)), requests)
     for index, one in expected.items():
         other = found[index]
         assert (other.tokens.tolist(), other.nfe, other.accept_hist) == (one.tokens.tolist(), one.nfe, one.accept_hist)
@@ -150,8 +177,8 @@ def test_a_wrong_residual_is_found_out(drafter, monkeypatch):
 
 def test_a_drafter_that_hides_its_distribution_is_found_out(monkeypatch):
     class Liar(ChosenAnswers):
-        def answer(self, lane, hidden_RD, asked):
-            answers = super().answer(lane, hidden_RD, asked)
+        def answered(self, lane, hidden_RD, asked):
+            answers = super().answered(lane, hidden_RD, asked)
             self.q = {place: law / 2 for place, law in self.q.items()}
             return answers
 

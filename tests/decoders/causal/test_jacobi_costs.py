@@ -27,6 +27,9 @@ class Script:
     def move_slot(self, source, target):
         pass
 
+    def copy_prefix(self, source, target, num_columns):
+        pass
+
     def forward(self, rows):
         assert int(rows.column_N.max()) < self.num_columns
         self.num_rows_computed = rows.num_rows

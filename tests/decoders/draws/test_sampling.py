@@ -5,7 +5,8 @@ import torch
 
 from decoders.common_settings import Sampling
 from decoders.draws import noise
-from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, nucleus_draw, residual
+from decoders.draws import sampling as draws_sampling
+from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, log_laws, nucleus_draw, residual
 
 
 def test_temperature_zero_is_one_hot_on_the_lowest_index_of_a_tie():
@@ -54,6 +55,37 @@ def test_a_draw_that_looks_for_the_nucleus_late_is_the_draw_from_the_nucleus():
         late = nucleus_draw(log_law(logits, Sampling()), gumbel, top_p)
         assert torch.equal(early, late)
         assert not torch.equal(late, coupled_draw(log_law(logits, Sampling()), gumbel))
+
+
+def test_where_looking_at_the_data_would_wait_the_same_tokens_are_drawn_from_the_same_distributions(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.cat([torch.randn(60, 300, generator=generator) * scale for scale in (0.0, 1.0, 6.0)]).round(
+        decimals=1
+    )
+    gumbel = noise.gumbel_rows(noise.key_words(list(range(180))), torch.zeros(180, dtype=torch.int64), 300)
+    shares = torch.tensor([0.1, 0.6, 0.97, torch.inf], dtype=torch.float64).repeat(45).unsqueeze(1)
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.3, 2.0], dtype=torch.float64).repeat(36).unsqueeze(1)
+
+    def found():
+        for top_p in (0.1, 0.6, 0.97):
+            yield log_law(logits, Sampling(top_p=top_p, top_k=200))
+            yield nucleus_draw(log_law(logits, Sampling()), gumbel, top_p)
+        yield log_laws(logits, temperatures, top_k=250, top_p_R1=shares)
+        yield nucleus_draw(log_laws(logits, temperatures), gumbel, shares)
+
+    expected = list(found())
+    monkeypatch.setattr(draws_sampling, "_looks", lambda law: False)
+    assert all(torch.equal(one, other) for one, other in zip(found(), expected, strict=True))
+
+
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_row_of_nan_gives_an_id_in_range(monkeypatch, looks):
+    monkeypatch.setattr(draws_sampling, "_looks", lambda law: looks)
+    law = torch.full((2, 9), torch.nan)
+    law[1] = torch.log_softmax(torch.arange(9.0), -1)
+    drawn = nucleus_draw(law, torch.zeros(2, 9), 0.5)
+    assert 0 <= int(drawn[0]) < 9 and int(drawn[1]) == 8
+    assert 0 <= int(log_law(law, Sampling(top_p=0.5))[0].argmax()) < 9
 
 
 def test_suppressed_tokens_stay_at_probability_zero():

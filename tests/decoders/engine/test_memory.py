@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,9 @@ from decoders.draws.noise import gumbel_rows, key_words
 from decoders.engine import memory
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.answers import NoiseAnswers
+from decoders.engine.budget import DraftBudget
 from decoders.engine.memory import Account
+from decoders.engine.parcels import Parcel
 from decoders.engine.rings import NoiseRing, Places
 from decoders.engine.setup import Setup
 from decoders.masked.settings import SelfSpeculativeSettings
@@ -330,6 +334,34 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
     assert len(run_all(decoder, [prompt(0, 5)])[0].tokens) == 4
 
 
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
+@pytest.mark.parametrize("tree", ["chain", "mixed"])
+def test_drafts_whose_number_is_chosen_by_time_never_take_more_than_the_memory(
+    cache: Any, tree: Any, multiple: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: np.minimum(most_B, budget.most))
+    settings = SelfSpeculativeSettings(
+        kind="ssd", draft_length="auto", cache=cache, tree=tree, block_length=3, refresh=None if cache == "none" else 4
+    )
+    # The long canvas leaves first, and nothing is admitted after it.
+    canvases = [[0, HOLE, 1, 0, 1, 0, 1], [HOLE] * 4, [HOLE] * 5, [HOLE] * 5]
+    requests = [Request(index, 7 + index, np.array(canvas, dtype=np.int32)) for index, canvas in enumerate(canvases)]
+    info = ModelInfo("table", VOCAB, VOCAB - 1, None, "masked", 0, (VOCAB - 1,))
+    proposed = []
+    for cells in range(32, 90, 3):
+        table: Any = Cached(seed=1)
+        table.rules = SimpleNamespace(column_multiple=multiple)
+        decoder: Any = build_decoder(
+            Setup(backbone=table, info=info, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
+        )
+        room = cells * decoder.slot_bytes(1)
+        decoder.account = decoder._space.account = replace(decoder.account, slots=room)
+        proposed.append(sum(one.proposed for one in run_all(decoder, requests).values()))
+        assert all(slots * columns <= cells for slots, columns in table.shapes), (cells, table.shapes)
+    assert proposed[0] < proposed[-1], "more room is more drafts"
+
+
 # ---- logits in parts -------------------------------------------------------------------------------------------------
 
 
@@ -395,7 +427,9 @@ def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int)
         slots, ranks = rng.integers(0, 4, 9), first + rng.integers(0, 3, 9)
         keys = torch.from_numpy(places.key_S2[slots])
         expected = gumbel_rows(keys, torch.from_numpy(ranks), 10)
-        assert torch.equal(noise.rows(slots, ranks, np.full(9, first)), expected)
+        parcel = Parcel()
+        found = noise.plan(slots, ranks, np.full(9, first), parcel)
+        assert torch.equal(found(parcel.send(torch.device("cpu"))), expected)
 
     use(4, kept)
     for first in range(0, 8, 2):

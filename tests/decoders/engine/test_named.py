@@ -16,6 +16,7 @@ from decoders.engine.memory import Account
 from decoders.engine.named import NamedRows
 from decoders.engine.named_answers import NamedAnswers
 from decoders.engine.packing import Table
+from decoders.engine.parcels import Parcel
 from decoders.engine.setup import Setup
 from decoders.references.token_table import TokenTable
 
@@ -66,5 +67,7 @@ def test_a_forward_without_answered_rows_runs_no_output_layer() -> None:
     algorithm = Algorithm(decode=lambda sample: iter(()), kind="blocks", notes=Notes())  # type: ignore[arg-type, return-value]
     answers = NamedAnswers(setup, algorithm, account=lambda: Account.unmeasured(torch.device("cpu")))
     lane: Any = None
-    told = list(answers.named(lane, torch.zeros(0, 4), rows_of([NOTHING, NOTHING], [3, 1])))
+    reading = answers.named(lane, rows_of([NOTHING, NOTHING], [3, 1]), Parcel())
+    assert reading.work is None
+    told = list(reading.read(np.zeros(0)))
     assert [(one.accepted, one.tokens) for one in told] == [(0, []), (0, [])]

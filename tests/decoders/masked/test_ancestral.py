@@ -159,22 +159,26 @@ def by_steps(monkeypatch, key, holes, length, steps):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("predictor", PREDICTORS)
-@pytest.mark.parametrize("steps", [1, 2])
-def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(predictor, steps, rows, monkeypatch):
+@pytest.mark.parametrize(
+    ("steps", "sampling"), [(1, Sampling()), (2, Sampling()), (2, Sampling(top_p=0.7)), (1, Sampling(top_k=2))], ids=str
+)
+def test_the_generator_on_the_engine_has_the_law_of_its_steps_beside_others(
+    predictor, steps, sampling, rows, monkeypatch
+):
     canvas, others = [HOLE, 1, HOLE], [[HOLE, 2], [HOLE] * 3][: 2 * (rows - 1)]
     requests = [
         Request(index, 900 + index, np.array(one, dtype=np.int32)) for index, one in enumerate([*others, canvas])
     ]
     number = len(others)
     use = by_steps(monkeypatch, 900 + number, 2, 3, steps)
-    setup = Setup(backbone=table(3), info=INFO, sampling=Sampling(), max_rows=rows, max_tokens=1 << 20)
+    setup = Setup(backbone=table(3), info=INFO, sampling=sampling, max_rows=rows, max_tokens=1 << 20)
 
     def run(chooser):
         use(chooser)
         engine = look_enumeration.engine_of(setup, settings_of(steps, predictor), {number: chooser})
         return tuple(decoded(engine, requests)[number].tokens.tolist())
 
-    expected = by_hand(plain(3), canvas, steps, predictor)
+    expected = by_hand(plain(3, sampling), canvas, steps, predictor)
     law = enumerate_law(run)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     assert total_variation(law, {(text[0], text[2]): mass for text, mass in expected.items()}) < 1e-12

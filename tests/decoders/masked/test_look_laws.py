@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,17 @@ from decoders.base import ModelInfo, Request
 from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws import noise
 from decoders.draws.sampling import coupled_draw
+from decoders.engine import row_laws
 from decoders.engine.ends import Stops
 from decoders.engine.setup import Setup
 from decoders.masked import ssd, stepwise
 from decoders.masked.cached_windows import Windows
 from decoders.masked.settings import FactorSettings, SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
 from decoders.references.token_table import TokenTable
-from tests.decoders.enumeration import Law, total_variation
-from tests.decoders.look_enumeration import Triangle, law_of
+from decoders.registry import build_decoder
+from tests.decoders.enumeration import Law, decoded, total_variation
+from tests.decoders.look_enumeration import law_of
+from tests.decoders.regions import Triangle
 
 SAMPLED = Sampling(temperature=0.8)
 CANVASES = {"tail": [0, -1, -1, -1], "middle": [-1, 1, -1, -1], "whole": [-1, -1, -1, -1]}
@@ -33,18 +38,18 @@ def model(vocab_size: int, length: int) -> TokenTable:
     return TokenTable(vocab_size=vocab_size + 1, num_positions=length, seed=5)
 
 
-def setup_of(vocab_size: int = 2, *, rows: int = 1, stops: Stops | None = None) -> Setup:
+def setup_of(vocab_size: int = 2, *, rows: int = 1, stops: Stops | None = None, sampling: Sampling = SAMPLED) -> Setup:
     info = ModelInfo("table", vocab_size + 1, vocab_size, None, "masked", 0, (vocab_size,))
     backbone = model(vocab_size, 4)
-    return Setup(backbone=backbone, info=info, sampling=SAMPLED, max_rows=rows, max_tokens=1 << 20, stops=stops)
+    return Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, stops=stops)
 
 
 def request(canvas: list[int], index: int = 0) -> Request:
     return Request(index, 100 + index, np.array(canvas, dtype=np.int32))
 
 
-def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2, stops: Stops | None = None) -> Law:
-    law = law_of(setup_of(vocab_size, stops=stops), settings, [request(canvas)], 0)
+def law_alone(settings: DecoderChoice, canvas: list[int], *, vocab_size: int = 2, **more: Any) -> Law:
+    law = law_of(setup_of(vocab_size, **more), settings, [request(canvas)], 0)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-12)
     return law
 
@@ -89,15 +94,24 @@ def test_the_regions_of_a_distribution_are_as_large_as_its_probabilities_and_hol
 # ---- stepwise --------------------------------------------------------------------------------------------------------
 
 
-def table_law(vocab_size: int, canvas: list[int]) -> torch.Tensor:
-    """The distributions of all positions that see this canvas, [P, V], at the temperature of these tests."""
+def table_law(vocab_size: int, canvas: list[int], sampling: Sampling = SAMPLED) -> torch.Tensor:
+    """The distributions of all positions that see this canvas, [P, V], under these settings."""
     held = [vocab_size if token < 0 else token for token in canvas]
     base = vocab_size + 2
     code = base**4 - 1 + sum((token - vocab_size - 1) * base**place for place, token in enumerate(held))
-    return (model(vocab_size, 4).table_PXV[:, code, :vocab_size] / SAMPLED.temperature).softmax(-1)
+    law = (model(vocab_size, 4).table_PXV[:, code, :vocab_size] / sampling.temperature).softmax(-1)
+    for row in law if sampling.top_k or sampling.top_p else ():
+        # Of the most probable tokens as many as top-k and top-p leave; no two are equal here.
+        best = row.sort(descending=True).indices[: sampling.top_k]
+        mass = row[best] / row[best].sum()
+        kept = best[mass.cumsum(0) - mass < (sampling.top_p or 1.0)]
+        row.copy_(torch.zeros_like(row).index_put((kept,), row[kept] / row[kept].sum()))
+    return law
 
 
-def chain_law(vocab_size: int, canvas: list[int], place_of: Callable[[list[int]], int]) -> Law:
+def chain_law(
+    vocab_size: int, canvas: list[int], place_of: Callable[[list[int]], int], sampling: Sampling = SAMPLED
+) -> Law:
     """The law of filling one place after the other, each by its distribution at that time."""
     found: Law = {}
 
@@ -107,10 +121,26 @@ def chain_law(vocab_size: int, canvas: list[int], place_of: Callable[[list[int]]
             found[text] = found.get(text, 0.0) + mass
             return
         place = place_of(held)
-        for token, p in enumerate(table_law(vocab_size, held)[place].tolist()):
-            fill([*held[:place], token, *held[place + 1 :]], mass * p)
+        for token, p in enumerate(table_law(vocab_size, held, sampling)[place].tolist()):
+            if p:
+                fill([*held[:place], token, *held[place + 1 :]], mass * p)
 
     fill(canvas, 1.0)
+    return found
+
+
+def random_orders(canvas: list[int], sampling: Sampling = SAMPLED) -> Law:
+    """The law of filling the holes in an order that is drawn first; every one is as likely as the others."""
+    holes, found = [place for place, token in enumerate(canvas) if token < 0], Law()
+    orders = list(itertools.permutations(holes))
+
+    def next_of(order: tuple[int, ...], held: list[int]) -> int:
+        return next(at for at in order if held[at] < 0)
+
+    for order in orders:
+        law = chain_law(2, canvas, partial(next_of, order), sampling)
+        for text, mass in law.items():
+            found[text] = found.get(text, 0.0) + mass / len(orders)
     return found
 
 
@@ -138,8 +168,61 @@ def test_the_law_of_stepwise_is_that_of_its_order_where_this_depends_on_no_draw(
     assert total_variation(law, expected) < 1e-12
 
 
+CUTS = {
+    "top-p": Sampling(temperature=0.8, top_p=0.7),
+    "top-k": Sampling(temperature=1.3, top_k=2),
+    "both": Sampling(top_k=2, top_p=0.6),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_law_of_stepwise_is_that_of_the_cut_distributions(cut: str):
+    canvas, sampling = [-1, 1, 0, -1], CUTS[cut]
+    law = law_alone(step(block_length=1), canvas, vocab_size=3, sampling=sampling)
+    assert total_variation(law, chain_law(3, canvas, lambda held: held.index(-1), sampling)) < 1e-12
+    # Confidences are those of the distribution that is not cut.
+    law = law_alone(step(block_length=None, confidence="margin"), canvas, vocab_size=3, sampling=sampling)
+    place_of = partial(surest, vocab_size=3, kind="margin")
+    assert total_variation(law, chain_law(3, canvas, place_of, sampling)) < 1e-12
+    assert total_variation(law, law_alone(step(block_length=None, confidence="margin"), canvas, vocab_size=3)) > 0.01
+
+
+@pytest.mark.parametrize("cut", [None, "top-p"])
+@pytest.mark.parametrize("name", ["tail", "middle"])
+def test_a_random_order_is_one_of_all_and_each_is_as_likely(name: str, cut: str | None):
+    sampling = CUTS[cut] if cut else SAMPLED
+    law = law_alone(step(block_length=None, confidence="random"), CANVASES[name], sampling=sampling)
+    assert total_variation(law, random_orders(CANVASES[name], sampling)) < 1e-12
+
+
+def test_a_random_order_is_that_of_the_samples_own_numbers():
+    orders = []
+    for index in range(30):
+        canvas = [-1, 1, -1, -1]
+        setup = setup_of(sampling=Sampling(temperature=0.0))
+        engine = build_decoder(replace(setup, trace=True), step(block_length=None, confidence="random"))
+        (outcome,) = decoded(engine, [request(canvas, index)]).values()
+        assert outcome.trace is not None
+        orders.append([at for one in outcome.trace for at in one.positions])
+        numbers = noise.uniforms(100 + index, np.array([0, 2, 3]), noise.ORDER)
+        assert orders[-1] == [[0, 2, 3][at] for at in np.argsort(-numbers)]
+    assert len({tuple(order) for order in orders}) == 6
+
+
+def test_a_nucleus_that_is_not_cut_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_laws, "nucleus_draw", lambda law, gumbel, top_p: coupled_draw(law, gumbel))
+    with pytest.raises(AssertionError, match="noise of the chosen branch gives another token"):
+        law_alone(step(), [-1, 1, 0, -1], vocab_size=3, sampling=Sampling(top_p=0.4))
+
+
 # ---- ssd -------------------------------------------------------------------------------------------------------------
 
+CUT_SSD: list[tuple[dict[str, Any], dict[str, Any], Sampling]] = [
+    ({"block_length": None}, {"draft_length": 2}, CUTS["top-p"]),
+    ({"block_length": 2, "cache": "dual_strict", "refresh": 3}, {"draft_length": 2, "tree": "mixed"}, CUTS["top-p"]),
+    ({"block_length": 2, "confidence": "random"}, {"draft_length": 2}, SAMPLED),
+    ({"block_length": None, "confidence": "random"}, {"draft_length": 1}, CUTS["top-p"]),
+]
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"block_length": None}, {"draft_length": 2}),
     ({"block_length": 2}, {"draft_length": 3}),
@@ -163,6 +246,22 @@ def test_ssd_has_the_law_of_stepwise(number: int):
     for name in {1: list(CANVASES), 3: ["whole"]}.get(number, ["middle"]):
         law = law_alone(drafting(**shared, **own), CANVASES[name])
         assert total_variation(law, baseline(number, name)) < 1e-12
+
+
+@pytest.mark.parametrize(("shared", "own", "sampling"), CUT_SSD, ids=str)
+def test_ssd_has_the_law_of_stepwise_under_cuts_and_random_orders(
+    shared: dict[str, Any], own: dict[str, Any], sampling: Sampling
+):
+    laws = [
+        law_alone(one, CANVASES["middle"], sampling=sampling) for one in (step(**shared), drafting(**shared, **own))
+    ]
+    assert total_variation(*laws) < 1e-12
+
+
+def test_ssd_has_the_law_of_stepwise_where_three_tokens_are_cut_to_two():
+    settings: list[DecoderChoice] = [step(), drafting(draft_length=1)]
+    laws = [law_alone(one, [-1, 1, -1, 0], vocab_size=3, sampling=CUTS["top-k"]) for one in settings]
+    assert total_variation(*laws) < 1e-12
 
 
 @pytest.mark.parametrize("number", [0, 5])

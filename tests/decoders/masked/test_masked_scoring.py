@@ -182,13 +182,13 @@ def test_two_models_see_the_same_masks(monkeypatch):
 
 
 def test_a_model_is_told_the_share_of_the_whole_text_that_is_masked(monkeypatch):
-    shares, forward = [], ScoreLane.forward
+    shares, plan = [], ScoreLane.plan
 
-    def told(lane, packed):
+    def told(lane, packed, *others):
         shares.extend(packed.share_B)
-        return forward(lane, packed)
+        return plan(lane, packed, *others)
 
-    monkeypatch.setattr(ScoreLane, "forward", told)
+    monkeypatch.setattr(ScoreLane, "plan", told)
     score(drafter(), ANCESTRAL, MDLM, [text(LENGTH, [2, 5])], kind="llada")
     assert shares == pytest.approx([1 / LENGTH, 1 / LENGTH, 2 / LENGTH])
 

@@ -125,6 +125,9 @@ class Moody:
     def move_slot(self, source, target):
         """Nothing is kept."""
 
+    def copy_prefix(self, source, target, num_columns):
+        """Nothing is kept."""
+
     def copy_columns(self, slots_R, from_R, to_R):
         """Nothing is kept."""
 

@@ -1,0 +1,78 @@
+"""The lane of a model in which every row is a token.
+
+Legend: N rows, R answered rows, I intervals.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from decoders.backbones.base import TokenBackbone
+from decoders.backbones.rows import RowShape, TokenRows
+from decoders.draws.absorbing import noise_of_share
+from decoders.engine.asks import FAR
+from decoders.engine.lanes import Lane, Packed, Reading, Run, following
+from decoders.engine.parcels import Parcel, Sent
+
+
+class TokenLane(Lane):
+    """A model in which every row is a token."""
+
+    backbone: TokenBackbone
+
+    @property
+    def can_capture(self) -> bool:
+        """See Lane."""
+        return True
+
+    def plan(self, packed: Packed, reading: Reading[Any], parcel: Parcel) -> Run:
+        """See Lane. An id that only another model has is replaced by one of this model's."""
+        table = packed.table
+        column_N = table.columns()
+        limit_N, own_N = table.limits(column_N), table.own()
+        token_N = np.array(packed.tokens, dtype=np.int64)
+        if self.backbone.vocab_size < self._vocab_size:
+            token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
+        lows, highs = [np.zeros_like(column_N)], [limit_N]
+        if int(own_N.min()) < FAR:
+            lows, highs = [*lows, own_N], [*highs, table.till(column_N)]
+        num_columns = max(int(high_N.max()) for high_N in highs)
+        size = self.size(table.num_rows) if reading.form is not None else None
+        num_slots = len(packed.slot_B) if size is None else self.size(len(packed.slot_B))
+        if size is not None:
+            assert num_columns <= self.trash, "a row sees the column of dead rows"
+        # A dead row is token 0 at position 0 of slot 0, and sees nothing.
+        fields = table.owner_N, table.lines(), packed.slot_B[table.owner_N], token_N, table.positions()
+        names = [parcel.enclose(numbers_N, size=size) for numbers_N in fields]
+        names.append(parcel.enclose(column_N, size=size, fill=self.trash))
+        sights = parcel.enclose(np.stack([*lows, *highs]), size=size)
+        slots = parcel.enclose(packed.slot_B, size=num_slots)
+        shares = None if packed.share_B is None else parcel.enclose(packed.share_B, size=num_slots)
+        shape = RowShape(
+            num_slots=len(packed.slot_B) if num_slots is None else num_slots,
+            num_lines=table.num_lines,
+            num_columns=num_columns,
+            slots=following(packed.slot_B),
+        )
+
+        def rows(sent: Sent) -> TokenRows:
+            owner, line, slot, token, position, column = (sent[name] for name in names)
+            return TokenRows(
+                slots_B=sent[slots],
+                owner_N=owner,
+                line_N=line,
+                slot_N=slot,
+                token_N=token,
+                position_N=position,
+                column_N=column,
+                low_IN=sent[sights][: len(lows)],
+                high_IN=sent[sights][len(lows) :],
+                shape=shape,
+                sigma_B=None if shares is None else noise_of_share(sent[shares]),
+            )
+
+        place_R = table.asked_places() if packed.places_R is None else packed.places_R
+        asked = self._enclosed(place_R, table.num_rows, reading, parcel)
+        return Run(rows, asked, table.num_rows, packed.slot_B, form=None if size is None else len(lows))
