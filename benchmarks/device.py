@@ -6,7 +6,7 @@
 
 Models have known shapes and random weights (device_models.py), so nothing is downloaded. The roofline of a step is the time in
 which the device reads the weights and the cache once, at the bandwidth that a large copy reaches. `expected` are the milliseconds
-a step that were computed before any GPU was there, for an H100: the roofline, and what launches and waits would add to it.
+an eager step that were computed before any GPU was there, for an H100: the roofline, and what launches and waits would add to it.
 Prints tables in Markdown and writes them to `--output` with the device's name. Parts that no time is left for say so.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,10 +40,11 @@ from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSetting
 from decoders.common_settings import DecoderChoice, Sampling
 from decoders.draws import noise
 from decoders.engine.ends import Stops
+from decoders.engine.graphs import VARIABLE as GRAPH_SWITCH
 from decoders.engine.setup import Setup
-from decoders.kernels import attention_reference, choice_reference, experts_reference
+from decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
 from decoders.kernels.choice_reference import Warp
-from decoders.kernels.find import find_attention, find_choice, find_product
+from decoders.kernels.find import find_attention, find_choice, find_notes, find_product
 from decoders.kernels.seen import Seen
 from decoders.masked.settings import StepwiseSettings
 from decoders.registry import build_decoder
@@ -222,7 +225,7 @@ def _choice_rows(bench: Bench) -> Iterator[list[str]]:
     logits_RV = torch.randn(num_rows, vocab_size, device=bench.device) * 3
     keys = noise.key_words([noise.sample_key(0, str(row)) for row in range(num_rows)], bench.device)
     positions = torch.arange(num_rows, device=bench.device)
-    choice = find_choice(bench.device, bench.dtype)
+    choice, note = find_choice(bench.device, bench.dtype), find_notes(bench.device, bench.dtype)
     warps: dict[str, tuple[float, int | None]] = {
         "no warp": (1.0, None),
         "top-p 0.9": (0.9, None),
@@ -239,6 +242,13 @@ def _choice_rows(bench: Bench) -> Iterator[list[str]]:
         ours = None if choice is None else partial(run, choice)
         case = f"{num_rows} rows of {vocab_size:,} numbers, {name}"
         yield _compared(bench, "choice", case, ours, partial(run, choice_reference))
+
+        def told(function: Any, warp: Warp = warp) -> Tensor:
+            noted: Tensor = function(logits_RV, warp, keys, positions, wanted=("top1", "entropy"), warped=True)
+            return noted
+
+        ours = None if note is None else partial(told, note)
+        yield _compared(bench, "notes", case, ours, partial(told, notes_reference.note))
 
 
 def _expert_rows(bench: Bench) -> Iterator[list[str]]:
@@ -302,20 +312,20 @@ def _requests(case: Case, vocab_size: int, count: int) -> list[Request]:
     return requests
 
 
-def _decoder(bench: Bench, case: Case, rows: int) -> Any:
+def _decoder(bench: Bench, case: Case, rows: int, *, captures: bool = True) -> Any:
     model = bench.model(case.config)
     causal = case.config["model_type"] == "llama"
-    return build_decoder(
-        Setup(
-            backbone=model.backbone,
-            info=model.info,
-            sampling=Sampling(),
-            max_rows=rows,
-            max_tokens=rows * case.length,
-            stops=Stops() if causal else None,
-        ),
-        case.settings,
+    setup = Setup(
+        backbone=model.backbone,
+        info=model.info,
+        sampling=Sampling(),
+        max_rows=rows,
+        # A column more than a canvas has, for rows that fill up a captured forward.
+        max_tokens=rows * (case.length + 1),
+        stops=Stops() if causal else None,
     )
+    with mock.patch.dict(os.environ, {GRAPH_SWITCH: str(int(captures))}):
+        return build_decoder(setup, case.settings)
 
 
 def _drained(bench: Bench, decoder: Any, requests: list[Request]) -> Iterator[tuple[float, list[Outcome]]]:
@@ -335,30 +345,29 @@ def families(bench: Bench) -> Table:
     found = []
     for case in bench.cases():
         if bench.is_late:
-            found.append([case.name, str(case.rows), *["no time left"] * 5])
+            found.append([case.name, str(case.rows), *["no time left"] * 7])
             continue
-        model = bench.model(case.config)
-        decoder = _decoder(bench, case, case.rows)
-        requests = _requests(case, model.info.vocab_size, case.rows)
-        steps = [(seconds, len(done)) for seconds, done in _drained(bench, decoder, requests)]
-        # The first steps run the prompts, the last ones fewer rows.
-        steady = [seconds for seconds, done in steps[2:] if not done] or [steps[-1][0]]
-        ms, roofline = 1000 * statistics.median(steady), _roofline_ms(bench, model, case)
-        tokens_per_s = case.rows * case.new / sum(seconds for seconds, _ in steps)
+        eager, _, _ = _timed(bench, case, captures=False)
+        ms, tokens_per_s, share = _timed(bench, case, captures=True)
+        roofline = _roofline_ms(bench, bench.model(case.config), case)
         expected = "-" if case.expected is None else f"{case.expected[0]:g} .. {case.expected[1]:g}"
-        found.append(
-            [
-                case.name,
-                str(case.rows),
-                f"{tokens_per_s:.0f}",
-                f"{ms:.2f}",
-                f"{roofline:.2f}",
-                expected,
-                _verdict(ms, case),
-            ]
-        )
-    columns = ["case", "rows", "tokens/s", "ms a step", "roofline, ms", "expected, ms", "verdict"]
-    return Table("Decoders", columns, found)
+        numbers = [f"{tokens_per_s:.0f}", f"{eager:.2f}", f"{ms:.2f}", f"{share:.0%}", f"{roofline:.2f}"]
+        found.append([case.name, str(case.rows), *numbers, expected, _verdict(eager, case)])
+    columns = ["case", "rows", "tokens/s", "ms a step, eager", "with graphs", "replayed"]
+    return Table("Decoders", [*columns, "roofline, ms", "expected eager, ms", "verdict"], found)
+
+
+def _timed(bench: Bench, case: Case, *, captures: bool) -> tuple[float, float, float]:
+    """Milliseconds of a steady step, tokens a second of all steps, and the share of steps that replayed a graph."""
+    decoder = _decoder(bench, case, case.rows, captures=captures)
+    requests = _requests(case, bench.model(case.config).info.vocab_size, case.rows)
+    steps = [(seconds, len(done)) for seconds, done in _drained(bench, decoder, requests)]
+    # The first steps run the prompts and capture, the last ones have fewer rows.
+    steady = [seconds for seconds, done in steps[4:] if not done] or [steps[-1][0]]
+    graphs_of_target = decoder.lanes[0].graphs
+    share = 0.0 if graphs_of_target is None else graphs_of_target.num_replayed / len(steps)
+    tokens_per_s = case.rows * case.new / sum(seconds for seconds, _ in steps)
+    return 1000 * statistics.median(steady), tokens_per_s, share
 
 
 def _roofline_ms(bench: Bench, model: Made, case: Case) -> float:
@@ -409,21 +418,21 @@ def _warned(bench: Bench, steps: Iterator[object]) -> str:
 
 
 def invariance(bench: Bench) -> Table:
-    """The share of texts that are equal at other numbers of slots."""
+    """The share of texts that are equal at other numbers of slots, and without graphs."""
     found, seen = [], set()
     for case in bench.cases():
         if case.name in seen or bench.is_late:
             continue
         seen.add(case.name)
         requests = _requests(case, bench.model(case.config).info.vocab_size, 4 if bench.rehearse else 16)
-        texts = []
-        for rows in (1, 2) if bench.rehearse else (4, 16):
-            decoder = _decoder(bench, case, rows)
+        texts, many = [], 2 if bench.rehearse else 16
+        for rows, captures in ((many, True), (many // 4 or 1, True), (many, False)):
+            decoder = _decoder(bench, case, rows, captures=captures)
             outcomes = [one for _, done in _drained(bench, decoder, requests) for one in done]
             texts.append({one.index: one.tokens.tolist() for one in outcomes})
-        equal = sum(texts[0][index] == texts[1][index] for index in texts[0])
-        found.append([case.name, f"{equal} of {len(requests)}"])
-    return Table("Equal texts with 4 and 16 slots", ["case", "equal"], found)
+        equal = [sum(texts[0][index] == other[index] for index in other) for other in texts[1:]]
+        found.append([case.name, *(f"{count} of {len(requests)}" for count in equal)])
+    return Table("Texts equal to those with 16 slots and graphs", ["case", "with 4 slots", "without graphs"], found)
 
 
 # ---- other software --------------------------------------------------------------------------------------------------
