@@ -88,10 +88,15 @@ class Canvas:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A canvas's length in tokens, and the number of tokens to generate (or score)."""
+    """A canvas's length in tokens, and the number of tokens to generate (or score).
+
+    `beginning` are the tokens before the first one to generate, all tokens of a text to score; None where nothing is won by
+    knowing them (makers.shares_beginnings).
+    """
 
     length: int
     masked: int
+    beginning: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from actors.prompts import PromptMaker
 from actors.row_settings import RowRules
 from actors.rows import Values
 from actors.score_maker import ScoreMaker
-from actors.task import Columns, Infill, Score, Side, Task
+from actors.task import Columns, Complete, Infill, Score, Side, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
 from decoders.common_settings import Sampling
@@ -56,4 +56,16 @@ def maker_for(
         return CanvasMaker(task, columns, tokenizer, info, rules=rules)
     if isinstance(task, Score) and task.mask is not None:
         return ScoreMaker(CanvasMaker(task, columns, tokenizer, info, rules=rules))
-    return PromptMaker(task, columns, tokenizer, info, truncate=truncate, rules=rules)
+    noted = shares_beginnings(task, info)
+    return PromptMaker(task, columns, tokenizer, info, truncate=truncate, rules=rules, notes_beginnings=noted)
+
+
+def shares_beginnings(task: Task, info: ModelInfo) -> bool:
+    """Whether rows that begin alike belong into one unit, since a worker then computes what they have in common once.
+
+    Causal models and block diffusion take over beginnings of prompts (Algorithm.shared). Block diffusion's scores and masked
+    diffusion take over nothing, any-subset models equal prompts only. Texts with holes don't begin with a prompt.
+    """
+    if isinstance(task, Complete):
+        return info.kind in {"causal", "blocks"}
+    return isinstance(task, Score) and task.mask is None and info.kind == "causal"

@@ -32,7 +32,10 @@ from storage.errors import RowError
 
 @dataclass(frozen=True, slots=True)
 class PromptMaker:
-    """Everything that the canvas of a completion, or of a text to score, depends on, except the row."""
+    """Everything that the canvas of a completion, or of a text to score, depends on, except the row.
+
+    With `notes_beginnings`, sizes say how the canvas begins.
+    """
 
     task: Complete | Score
     columns: Columns
@@ -40,6 +43,7 @@ class PromptMaker:
     info: ModelInfo
     truncate: Side | None = None
     rules: RowRules | None = field(default=None, kw_only=True)
+    notes_beginnings: bool = field(default=False, kw_only=True)
 
     def make(self, values: Values, key: int) -> Canvas:
         """Return the row's canvas; RowError if the row has none, or does not fit decoder or model. Does not use `key`."""
@@ -58,9 +62,14 @@ class PromptMaker:
 
     def _size(self, values: Values, key: int) -> Size | RowError:
         try:
-            return self.make(values, key).size
+            canvas = self.make(values, key)
         except RowError as error:
             return error
+        size = canvas.size
+        if not self.notes_beginnings:
+            return size
+        end = canvas.holes[0][0] if canvas.holes else size.length
+        return Size(size.length, size.masked, canvas.tokens[:end].copy())  # without the holes, which may be many
 
     # ---- canvases
 

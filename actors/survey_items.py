@@ -12,8 +12,7 @@ import pyarrow as pa
 
 from actors.id_hashes import id_hashes
 from actors.makers import Maker, maker_for
-from actors.plan_table import ROW_SCHEMA
-from actors.surveying import Piece, Reading, surveyed
+from actors.surveying import SURVEYED, Piece, Reading, surveyed
 from actors.task import Side
 from actors.tokenizer_parcel import TokenizerParcel, unpacked
 from decoders.base import ModelInfo
@@ -40,7 +39,7 @@ class SurveyJob:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Rows in order (ROW_SCHEMA, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
+    """Rows in order (SURVEYED, and HASH), and what they say of the types of copied columns; `pid` is the task's process."""
 
     table: pa.Table
     news: KeptNews | None
@@ -55,7 +54,7 @@ class Broken:
 
 
 HASH = pa.field("hash", pa.binary(16), nullable=False)
-"""A column that tasks add to ROW_SCHEMA: hashes of the ids, by which the planner finds one that occurs twice."""
+"""A column that tasks add to SURVEYED: hashes of the ids, by which the planner finds one that occurs twice."""
 
 
 def maker_of(job: SurveyJob) -> Maker:
@@ -86,7 +85,7 @@ def items(reading: Reading, maker: Maker, pieces: Sequence[Piece], *, limit: int
 
 
 def _item(tables: list[pa.Table], kept: KeptTypes | None) -> Item:
-    table = pa.concat_tables(tables).combine_chunks() if tables else ROW_SCHEMA.empty_table()
+    table = pa.concat_tables(tables).combine_chunks() if tables else SURVEYED.empty_table()
     hashes = pa.FixedSizeBinaryArray.from_buffers(
         HASH.type, table.num_rows, [None, pa.py_buffer(id_hashes(table["id"].to_pylist()))]
     )

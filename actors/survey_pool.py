@@ -86,7 +86,7 @@ class SurveyPool:
     def tables(
         self, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None, limit: int | None
     ) -> Iterator[pa.Table]:
-        """Yield tables of ROW_SCHEMA and HASH, at most `limit` rows; `maker` is for what is done in this process.
+        """Yield tables of SURVEYED and HASH, at most `limit` rows; `maker` is for what is done in this process.
 
         Raises UserError if a whole file is missing or damaged.
         """

@@ -1,6 +1,6 @@
 """Reads rows of the inputs and measures their canvases, for the planner: in its own process, or in tasks on a cluster.
 
-    pieces of the inputs --batches--> batches of rows --measured--> tables of ROW_SCHEMA, in the same order
+    pieces of the inputs --batches--> batches of rows --measured--> tables of SURVEYED, in the same order
 
 Rows that can't be read or tokenized are included, with the kind of their error. Knows no spec and no Ray.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from actors.beginnings import BEGINNING, beginnings
 from actors.canvas import Size
 from actors.clerk import guarded
 from actors.makers import Maker
@@ -27,6 +28,8 @@ from storage.inputs.reader import InputFile, Row, column_types, default_id, fetc
 from storage.inputs.slices import WHOLE, Slice
 from storage.stores.promises import side_by_side
 from storage.stores.verbs import S3Options
+
+SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
 
 BATCH_ROWS = 1024
 BATCH_CHARS = 4 * 2**20
@@ -72,7 +75,7 @@ def surveyed(
     limit: int | None = None,
     threads: int = 0,
 ) -> Iterator[pa.Table]:
-    """Yield tables of ROW_SCHEMA in the order of the pieces, at most `limit` rows in total.
+    """Yield tables of SURVEYED in the order of the pieces, at most `limit` rows in total.
 
     `kept` collects the types of the columns that are copied into the results. With `threads`, batches are measured in
     threads, and `kept` may be ahead of the tables.
@@ -152,11 +155,12 @@ def _sizes(maker: Maker, rows: Sequence[tuple[Values, int]]) -> Sequence[Size | 
     found = guarded(lambda: maker.sizes(rows), "tokenize", "tokenize_error")
     if not isinstance(found, RowError):
         return found
-    return [guarded(partial(_size, maker, *row), "tokenize", "tokenize_error") for row in rows]
+    return [guarded(partial(_size, maker, row), "tokenize", "tokenize_error") for row in rows]
 
 
-def _size(maker: Maker, values: Values, key: int) -> Size:
-    return maker.make(values, key).size
+def _size(maker: Maker, row: tuple[Values, int]) -> Size | RowError:
+    (size,) = maker.sizes([row])
+    return size
 
 
 def _named(reading: Reading, file: InputFile, row: Row) -> tuple[str, int | RowError]:
@@ -180,7 +184,7 @@ def table_of(
     ids: Sequence[str],
     found: Sequence[Size | RowError],
 ) -> pa.Table:
-    """Return a table of ROW_SCHEMA for rows of one file."""
+    """Return a table of SURVEYED for rows of one file."""
 
     def sizes(get: Callable[[Size], int]) -> pa.Array:
         return pa.array([get(size) if isinstance(size, Size) else 0 for size in found], pa.int32())
@@ -194,5 +198,6 @@ def table_of(
         "holes": sizes(lambda size: size.masked),
         "error_kind": pa.array([error.kind if isinstance(error, RowError) else None for error in found], pa.string()),
         "sample": pa.array(np.zeros(len(rows), dtype=np.int32)),
+        BEGINNING.name: beginnings([size.beginning if isinstance(size, Size) else None for size in found]),
     }
-    return pa.Table.from_arrays([columns[name] for name in ROW_SCHEMA.names], schema=ROW_SCHEMA)
+    return pa.Table.from_arrays([columns[name] for name in SURVEYED.names], schema=SURVEYED)

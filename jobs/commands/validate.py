@@ -114,7 +114,7 @@ def take_sample(prepared: Prepared) -> TrialSample:
     exact = table.num_rows < limit or limit == spec.input.limit
     total = table.num_rows if exact else estimated_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
-    return TrialSample(each_sample(table, each), each * total, exact)
+    return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
 
 
 def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:

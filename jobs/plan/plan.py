@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actors.makers import Maker, maker_for
-from actors.plan_table import PLAN, ROW_SCHEMA, PlannedRow, PlanTable, parts_of
+from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
 from actors.rows import row_id
 from actors.survey_items import HASH
+from actors.surveying import SURVEYED
 from actors.task import Complete, Infill, Score, Task
 from actors.text import Tokenizer
 from decoders.base import ModelInfo
@@ -58,7 +59,7 @@ FORMAT = 1
 
 
 Sift = Callable[[pa.Table], pa.Table]
-"""Leaves rows out of a table of ROW_SCHEMA."""
+"""Leaves rows out of a survey's table."""
 
 SampleName = tuple[str, int]
 """What identifies a sample in a run: the id of its row, and its number among the row's samples."""
@@ -160,7 +161,8 @@ def build_plan(
     kept = KeptTypes(spec.kept) if spec.kept else None
     try:
         for table in checked(survey(spec, maker, inputs, kept), spec, inputs):
-            writer.add(each_sample(table if sift is None else sift(table), spec.sampling.n))
+            for samples in each_sample(table if sift is None else sift(table), spec.sampling.n):
+                writer.add(samples)
             progress(table.num_rows)
         writer.finish()
         if not writer.totals.rows:
@@ -301,7 +303,7 @@ def checked(tables: Iterable[pa.Table], spec: JobSpec, inputs: Sequence[InputFil
                 if lacks_a_column(kinds + kinds_of(first)):
                     raise no_column(spec, inputs)
             kinds += kinds_of(table["error_kind"])
-            yield table.select(ROW_SCHEMA.names)
+            yield table.select(SURVEYED.names)
         if rows == 0:
             raise UserError(f"{spec.input.shown}: no rows in {counted(len(inputs), 'file')}", field="input.path")
         if lacks_a_column(kinds):

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from actors.beginnings import BEGINNING
 from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, PlanPart, epoch_of, part_bytes, part_name
-from jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, cut, longest_first, window_rows
+from jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, by_beginning, cut, longest_first, window_rows
 from storage.failpoints import failpoint
 from storage.stores.verbs import Store
 
@@ -54,7 +56,8 @@ class PlanTotals:
 class PlanWriter:
     """Takes tables of ROW_SCHEMA in input order and writes the parts. If `unit_rows` is None, the first window decides it.
 
-    With `keep_order`, windows are not sorted: rows stay in input order. `epoch` is the planning driver's.
+    If the tables have the column BEGINNING, which is not written, rows that begin alike come together. With `keep_order`, windows
+    are not sorted: rows stay in input order. `epoch` is the planning driver's.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class PlanWriter:
         self._units: list[tuple[pa.Table, int, int]] = []  # rows [start, end) of a window
 
     def add(self, rows: pa.Table) -> None:
-        """Add rows, in tables of any size."""
-        assert rows.schema.equals(ROW_SCHEMA), rows.schema
+        """Add rows, in tables of any size, all with the same columns."""
+        assert rows.select(ROW_SCHEMA.names).schema.equals(ROW_SCHEMA), rows.schema
         self._hold(rows)
         while self._held_rows >= self._window or self._held_tokens >= WINDOW_TOKENS:
             held = pa.concat_tables(self._held)
@@ -118,9 +121,9 @@ class PlanWriter:
         if self.unit_rows is None:
             self.unit_rows = auto_unit_rows(rows.num_rows)
         lengths = rows["length"].to_numpy()
-        order = np.arange(len(lengths)) if self._keep_order else longest_first(lengths)
-        ordered = rows.take(pa.array(order)).combine_chunks()
-        units = cut(lengths[order], max_rows=self.unit_rows)
+        order, depth = self._order_of(rows, lengths, self.unit_rows)
+        ordered = rows.select(ROW_SCHEMA.names).take(pa.array(order)).combine_chunks()
+        units = cut(lengths[order], max_rows=self.unit_rows, depth=depth)
         sizes = [end - start for start, end in units]
         self.sums.windows.append(len(self.sums.rows))
         numbers = np.repeat(np.arange(len(self.sums.rows), len(self.sums.rows) + len(units), dtype=np.int32), sizes)
@@ -128,6 +131,16 @@ class PlanWriter:
         sums = np.concatenate([[0], np.cumsum(lengths[order].astype(np.int64))])
         for start, end in units:
             self._close_unit(numbered, start, end, int(sums[end] - sums[start]))
+
+    def _order_of(
+        self, rows: pa.Table, lengths: NDArray[np.int32], unit_rows: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """The order of a window's rows, and the depth of their groups, None without groups."""
+        if self._keep_order:
+            return np.arange(len(lengths)), None
+        if BEGINNING.name in rows.column_names:
+            return by_beginning(lengths, rows[BEGINNING.name], max_rows=unit_rows)
+        return longest_first(lengths), None
 
     def _close_unit(self, window: pa.Table, start: int, end: int, tokens: int) -> None:
         self.sums.rows.append(end - start)

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Any
 
 from actors.fim import fills_in_middle
+from actors.makers import shares_beginnings
 from actors.plan_table import part_name
 from actors.requests import body_of
 from actors.task import Score
@@ -49,8 +50,8 @@ def plan_groups(jobs: Sequence[Prepared]) -> list[list[int]]:
 def canvas_key(prepared: Prepared) -> str:
     """A digest of everything that the canvases and units depend on, except the settings that rows may have of their own.
 
-    These are the inputs, the task, the tokenizer, the seed, the window, and the model's length limit and ids. Everything in
-    the fingerprint counts that is not known to be without effect.
+    These are the inputs, the task, the tokenizer, the seed, the window, the model's length limit and ids, and whether rows
+    that begin alike come together. Everything in the fingerprint counts that is not known to be without effect.
     """
     spec, info, hashes = prepared.spec, prepared.info, prepared.hashes
     key = spec.results_key()
@@ -61,6 +62,7 @@ def canvas_key(prepared: Prepared) -> str:
     key["packing"] = [spec.batching.window, spec.output.unit_rows]
     key["tokenizer"] = [hashes.tokenizer, spec.model.tokenizer == "none", hashes.begin, list(hashes.ends), hashes.fim]
     key["model"] = [info.max_length, info.vocab_size, info.mask_id, fills_in_middle(spec.task, info)]
+    key["beginnings"] = shares_beginnings(spec.task, info)
     if isinstance(spec.task, Score):  # what can be scored depends on the kind of model
         key["model"] += [info.kind, list(info.suppressed), info.shift, info.block_size]
     return digest(key)

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from actors.makers import Maker
 from actors.plan_table import ROW_SCHEMA
-from actors.surveying import Piece, Reading, surveyed
+from actors.surveying import BATCH_ROWS, Piece, Reading, surveyed
 from jobs.spec.job_spec import JobSpec
 from storage.inputs.kept import KeptTypes
 from storage.inputs.reader import InputFile
@@ -29,14 +29,14 @@ class Survey(Protocol):
     def __call__(
         self, spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        """See `survey`; the tables of a cluster also have the column actors.surveying.HASH."""
+        """See `survey`; the tables of a cluster also have the column actors.survey_items.HASH."""
         ...
 
 
 def survey(
     spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
 ) -> Iterator[pa.Table]:
-    """Yield tables of ROW_SCHEMA in input order, at most `input.limit` rows in total.
+    """Yield tables of SURVEYED in input order, at most `input.limit` rows in total.
 
     `kept` collects the types of the columns that are copied into the results.
 
@@ -59,10 +59,18 @@ def reading_of(spec: JobSpec) -> Reading:
     )
 
 
-def each_sample(table: pa.Table, count: int) -> pa.Table:
-    """Repeat each row of a table of ROW_SCHEMA once for every sample (`sampling.n`); the samples of a row stay together."""
+def each_sample(table: pa.Table, count: int) -> Iterator[pa.Table]:
+    """Repeat each row of a survey's table once for every sample (`sampling.n`); the samples of a row stay together.
+
+    Yields small tables, since there may be thousands of samples.
+    """
     if count == 1:
-        return table
-    repeated = table.take(pa.array(np.repeat(np.arange(table.num_rows), count)))
-    numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), table.num_rows))
-    return repeated.set_column(ROW_SCHEMA.get_field_index("sample"), ROW_SCHEMA.field("sample"), numbers)
+        yield table
+        return
+    at = ROW_SCHEMA.get_field_index("sample")
+    at_once = max(1, BATCH_ROWS // count)
+    for start in range(0, table.num_rows, at_once):
+        rows = table.slice(start, at_once)
+        repeated = rows.take(pa.array(np.repeat(np.arange(rows.num_rows), count)))
+        numbers = pa.array(np.tile(np.arange(count, dtype=np.int32), rows.num_rows))
+        yield repeated.set_column(at, ROW_SCHEMA.field("sample"), numbers)

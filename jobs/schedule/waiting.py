@@ -1,4 +1,4 @@
-"""Pending units, in the order they are assigned: window by window, sorted by length within each window.
+"""Pending units, in the order they are assigned: window by window, sorted by their tokens within each window.
 
 The rows of a window are adjacent in the inputs, so a worker that takes its units one after another reads each part of the
 input only once. The last windows count as one, longest first: the last units of a job are then the shortest, and no worker

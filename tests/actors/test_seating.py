@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from actors.beginnings import LEAST
 from actors.samples import Sample
-from actors.seating import LEAST, in_order
+from actors.seating import in_order
 
 
 def samples_of(*canvases):

@@ -29,6 +29,8 @@ from jobs.plan.survey import survey
 from jobs.spec.job_spec import JobSpec, check_spec
 from storage.errors import UserError
 from storage.stores.store import open_store
+from tests.jobs.plan import grouped_jobs
+from tests.jobs.plan.grouped_jobs import write_questions
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
 
@@ -185,6 +187,16 @@ def test_several_samples_of_a_row_are_planned_alike(ray_session: ModuleType, fol
     as_jsonl(folder)
     here = planned_here(spec_for(folder, tmp_path / "here", sampling={"n": 3}))
     assert planned_there(spec_for(folder, tmp_path / "there", sampling={"n": 3})) == here
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_rows_that_begin_alike_are_planned_alike(
+    ray_session: ModuleType, folder: Path, tmp_path: Path, samples: int
+) -> None:
+    write_questions(folder / "a.jsonl", 60)
+    more = {"task": {"kind": "complete", "max_new_tokens": 8}, "sampling": {"n": samples}}
+    here = planned_here(grouped_jobs.spec_for(folder, str(tmp_path / "here"), **more))
+    assert planned_there(grouped_jobs.spec_for(folder, str(tmp_path / "there"), **more)) == here
 
 
 def test_a_task_that_is_killed_in_the_middle_is_done_again(

@@ -28,6 +28,36 @@ def test_shares_are_even() -> None:
     assert cut(np.ones(1025, dtype=np.int32), max_rows=1024) == [(0, 513), (513, 1025)]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 3)), max_size=60),
+    max_rows=st.integers(1, 20),
+    max_tokens=st.integers(1, 120),
+)
+def test_units_that_end_with_groups_keep_their_bounds(
+    rows: list[tuple[int, int]], max_rows: int, max_tokens: int
+) -> None:
+    lengths, depth = (np.asarray([row[at] for row in rows], dtype=np.int64) for at in (0, 1))
+    units = cut(lengths.astype(np.int32), max_rows=max_rows, max_tokens=max_tokens, depth=depth)
+    assert [number for start, end in units for number in range(start, end)] == list(range(len(rows)))
+    for start, end in units:
+        assert 0 < end - start <= max_rows
+        assert end - start == 1 or lengths[start:end].sum() <= max_tokens
+
+
+def test_a_unit_ends_with_a_group_if_one_ends_shortly_before_its_limit() -> None:
+    ones = np.ones(96, dtype=np.int32)
+    questions = np.tile([0, 1, 1], 32)
+    # In even shares it would be 32, 64, 96; what is left after 30 is shared evenly again.
+    assert cut(ones, max_rows=32, depth=questions) == [(0, 30), (30, 51), (51, 72), (72, 96)]
+    # No question ends in the eighth before the limit: it is cut in two.
+    assert cut(ones[:16], max_rows=8, depth=np.tile([0, 1, 1, 1, 1, 1], 3)[:16]) == [(0, 8), (8, 16)]
+    # Of several ends, that of the outermost group; without groups, as ever.
+    tasks = np.where(np.arange(96) % 29 == 0, 0, np.tile([1, 2], 48))
+    assert cut(ones, max_rows=32, depth=tasks)[0] == (0, 29)
+    assert cut(ones, max_rows=40, depth=np.zeros(96, dtype=np.int64)) == cut(ones, max_rows=40)
+
+
 def test_longest_first_keeps_the_order_of_equals() -> None:
     assert longest_first(np.asarray([3, 5, 3, 5], dtype=np.int32)).tolist() == [1, 3, 0, 2]
 

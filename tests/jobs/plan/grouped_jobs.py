@@ -1,0 +1,86 @@
+"""A job of multiple choice, planned by length or by beginnings, and what its units cost on workers of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from actors import makers
+from actors.messages import WorkUnit
+from actors.seating import in_order
+from actors.worker import build_parts
+from decoders.base import EngineStats
+from decoders.engine.engine import Engine
+from jobs.driving.progress import Silence
+from jobs.plan.plan import Plan
+from jobs.plan.prepare import make_plan, prepare
+from jobs.plan.worker_job import make_job
+from jobs.spec.job_spec import JobSpec, check_spec
+from storage.stores.store import open_store
+
+_FIRST = ["def", "return", "self", "import", "class", "for", "in", "range", "if"]
+WORDS = [*_FIRST, *["else", "print", "value", "name", "index", "list", "dict", "open", "read"]]
+CHOICES = 4
+
+
+def write_questions(path: Path, count: int, tasks: int = 2) -> None:
+    """Questions of several tasks in turn, each after its task's examples; four ends of different lengths each."""
+    rng = random.Random(0)
+
+    def text(words: int) -> str:
+        return " ".join(rng.choices(WORDS, k=words))
+
+    shots = [text(40) for _ in range(tasks)]
+    with path.open("w") as file:
+        for number in range(count):
+            prompt = f"{shots[number % tasks]}\n{text(rng.randint(12, 24))}"
+            for choice in range(CHOICES):
+                row = {"id": f"{number}-{choice}", "prompt": prompt, "completion": " " + text(1 + 3 * choice)}
+                file.write(json.dumps(row) + "\n")
+
+
+def spec_for(path: Path, out: str, **more: Any) -> JobSpec:
+    """Scores of the ends by builtin:ar-tiny, in units of up to 32 rows."""
+    return check_spec(
+        {
+            "task": {"kind": "score"},
+            "input": {"path": str(path), "columns": {"id": "id"}},
+            "model": {"path": "builtin:ar-tiny", "device": "cpu"},
+            "decoder": {"kind": "autoregressive"},
+            "batching": {"max_rows": 8},
+            "output": {"path": out, "unit_rows": 32},
+            **more,
+        }
+    )
+
+
+def planned(spec: JobSpec, *, by_length: bool = False) -> Plan:
+    """The job's plan; `by_length` as if no decoder took beginnings over."""
+    store = open_store(spec.output.path)
+    with ExitStack() as stack:
+        if by_length:
+            stack.enter_context(mock.patch.object(makers, "shares_beginnings", lambda task, info: False))
+        return make_plan(prepare(spec, store), store, Silence())
+
+
+def decoded_apart(spec: JobSpec, plan: Plan) -> tuple[EngineStats, dict[str, float | None]]:
+    """Decode all units, each by a worker that has seen nothing before: what they cost together, and the rows' scores."""
+    decoder, clerk = build_parts(make_job(spec, plan, conditional=True), name="alone", node="here", threads=1)
+    assert isinstance(decoder, Engine)
+    scores: dict[str, float | None] = {}
+    for size in plan.sizes():
+        samples = clerk.open_unit(WorkUnit(0, size.unit, size.rows, size.tokens, 1, 0, 0, size.rows))
+        waiting = in_order([sample for sample in samples if sample.canvas is not None])[::-1]
+        while waiting or decoder.active:
+            room = decoder.room(max((len(sample.canvas) for sample in waiting if sample.canvas is not None), default=0))
+            admitted = [waiting.pop() for _ in range(min(room, len(waiting)))]
+            decoder.admit([sample.request(sample.index) for sample in admitted])
+            for outcome in decoder.step():
+                scores[samples[outcome.index].note.planned.id] = outcome.logprob
+        for slot in range(decoder.max_rows):
+            decoder.prefixes.forget(slot)
+    return decoder.stats, scores
