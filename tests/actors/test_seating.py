@@ -52,6 +52,13 @@ def test_holes_and_equal_canvases_are_in_order_too():
     assert order([*prompt, -1, -1], words(31, 2), [*prompt, -1, -1], [*prompt, -1, -1, -1]) == [3, 0, 2, 1]
 
 
+def test_long_completions_of_prompts_that_begin_alike_are_a_group():
+    """What they have in common is half of each prompt, and a small part of each canvas."""
+    shots, room = words(40, 1), [-1] * 200
+    texts = [[*shots, *words(9, seed), *room] for seed in (2, 3)]
+    assert order(texts[0], [*words(45, 4), *room], texts[1]) == [0, 2, 1]
+
+
 def test_beginnings_in_beginnings_without_end_are_no_trouble():
     text = [7] * (LEAST * 600)
     found = order(*[text[: LEAST * (1 + number)] for number in range(600)])

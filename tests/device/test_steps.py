@@ -5,11 +5,12 @@ on data, in the worst step in which no sample begins or ends. Each forward
 of a step has one transfer down, one record up, for which it waits, and no such shape.
 """
 
+from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.device.steps import CASES, run, run_on_cpu
+from tests.device.steps import CASES, Found, run, run_on_cpu
 
 # launches, transfers down, transfers up, waits, shapes
 LIMITS = {
@@ -42,9 +43,15 @@ LIMITS = {
 }
 
 
+@cache
+def usual(name: str) -> Found:
+    """A case with its usual settings, which several tests look at."""
+    return run(name)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_decoder_runs_on_a_device_and_gives_the_same_texts_there(name):
-    found, expected = run(name), run_on_cpu(name)
+    found, expected = usual(name), run_on_cpu(name)
     assert {index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()} == {
         index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()
     }
@@ -58,7 +65,7 @@ def test_a_decoder_runs_on_a_device_and_gives_the_same_texts_there(name):
 
 @pytest.mark.parametrize("name", ["autoregressive", "speculative", "any_subset", "s2d2"])
 def test_a_step_with_a_piece_of_a_prompt_waits_no_more_than_others(name):
-    found, whole = run(name, prompt_rows=3), run(name)
+    found, whole = run(name, prompt_rows=3), usual(name)
     assert len(found.steps) > len(whole.steps), "prompts run in several steps"
     assert {index: (None, one.tokens.tolist(), one.nfe) for index, one in whole.outcomes.items()} == {
         index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()

@@ -96,9 +96,9 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: 
     monkeypatch.setitem(CASES, name, (model, settings | {"block_length": 5}))
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded(name, many(name, 20))
+        expected, _ = decoded(name, many(name, 14))
     use_graphs(monkeypatch)
-    found, engine = decoded(name, many(name, 20))
+    found, engine = decoded(name, many(name, 14))
     same(found, expected)
     assert engine.lanes[0].graphs.num_replayed
 
@@ -107,9 +107,9 @@ def test_rows_positions_and_masks_that_mean_nothing_change_nothing(monkeypatch: 
 def test_other_forwards_run_as_they_did(name: str, monkeypatch: Any) -> None:
     with monkeypatch.context() as plain:
         use_references(plain)
-        expected, _ = decoded(name, toy_canvases(5, name))
+        expected, _ = decoded(name, toy_canvases(3, name))
     use_graphs(monkeypatch)
-    found, _ = decoded(name, toy_canvases(5, name))
+    found, _ = decoded(name, toy_canvases(3, name))
     same(found, expected)
 
 
