@@ -204,8 +204,13 @@ def _from_hub(path: str, revision: str | None, field: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors, including connection errors, are OSErrors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{path!r} is neither a local folder nor an accessible hub model: {reason}", field=field
+            f"{path!r} is neither a local folder nor an accessible hub model: {reason}{_hint(path)}", field=field
         ) from None
+
+
+def _hint(path: str) -> str:
+    """What else may have been meant."""
+    return f"; did you mean 'builtin:{path}'?" if path in builtin_models() else ""
 
 
 def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = None) -> Path:

@@ -42,6 +42,7 @@ def test_builtin_and_local_models_are_folders(checkpoint: Path) -> None:
         ("/no/such/folder", "is not a folder; allowed: builtin:NAME"),
         ("ftp://host/model", "is not a folder"),
         ("nobody/no-such-model", "neither a local folder nor an accessible hub model"),
+        ("ar-tiny", "; did you mean 'builtin:ar-tiny'?"),
     ],
 )
 def test_a_model_that_is_not_there_is_refused(path: str, message: str) -> None:
