@@ -127,7 +127,7 @@ def test_forwards_that_are_too_large_run_as_they_did(monkeypatch: Any) -> None:
 
 
 def test_a_cache_that_grows_takes_its_graphs_along(monkeypatch: Any) -> None:
-    """Longer canvases come while others run: the cache is made anew, and what was captured read the old one."""
+    """Longer canvases arrive while others run: the cache is reallocated, and the captured graphs read the old memory."""
     short = toy_canvases(3, "autoregressive")
     rng = np.random.default_rng(1)
     long = []
