@@ -31,7 +31,14 @@ def any_subset(s: Sample) -> Decoding:
 
 def algorithm(setup: Setup, settings: AnySubsetSettings) -> Algorithm:
     """How the engine runs it; settings do not matter."""
-    return Algorithm(decode=any_subset, kind="any_subset", joins_prompts=False, shared=whole_prompt, grain=WHOLE)
+    return Algorithm(
+        decode=any_subset,
+        kind="any_subset",
+        joins_prompts=False,
+        shared=whole_prompt,
+        grain=WHOLE,
+        following=Sample.next_two_stream,
+    )
 
 
 def whole_prompt(s: Sample) -> int:

@@ -30,7 +30,7 @@ from decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
 from decoders.drafts.settings import SuffixDrafterSettings
 from decoders.drafts.suffix_index import Reader, SuffixIndex
 from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
+from decoders.engine.asks import FETCH, JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
 from decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def by_model(s: Sample, max_length: int | None, allot: Allot) -> Drafter:
             most = min(most, max(max_length + 1 - n, 0))
         count = yield from allot(most)
         for rank in range(n, n + count):
-            _, tokens, _ = yield s.draft_next(rank)
-            s.tokens[rank] = tokens[0]
+            s.tokens[rank] = (yield s.draft_next(rank)).tokens[0]
             s.nfe_draft += 1
+        if count:
+            yield FETCH
         return s.tokens[n : n + count]
 
     return draft

@@ -97,7 +97,7 @@ def by_sample(accepted_B: Ints | None, token_R: Ints, log_p_R: NDArray[np.float6
 
 def _told(token_R: Tensor, log_p_R: Tensor) -> Tensor:
     """Tokens and log-probabilities as a record, float64 [2, R]; ids are far below what float64 can't hold."""
-    return torch.stack([token_R.to(torch.float64), log_p_R])
+    return torch.stack([token_R, log_p_R])
 
 
 def _matched(told_2R: NDArray[np.float64], asked: Asked) -> Iterator[Answer]:
@@ -212,9 +212,12 @@ class NoiseAnswers:
         is_given, cuts = bool((asked.kind_R == GIVEN).any()), self._rows.cuts(asked.slot_R)
         scored_R = asked.drafts_R if is_given else None
         choose = self._kernel.plan(asked.slot_R, asked.rank_R, scored_R, parcel, size=size)
+        note = lane.noting(asked, slice(None), parcel, size)
 
         def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
-            return _told(*choose(sent, lane.logits(hidden_RD)))
+            token_R, log_p_R = choose(sent, lane.logits(hidden_RD))
+            note(sent, token_R)
+            return _told(token_R, log_p_R)
 
         def read(record: NDArray[np.float64]) -> Iterator[Answer]:
             return _matched(record.reshape(2, size)[:, : asked.num_rows], asked)
@@ -224,10 +227,16 @@ class NoiseAnswers:
     def _draw(self, lane: Lane, asked: Asked, part: slice, parcel: Parcel) -> Draw:
         """Tokens and log-probabilities of some rows."""
         slot_R, rank_R, given = asked.slot_R[part], asked.rank_R[part], None
-        is_given = bool((asked.kind_R[part] == GIVEN).any())
+        is_given, note = bool((asked.kind_R[part] == GIVEN).any()), lane.noting(asked, part, parcel)
         if (kernel := self._kernel) is not None:
             choose = kernel.plan(slot_R, rank_R, asked.drafts_R[part] if is_given else None, parcel)
-            return lambda sent, hidden_RD: _told(*choose(sent, lane.logits(hidden_RD)))
+
+            def chosen(sent: Sent, hidden_RD: Tensor) -> Tensor:
+                token_R, log_p_R = choose(sent, lane.logits(hidden_RD))
+                note(sent, token_R)
+                return _told(token_R, log_p_R)
+
+            return chosen
         if is_given:
             given = parcel.enclose(asked.drafts_R[part])
         own, noise = self._own(slot_R, parcel), None
@@ -243,6 +252,7 @@ class NoiseAnswers:
             else:
                 law_RV = self._rows.law(logits_RV, own_2R)
                 token_R = self._rows.draw(law_RV, noise(sent), own_2R)
+            note(sent, token_R)
             scored_R = token_R if given is None else sent[given]
             return _told(token_R, self._log_p(lane, logits_RV, law_RV, scored_R))
 

@@ -71,6 +71,9 @@ NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
 JUST_ONE: Final = (NO_DRAFT,)
 
+FIRST_PROMISE: Final = -2
+"""The promise of rank 0; -1 is a hole."""
+
 Spans = tuple[int, ...]
 """FIELDS numbers a span, or WIDE."""
 
@@ -80,6 +83,11 @@ def wide_span(
 ) -> Spans:
     """A wide span; what of it is answered, the ask names."""
     return (count, column, position, floor, lag, own, 0, 0, 0, grain, till)
+
+
+def promise(rank: int) -> int:
+    """What stands in an ask for a token that will be drawn at this rank, until it is known."""
+    return FIRST_PROMISE - rank
 
 
 class Named(NamedTuple):
@@ -117,6 +125,9 @@ class Ask(NamedTuple):
     `tokens` are those of the rows in `spans`. `drafts` has an entry for each answered row: the draft that it judges, or NO_DRAFT.
     `queries` are the spans of an any-subset model's query rows. With `named` rows the spans are wide, and `drafts` empty.
     `window` is for a drafting model that runs windows.
+
+    With `later` the decoder does not wait for the drafts: it may be sent promises in their place (drawn.py), which it stores at
+    their ranks, and asks for further drafts with. Before it does anything else, it yields a Fetch.
     """
 
     model: int
@@ -126,6 +137,7 @@ class Ask(NamedTuple):
     queries: Spans = ()
     named: Named | None = None
     window: Window | None = None
+    later: bool = False
 
 
 class Roll(NamedTuple):
@@ -217,8 +229,13 @@ class Offer(NamedTuple):
     most: int
 
 
-SEARCH: Final = Search()
+class Fetch(NamedTuple):
+    """Asks for the drafts that were promised; answered with None when they stand in the sample's tokens."""
 
-Wish = Ask | Roll | Weights | Search | Offer | Look | NodeOffer | Score
+
+SEARCH: Final = Search()
+FETCH: Final = Fetch()
+
+Wish = Ask | Fetch | Roll | Weights | Search | Offer | Look | NodeOffer | Score
 Decoding = Generator[Wish, Any, None]
 """A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

@@ -4,7 +4,8 @@
     step         whose turn is it: the new samples alone, or all, with as many rows of new prompts as a budget allows
                  how many drafts may each take (lengths `auto` only)
                  draws from decoders' own weights and the drafting model's forwards, as long as anyone asks for them
-                 the target's forward: pack the asks, run, draw or judge, answer (block-diffusion models: rows that asks name)
+                 the target's forward: pack the asks, run, draw or judge (block-diffusion models: rows that asks name)
+                 on a GPU the next one, where it is known what will be asked if texts go on; read the first one's answers
                  windows that a head rolls over from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 
@@ -34,6 +35,7 @@ from decoders.engine.asks import (
     DRAFT,
     FAR,
     FIELDS,
+    GIVEN,
     JUDGE,
     NO_DRAFT,
     SURE,
@@ -41,13 +43,16 @@ from decoders.engine.asks import (
     WIDE,
     Answer,
     Ask,
+    Fetch,
     Roll,
     Weights,
 )
 from decoders.engine.canvas_samples import Canvas
 from decoders.engine.canvases import CanvasLane, canvas_lane
 from decoders.engine.counters import Counters
+from decoders.engine.drawn import Drawn, plans_ahead
 from decoders.engine.ends import Stops
+from decoders.engine.flights import Flight
 from decoders.engine.graphs import find_graphs
 from decoders.engine.lanes import Lane, Packed, Reading
 from decoders.engine.lengths import lengths_of
@@ -71,6 +76,8 @@ from decoders.engine.windows import WindowLane
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
+# Rows whose tokens are decided or checked by the target, by kind.
+_IS_VERIFIED_K: Final = np.isin(np.arange(GIVEN + 1), (TARGET, JUDGE, SURE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +131,12 @@ class Engine:
         self.lanes: list[Lane] = [self._target(setup)]
         if setup.drafter:
             self.lanes.append(self._drafting(setup))
+        self._ahead: Flight | None = None  # the forward that runs before the records of those before it were read
+        self._plans_ahead = plans_ahead(setup.backbone.device)
         for lane in self.lanes:
             lane.graphs = find_graphs(lane.backbone) if lane.can_capture else None
+            if self._plans_ahead and (algorithm.following or not lane.is_target):
+                lane.drawn = Drawn(setup.max_rows, algorithm.window + 1, lane.device)
         made = NamedAnswers if self._names else NoiseAnswers
         self.answers: Answers = answers or made(setup, algorithm, account=lambda: self.account)
         self.stats = EngineStats()
@@ -287,7 +298,7 @@ class Engine:
         dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
             self._release(slot)
-        self._slots, self._holes, self._instant = [], [], []
+        self._slots, self._holes, self._instant, self._ahead = [], [], [], None
         self.prompts.clear()
         self._allocate(0, 0)
         return dropped
@@ -319,6 +330,16 @@ class Engine:
         if self.lengths is not None:
             self.lengths.move(source, target)
         self._slots[target] = sample
+
+    def _turn_ahead(self) -> Turn | None:
+        """The samples whose forward runs already, if any of them goes on; new ones wait for the next step."""
+        if self._ahead is None:
+            return None
+        samples = sorted(self._alive(self._ahead), key=lambda sample: sample.slot)
+        if not samples:
+            self._ahead = None
+            return None
+        return Turn(samples, num_waiting=self._inside - len(samples))
 
     def _turn(self) -> Turn:
         """With a budget of rows, prompts run beside the others, in pieces. Without, many go together, a few with the others."""
@@ -366,7 +387,7 @@ class Engine:
         self._close_holes()
         if not self._slots:
             return done
-        turn = self._turn()
+        turn = self._turn_ahead() or self._turn()
         deciding = self._begin(turn)
         if self.lengths is not None and deciding:
             self.lengths.settle(deciding, fresh=turn.fresh, joined=turn.joined)
@@ -400,32 +421,81 @@ class Engine:
         return [sample for sample in turn.samples if not sample.piece] if turn.pieces else turn.samples
 
     def _evaluate(self, samples: list[Sample], *, is_new: bool) -> list[Sample]:
-        """The target's forward; returns the samples that ended."""
-        return self._run_named(samples) if self._names else self._run(samples, self.lanes[0], is_new=is_new)
+        """The target's forward; returns the samples that ended. Before it is read, the next one starts where it is known."""
+        if self._names:
+            return self._land(self._start_named(samples), is_new=True)
+        lane = self.lanes[0]
+        if isinstance(lane, CanvasLane):
+            return self._look(samples, lane)
+        flight, self._ahead = self._ahead or self._start(samples, lane), None
+        assert flight.is_asked_by(samples), "a forward runs that was not asked for: `following` is wrong"
+        if self._plans_ahead and self.algorithm.following is not None:
+            self._ahead = self._start_following(samples, lane)
+        return self._land(flight, is_new=is_new)
+
+    def _start_following(self, samples: list[Sample], lane: Lane) -> Flight | None:
+        """Start what these samples will ask when they have their answers; None if others begin, or none is known to go on."""
+        following = self.algorithm.following
+        assert following is not None, "this decoder's asks are known before"
+        if any(sample.piece for sample in samples) or len(samples) < self._inside:
+            return None
+        going = [(sample, ask) for sample in samples if (ask := following(sample)) is not None]
+        return self._start([sample for sample, _ in going], lane, [ask for _, ask in going]) if going else None
 
     def _draft(self, turn: Turn) -> list[Sample]:
         """Draft as long as any sample asks for it, by its own weights or the drafting model; all then meet at the target.
 
         Returns the samples that do not: of whose prompts the drafting model has run a piece only, or nothing yet.
         """
-        began_s, behind = time.perf_counter(), list[Sample]()
+        began_s, behind, flights = time.perf_counter(), list[Sample](), list[tuple[Flight, int, int]]()
         self._weigh(turn.samples)
-        while asking := [
-            one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model and one not in behind
-        ]:
+        while True:
+            asking = [one for one in turn.samples if isinstance(one.ask, Ask) and one.ask.model and one not in behind]
+            if not asking:
+                fetching = [one for one in turn.samples if isinstance(one.ask, Fetch)]
+                if not fetching:
+                    break
+                self._fetch(fetching, flights, time.perf_counter() - began_s, is_usual=turn.is_usual)
+                continue
             if self._prompt_rows is not None:
                 everyone, asking = asking, cut_drafting(asking, self.algorithm.window, self._prompt_rows)
                 behind += [one for one in everyone if one.piece or one not in asking]
             forward_s = time.perf_counter()
             rows, kv = self._size_of(asking)
-            self._run(asking, self.lanes[1], is_new=False)
+            flight = self._start(asking, self.lanes[1])
+            if self._plans_ahead and all(ask.later for sample, ask in flight.asked if not sample.piece):
+                flights.append((flight, rows or flight.useful, kv))
+                flight.give_promises()
+                continue
+            self._land(flight, is_new=False)
             if self.lengths is not None and turn.is_usual:
-                self.lengths.drafted(rows or self.lanes[1].useful, kv, time.perf_counter() - forward_s)
+                self.lengths.drafted(rows or flight.useful, kv, time.perf_counter() - forward_s)
             if rolling := [sample for sample in asking if isinstance(sample.ask, Roll)]:
                 self._roll(rolling, asking, self.lanes[1])
         if self.lengths is not None:
             self.lengths.spent(time.perf_counter() - began_s)
         return behind
+
+    def _fetch(
+        self, fetching: list[Sample], flights: list[tuple[Flight, int, int]], started_s: float, *, is_usual: bool
+    ) -> None:
+        """Read all drafts that were promised, and let their samples go on. `started_s` are the seconds until now."""
+        began_s, laps = time.perf_counter(), list[float]()
+        # When the last one is over, all are: there is one wait.
+        flights.reverse()
+        for flight, _, _ in flights:
+            flight.keep_promises()
+            laps.append(sum(flight.seconds()))
+            self.counters.drafted(np.array([sample.slot for sample in flight.samples]), laps[-1])
+        if flights and self.lengths is not None and is_usual:
+            # The forwards overlapped with the host: each has its share of the whole time.
+            whole_s = started_s + time.perf_counter() - began_s
+            for (_, rows, kv), lap_s in zip(flights, laps, strict=True):
+                self.lengths.drafted(rows, kv, whole_s * lap_s / max(sum(laps), 1e-9))
+        flights.clear()
+        for sample in fetching:
+            assert sample.decoding is not None, "a sample in a slot has a generator"
+            sample.ask = sample.decoding.send(None)
 
     @staticmethod
     def _size_of(asking: list[Sample]) -> tuple[int, int]:
@@ -483,31 +553,29 @@ class Engine:
         canvases = [sample for sample in samples if isinstance(sample, Canvas)]
         answers = lane.look(canvases, slot_B)
         laps = lane.laps()
-        self._count(samples, lane, slot_B, sum(laps))
+        self._count(samples, lane, slot_B, sum(laps), lane.useful, lane.computed)
         self.stats.verified += lane.num_nodes
         self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0])
         ended = self._resume(samples, answers)
         lane.settle(canvases)
         return ended
 
-    def _run(self, samples: list[Sample], lane: Lane, *, is_new: bool) -> list[Sample]:
-        """One forward of one model for these samples, and their answers; returns the samples that ended."""
-        if isinstance(lane, CanvasLane):
-            return self._look(samples, lane)
+    def _start(self, samples: list[Sample], lane: Lane, following: list[Ask] | None = None) -> Flight:
+        """Start a forward of one model for what these samples ask, or for what they will ask after one more token."""
+        asks: list[Ask] = [sample.ask for sample in samples] if following is None else following  # type: ignore[misc]
         tokens: list[int] = []
         spans: list[int] = []
         queries: list[int] = []
         drafts: list[int] = []
         sizes, whens, more, more_queries, shares = [], [], [], [], list[float]()
-        for index, sample in enumerate(samples):
-            ask = sample.ask
+        for index, (sample, ask) in enumerate(zip(samples, asks, strict=True)):
             assert isinstance(ask, Ask), "offers were answered before"
             tokens += ask.tokens
             spans += ask.spans
             queries += ask.queries
             drafts += ask.drafts
             sizes.append(len(ask.drafts))
-            whens.append(sample.decided)
+            whens.append(sample.decided + (following is not None))
             if ask.window is not None:
                 shares.append(ask.window.share)
             if len(ask.spans) != FIELDS:
@@ -524,22 +592,22 @@ class Engine:
             slot_B, tokens, table, answered if queries else None, longest, share_B=np.array(shares) if shares else None
         )
         asked = Asked.of(answered, slot_B, drafts, sizes, whens)
-        if lane.is_target:
-            self.stats.verified += int(np.isin(asked.kind_R, (TARGET, JUDGE, SURE)).sum())
+        verified_B = np.bincount(asked.owner_R, _IS_VERIFIED_K[asked.kind_R], len(samples))
         parcel = Parcel()
         reading = self.answers.answer(lane, asked, parcel)
-        return self._forward(samples, lane, packed, reading, parcel, is_new=is_new)
+        return self._flight(samples, asks, lane, packed, parcel, reading=reading, verified_B=verified_B)
 
-    def _run_named(self, samples: list[Sample]) -> list[Sample]:
-        """As `_run`, of the target, for asks that name their answered rows."""
+    def _start_named(self, samples: list[Sample]) -> Flight:
+        """As `_start`, of the target, for asks that name their answered rows."""
         tokens: list[int] = []
         spans: list[int] = []
-        named, counts = [], []
+        named, counts, asks = [], [], list[Ask]()
         for sample in samples:
             ask = sample.ask
             assert isinstance(ask, Ask) and ask.named is not None, "all of these samples name their rows"
             tokens += ask.tokens
             spans += ask.spans
+            asks.append(ask)
             named.append(ask.named)
             counts.append(len(ask.spans) // WIDE)
         lane, slot_B = self.lanes[0], self._slots_of(samples)
@@ -547,31 +615,52 @@ class Engine:
         table = Table(spans, owner_P, len(samples), fields=WIDE)
         asked = NamedRows.of(named, table, slot_B)
         packed = Packed(slot_B, tokens, table, None, 0, asked.place_R)
-        self.stats.verified += asked.num_checked
         parcel = Parcel()
         reading = self.answers.named(lane, asked, parcel)
-        # Where samples begin without a prompt, any forward may be the first of some.
-        return self._forward(samples, lane, packed, reading, parcel, is_new=True)
+        verified_B = np.array([asked.num_checked])
+        return self._flight(samples, asks, lane, packed, parcel, reading=reading, verified_B=verified_B)
 
     def _slots_of(self, samples: list[Sample]) -> Ints:
+        """Their slots, which ascend."""
         if len(samples) == len(self._slots):
             return self._all_slots[: len(samples)]
         return np.array([sample.slot for sample in samples])
 
-    def _forward(
-        self,
+    @staticmethod
+    def _flight(
         samples: list[Sample],
+        asks: list[Ask],
         lane: Lane,
         packed: Packed,
-        reading: Reading[Any],
         parcel: Parcel,
         *,
-        is_new: bool,
-    ) -> list[Sample]:
-        """Run what is packed, answer and count it; returns the samples that ended."""
-        answers = lane.run(lane.plan(packed, reading, parcel), reading, parcel)
-        laps = lane.laps()
-        self._count(samples, lane, packed.slot_B, sum(laps))
+        reading: Reading[Any],
+        verified_B: Ints,
+    ) -> Flight:
+        """Start what is packed."""
+        started = lane.start_run(lane.plan(packed, reading, parcel), reading, parcel)
+        laps = None if started.up is None else lane.clock.cut()
+        return Flight(lane, samples, asks, started, laps, lane.useful, lane.computed, verified_B)
+
+    def _alive(self, flight: Flight) -> list[Sample]:
+        """The samples of a flight that have not ended since it started."""
+        slots = self._slots
+        return [one for one in flight.samples if one.slot < len(slots) and slots[one.slot] is one]
+
+    def _land(self, flight: Flight, *, is_new: bool) -> list[Sample]:
+        """Read the answers of a forward, and count it; returns the samples that ended. Those that had ended before drop out."""
+        lane, samples = flight.lane, self._alive(flight)
+        answers, laps = lane.finish(flight.started), flight.seconds()
+        dead = list[int]()
+        if len(samples) < len(flight.samples):
+            alive = {id(sample) for sample in samples}
+            dead = [index for index, sample in enumerate(flight.samples) if id(sample) not in alive]
+            answers = (answer for index, answer in enumerate(answers) if index not in dead)
+        useful, verified = flight.without(dead)
+        slot_B = np.array([sample.slot for sample in samples])
+        if lane.is_target:
+            self.stats.verified += verified
+        self._count(samples, lane, slot_B, sum(laps), useful, flight.computed)
         if lane.is_target and is_new:
             self.counters.first([sample.slot for sample in samples if sample.nfe <= 1], laps[0] if laps else 0.0)
         return self._resume(samples, answers)
@@ -585,7 +674,9 @@ class Engine:
             counts[index] = count
         return np.repeat(self._all_slots[:num_samples], counts)
 
-    def _count(self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float) -> None:
+    def _count(
+        self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, useful: int, computed: int
+    ) -> None:
         """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those).
 
         A piece of a prompt is a part of the evaluation that its rest belongs to.
@@ -593,7 +684,7 @@ class Engine:
         if not lane.is_target:
             self.counters.drafted(slot_B, seconds)
             return
-        self.counters.ran(slot_B, useful=lane.useful, computed=lane.computed, seconds=seconds)
+        self.counters.ran(slot_B, useful=useful, computed=computed, seconds=seconds)
         for sample in samples:
             sample.nfe += not sample.piece
 

@@ -1,8 +1,8 @@
 """A lane is one model of an engine: it runs packed rows, and times what it runs. One transfer down a forward, one record up.
 
     plan     on the host: what the rows are goes into the forward's parcel (Run), beside what their answers need (Reading)
-    work     on the device: network, output layer, draws; where it can be captured, as one graph (graphs.py)
-    read     on the host: the record becomes answers
+    start    on the device: network, output layer, draws; where it can be captured, as one graph (graphs.py)
+    finish   on the host: the record becomes answers; another forward may be started before (drawn.py)
 
 Legend: B samples of a forward, R answered rows, N rows, I intervals.
 """
@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from decoders.engine.asks import FAR
+from decoders.engine.drawn import Drawn, Read, as_sent
 from decoders.engine.graphs import Graphs, Work
 from decoders.engine.memory import give
-from decoders.engine.packing import Ints, Table
+from decoders.engine.packing import Asked, Ints, Table
 from decoders.engine.parcels import Parcel, Sent
 from decoders.engine.samples import Sample
-from decoders.engine.transfers import Clock, put
+from decoders.engine.transfers import Clock, Coming, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,23 @@ class Reading(Generic[_A]):
     num_rows: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Up:
+    """A record on its way to the host. With `slots`, its last number says whether the forwards over these were finite."""
+
+    coming: Coming
+    slots: set[int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Started(Generic[_A]):
+    """A forward whose answers can be read; without `up` there is no record."""
+
+    reading: Reading[_A]
+    up: Up | None
+    shape: torch.Size | None = None
+
+
 class Lane:
     """A backbone, its cache's size, and the seconds of its forwards. `vocab_size` is the target's: logits get that width."""
 
@@ -90,6 +108,10 @@ class Lane:
         """Whether the hidden states of all forwards since the last answer are finite, as far as the model says."""
         self._unsure = set[int]()
         """The slots of those forwards."""
+        self._ups = list[Up]()
+        """Records that were not read yet and tell whether forwards were finite."""
+        self.drawn: Drawn | None = None
+        """The tokens that rows can take from the device; None where none do."""
         self._answered = False
         self.useful = self.computed = 0
         """Rows of the last forward: those asked for, and those computed with padding."""
@@ -102,6 +124,9 @@ class Lane:
 
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Give the cache this many slots and columns."""
+        for up in list(self._ups) if num_slots else ():
+            self._arrived(up)
+        self._ups.clear()
         had, self._shape = self._shape, (FAR, FAR)  # until it has succeeded: then any size is less, and is made exactly
         if self.graphs is not None:
             self.graphs.forget()
@@ -124,8 +149,14 @@ class Lane:
 
     def move(self, source: int, target: int) -> None:
         """Copy all that a slot holds onto another."""
-        self._settle(source)
+        if source in self._unsure:
+            self._settle(source)
+        for up in self._ups:
+            if up.slots and source in up.slots:
+                up.slots.add(target)
         self.backbone.move_slot(source, target)
+        if self.drawn is not None:
+            self.drawn.move(source, target)
 
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of a sound slot onto another, in which nothing has run."""
@@ -136,7 +167,9 @@ class Lane:
         self._settle(sample.slot)
 
     def _settle(self, slot: int) -> None:
-        """Before a slot changes, ask about forwards in it that had no answer."""
+        """Before a slot changes, ask about forwards in it that had no answer, or whose answer was not read."""
+        for up in [up for up in self._ups if up.slots and slot in up.slots]:
+            self._arrived(up)
         if slot in self._unsure:
             self.record(torch.zeros(0, dtype=torch.float64, device=self.device))
 
@@ -161,25 +194,37 @@ class Lane:
 
     def run(self, run: Run, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
         """Send the parcel, run the rows, read their answers."""
+        return self.finish(self.start_run(run, reading, parcel))
+
+    def start_run(self, run: Run, reading: Reading[_A], parcel: Parcel) -> Started[_A]:
+        """Send the parcel and run the rows, without waiting for their answers."""
         is_sound = not getattr(self.backbone, "tainted", ())
         if self.graphs is not None and is_sound and None not in (run.form, reading.form):
-            return reading.read(self._whole(run, reading, parcel))
+            return Started(reading, self._whole(run, reading, parcel))
         sent = parcel.send(self.device)
         hidden_ND = self.hidden_ND = self._run(run.rows(sent), run.useful, run.slot_B)
         if reading.work is None:
-            return reading.read(np.zeros(0))
+            return Started(reading, None)
         hidden_RD = hidden_ND if run.asked is None else hidden_ND.index_select(0, sent[run.asked])
-        return reading.read(self.record(reading.work(sent, hidden_RD)))
+        record = reading.work(sent, hidden_RD)
+        return Started(reading, self._up(record), record.shape)
 
-    def _whole(self, run: Run, reading: Reading[Any], parcel: Parcel) -> NDArray[np.float64]:
-        """The record of a forward that can be captured, flat."""
+    def finish(self, started: Started[_A]) -> Iterator[_A]:
+        """Wait for the record of a forward, and read it."""
+        if started.up is None:
+            return started.reading.read(np.zeros(0))
+        host = self._arrived(started.up)
+        return started.reading.read(host if started.shape is None else host.reshape(started.shape))
+
+    def _whole(self, run: Run, reading: Reading[Any], parcel: Parcel) -> Up:
+        """Run a forward that can be captured; its record is flat."""
 
         def work(sent: Sent) -> tuple[Tensor, Tensor]:
             assert reading.work is not None and run.asked is not None, "what has a form is read from some rows"
             hidden_ND = self.backbone.forward(run.rows(sent))
             return hidden_ND, reading.work(sent, hidden_ND.index_select(0, sent[run.asked])).flatten()
 
-        return self.replayed((run.form, reading.form), parcel, work, run.useful, run.slot_B)
+        return self._replayed((run.form, reading.form), parcel, work, run.useful, run.slot_B)
 
     def replayed(
         self,
@@ -190,24 +235,34 @@ class Lane:
         slot_B: Ints,
     ) -> NDArray[np.float64]:
         """Run a forward as a graph, if one was captured; its record, flat. `work` gives hidden states and the record."""
+        return self._arrived(self._replayed(form, parcel, work, useful, slot_B))
+
+    def _replayed(
+        self,
+        form: Hashable,
+        parcel: Parcel,
+        work: Callable[[Sent], tuple[Tensor, Tensor]],
+        useful: int,
+        slot_B: Ints,
+    ) -> Up:
         assert self.graphs is not None, "this model's forwards are captured"
         graphs, notes_finite = self.graphs, hasattr(self.backbone, "finite")
 
         def whole(sent: Sent) -> Work:
             hidden_ND, record = work(sent)
             if notes_finite:
-                record = torch.cat([record, self.backbone.finite.to(torch.float64).unsqueeze(0)])
+                record = torch.cat([record, self.backbone.finite.unsqueeze(0)])
             return Work(hidden_ND, record, self.backbone.num_rows_computed)
 
         done = self.clock.whole(lambda: graphs.run(form, parcel, whole))
         self.hidden_ND, self.useful, self.computed = done.hidden_ND, useful, done.num_computed
         if not notes_finite:
-            return self._brought(done.record)
+            return Up(Coming(done.record))
         record = done.record
         if self._finite is not None:
             record = torch.cat([record[:-1], record[-1:] * self._finite])
         self._unsure.update(slot_B.tolist())
-        return self._judged(self._brought(record))
+        return self._flagged(record)
 
     def again(self, rows: str, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
         """Read further answers from some rows of the last forward; `rows` names their places."""
@@ -222,6 +277,16 @@ class Lane:
             return None if place_R is None else parcel.enclose(place_R)
         return parcel.enclose(np.arange(num_rows) if place_R is None else place_R, size=reading.num_rows)
 
+    def located(self, token_N: Ints, slot_N: Ints) -> tuple[Ints, Read]:
+        """What to send in place of rows' tokens, [N], and what makes these of it on the device (drawn.py)."""
+        return (token_N, as_sent) if self.drawn is None else self.drawn.located(token_N, slot_N)
+
+    def noting(
+        self, asked: Asked, part: slice, parcel: Parcel, size: int | None = None
+    ) -> Callable[[Sent, Tensor], None]:
+        """Plan to keep the tokens of some rows on the device, where rows take tokens from it; filled up to `size`."""
+        return (lambda sent, token_R: None) if self.drawn is None else self.drawn.plan(asked, part, parcel, size)
+
     def put(self, numbers: Ints) -> Tensor:
         """Bring integers to the device."""
         return put(numbers, self.device)
@@ -231,23 +296,32 @@ class Lane:
 
         What the model noted of NaN and infinity comes along: it will wipe the slots of such a forward before it reads them again.
         """
+        return self._arrived(self._up(found)).reshape(found.shape)
+
+    def _up(self, found: Tensor) -> Up:
+        """Send a record to the host, with what the model noted since the last one."""
         told = found.flatten()
-        if self._finite is not None:
-            told = torch.cat([told, self._finite.to(torch.float64).unsqueeze(0)])
-        host = self._brought(told)
-        return (host if self._finite is None else self._judged(host)).reshape(found.shape)
+        if self._finite is None:
+            return Up(Coming(told))
+        return self._flagged(torch.cat([told, self._finite.unsqueeze(0)]))
 
-    def _brought(self, told: Tensor) -> NDArray[np.float64]:
-        host: NDArray[np.float64] = told.cpu().numpy()
+    def _flagged(self, told: Tensor) -> Up:
+        """Send a record whose last number says whether all forwards until now were finite."""
+        up = Up(Coming(told), self._unsure)
+        self._finite, self._unsure = None, set()
+        self._ups.append(up)
+        return up
+
+    def _arrived(self, up: Up) -> NDArray[np.float64]:
+        """Wait for a record; what it says of the slots' soundness is noted once."""
+        host = up.coming.numbers()
         self._answered = True
-        return host
-
-    def _judged(self, host: NDArray[np.float64]) -> NDArray[np.float64]:
-        """A record without its last number, which says whether all forwards until now were finite."""
-        if not host[-1]:
-            self.backbone.taint(self._unsure)
-        self._finite = None
-        self._unsure.clear()
+        if up.slots is None:
+            return host
+        if up in self._ups:
+            self._ups.remove(up)
+            if not host[-1]:
+                self.backbone.taint(up.slots)
         return host[:-1]
 
     def laps(self) -> list[float]:

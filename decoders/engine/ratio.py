@@ -85,16 +85,22 @@ class Ratio:
     def _drafted(self, lane: Lane, asked: Asked, parcel: Parcel) -> Work:
         """Draw drafts from q and keep it: tokens and log-probabilities, float64 [2, R]."""
         plans = [
-            (part, self._own(asked.slot_R[part], parcel), self.keep_and_draw(asked, part, parcel))
+            (
+                part,
+                self._own(asked.slot_R[part], parcel),
+                self.keep_and_draw(asked, part, parcel),
+                lane.noting(asked, part, parcel),
+            )
             for part in self._parts(asked.num_rows)
         ]
 
         def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
             found = []
-            for part, own, draw in plans:
+            for part, own, draw, note in plans:
                 logits_RV = self._logits(lane, hidden_RD[part])
                 law_RV = self._rows.law(logits_RV, None if own is None else sent[own])
                 token_R = draw(sent, law_RV)
+                note(sent, token_R)
                 log_p_R = torch.zeros_like(token_R, dtype=torch.float64)
                 if lane.is_target:
                     log_p_R = self._rows.log_p(logits_RV, law_RV, token_R)

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
-from decoders.engine.asks import DRAFT, FAR, JUST_ONE, Ask, Decoding, Spans, Wish
+from decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, Ask, Decoding, Spans, Wish, promise
 from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 
 FILLED: Final = "filled"
@@ -124,11 +124,26 @@ class Sample:
         return Ask(0, self.tokens[start:end], span, drafts)
 
     def draft_next(self, rank: int) -> Ask:
-        """Let the drafting model run its columns up to `rank`, and draft the token of that rank."""
+        """Let the drafting model run its columns up to `rank`, and promise the token of that rank."""
         start = self.cached_draft
         self.cached_draft = rank
         span = (rank - start, start, start, 0, 0, FAR, 1, rank, DRAFT)
-        return Ask(1, self.tokens[start:rank], span, JUST_ONE)
+        return Ask(1, self.tokens[start:rank], span, JUST_ONE, later=True)
+
+    def next_causal(self) -> Ask | None:
+        """What is asked once the token of rank `decided` is drawn, if that is not the last one: the row of this token."""
+        n = self.decided
+        if n + 1 >= self.length:
+            return None
+        return Ask(0, [promise(n)], (1, n, n, 0, 0, FAR, 1, n + 1, TARGET), JUST_ONE)
+
+    def next_two_stream(self) -> Ask | None:
+        """The same of an any-subset canvas: the content of this token, and a query at the next rank."""
+        n = self.decided
+        if n + 1 >= self.length:
+            return None
+        content = (1, n, n, self.prompt, 0, FAR, 0, 0, 0)
+        return Ask(0, [promise(n)], content, JUST_ONE, fresh_queries(n + 1, 1, TARGET))
 
     def two_stream(self, end: int, queries: Spans, drafts: list[int] | tuple[int, ...]) -> Ask:
         """Write the content of the columns [cached, end) of an any-subset canvas, and run query rows.

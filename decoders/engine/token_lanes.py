@@ -32,9 +32,10 @@ class TokenLane(Lane):
         table = packed.table
         column_N = table.columns()
         limit_N, own_N = table.limits(column_N), table.own()
-        token_N = np.array(packed.tokens, dtype=np.int64)
+        slot_N, token_N = packed.slot_B[table.owner_N], np.array(packed.tokens, dtype=np.int64)
         if self.backbone.vocab_size < self._vocab_size:
             token_N = np.minimum(token_N, self.backbone.vocab_size - 1)
+        token_N, read = self.located(token_N, slot_N)
         lows, highs = [np.zeros_like(column_N)], [limit_N]
         if int(own_N.min()) < FAR:
             lows, highs = [*lows, own_N], [*highs, table.till(column_N)]
@@ -44,7 +45,7 @@ class TokenLane(Lane):
         if size is not None:
             assert num_columns <= self.trash, "a row sees the column of dead rows"
         # A dead row is token 0 at position 0 of slot 0, and sees nothing.
-        fields = table.owner_N, table.lines(), packed.slot_B[table.owner_N], token_N, table.positions()
+        fields = table.owner_N, table.lines(), slot_N, token_N, table.positions()
         names = [parcel.enclose(numbers_N, size=size) for numbers_N in fields]
         names.append(parcel.enclose(column_N, size=size, fill=self.trash))
         sights = parcel.enclose(np.stack([*lows, *highs]), size=size)
@@ -64,7 +65,7 @@ class TokenLane(Lane):
                 owner_N=owner,
                 line_N=line,
                 slot_N=slot,
-                token_N=token,
+                token_N=read(token),
                 position_N=position,
                 column_N=column,
                 low_IN=sent[sights][: len(lows)],
@@ -75,4 +76,4 @@ class TokenLane(Lane):
 
         place_R = table.asked_places() if packed.places_R is None else packed.places_R
         asked = self._enclosed(place_R, table.num_rows, reading, parcel)
-        return Run(rows, asked, table.num_rows, packed.slot_B, form=None if size is None else len(lows))
+        return Run(rows, asked, table.num_rows, packed.slot_B, form=None if size is None else (len(lows), read))

@@ -31,14 +31,51 @@ def marks(ids: Sequence[int], size: int, device: torch.device) -> Tensor:
     return put(marked, device)
 
 
+class Coming:
+    """Numbers on their way from the device to the host; other work may be started on the device before they are read."""
+
+    def __init__(self, found: Tensor) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if found.device.type == "cpu":
+            # The memory may be a captured forward's, which the next one fills again.
+            self._host = found.clone()
+            return
+        self._host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        self._host.copy_(found, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def numbers(self) -> NDArray[np.float64]:
+        """What has come; waits for it, and for nothing that was started later."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        found: NDArray[np.float64] = self._host.numpy()
+        return found
+
+
+class Laps:
+    """The seconds of calls, on a GPU between pairs of events."""
+
+    def __init__(self) -> None:
+        self.seconds = list[float]()
+        self.events = list[tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def read(self) -> list[float]:
+        """The seconds of each call. On a GPU something must have waited for them: then this does not wait."""
+        for began, ended in self.events:
+            ended.synchronize()
+            self.seconds.append(began.elapsed_time(ended) / 1000.0)
+        self.events.clear()
+        return self.seconds
+
+
 class Clock:
     """Times calls one by one; on a GPU by the device's own events around each."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._laps: list[float] = []
+        self._laps = Laps()
         self._is_paused = False
-        self._open: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timed(self, function: Callable[[], _T]) -> _T:
         """Call and time a function; calls inside of `whole` are timed with it."""
@@ -49,11 +86,11 @@ class Clock:
             began.record()
             result = function()
             ended.record()
-            self._open.append((began, ended))
+            self._laps.events.append((began, ended))
             return result
         began_s = time.perf_counter()
         result = function()
-        self._laps.append(time.perf_counter() - began_s)
+        self._laps.seconds.append(time.perf_counter() - began_s)
         return result
 
     def whole(self, function: Callable[[], _T]) -> _T:
@@ -68,11 +105,11 @@ class Clock:
 
         return self.timed(paused)
 
-    def laps(self) -> list[float]:
-        """The seconds of each call since this was last asked. On a GPU an answer must have come since: then nothing waits."""
-        for began, ended in self._open:
-            ended.synchronize()
-            self._laps.append(began.elapsed_time(ended) / 1000.0)
-        self._open.clear()
-        laps, self._laps = self._laps, []
+    def cut(self) -> Laps:
+        """The calls since this was last asked."""
+        laps, self._laps = self._laps, Laps()
         return laps
+
+    def laps(self) -> list[float]:
+        """Their seconds. On a GPU an answer must have come since: then nothing waits."""
+        return self.cut().read()

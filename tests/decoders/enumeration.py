@@ -82,9 +82,17 @@ class ChosenAnswers:
         """Nothing is kept."""
 
     def answer(self, lane: Lane, asked: Asked, parcel: Parcel) -> Reading[Answer]:
-        return reading_of(lambda hidden_RD: self.answered(lane, hidden_RD, asked))
+        note, found = lane.noting(asked, slice(None), parcel), list[list[Answer]]()
 
-    def answered(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> Iterator[Answer]:
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            answers = self.answered(lane, hidden_RD, asked)
+            found.append(answers)
+            note(sent, torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int64))
+            return torch.zeros(0, dtype=torch.float64)
+
+        return Reading(work, lambda _: iter(found.pop()))
+
+    def answered(self, lane: Lane, hidden_RD: Tensor, asked: Asked) -> list[Answer]:
         first, answers = 0, []
         for owner, size in enumerate(asked.size_B.tolist()):
             if not size:
@@ -95,7 +103,7 @@ class ChosenAnswers:
             slot = int(asked.slot_R[rows][0])
             law = self.law(lane.logits(hidden_RD[rows]))
             answers.append(self._one(self.samples[slot], law, asked, rows, int(asked.when_B[owner])))
-        return iter(answers)
+        return answers
 
     def law(self, logits: Tensor) -> Tensor:
         return log_law(logits.index_fill_(-1, self.suppressed, -torch.inf), self.sampling)

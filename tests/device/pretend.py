@@ -56,10 +56,14 @@ class Counts:
         """Start from zero."""
         self.launches = self.down = self.up = self.waits = self.shapes = 0
         self.places: Counter[tuple[str, str]] = Counter()
+        self.num_events = self.num_over = 0
+        """Events that were recorded, and how many of them are known to be over."""
 
     def add(self, kind: str, what: str) -> None:
-        """Count one event."""
+        """Count one event. A wait is for all that was started before."""
         setattr(self, kind, getattr(self, kind) + 1)
+        if kind == "waits":
+            self.num_over = self.num_events
         self.places[kind, f"{what} at {_place()}"] += 1
 
     def state(self) -> dict[str, int]:
@@ -154,11 +158,12 @@ class _Pretending(TorchFunctionMode):
             return False
         if name == "pin_memory":
             return args[0]
+        kwargs.pop("pin_memory", None)
         if func is torch.device or name == "_parse_to" or not (ours or any(_is_device(one) for one in flat)):
             return func(*args, **kwargs)
-        goes_up = self._transfer(name, args, kwargs)
+        goes_up, crosses = self._transfer(name, args, kwargs), name == "copy_" and self._copied(args, kwargs)
         self._check(name, args, ours, host)
-        return self._call(func, name, flat, spec, stays=not goes_up)
+        return self._call(func, name, flat, spec, stays=not goes_up, counts=not crosses)
 
     def _transfer(self, name: str, args: Any, kwargs: Any) -> bool:
         """Count what crosses between host and device; whether the result is the host's."""
@@ -173,16 +178,16 @@ class _Pretending(TorchFunctionMode):
             counts.add("waits", name)
         elif name in ("to", "cpu", "cuda"):
             return self._moved(name, args, kwargs)
-        elif name == "copy_":
-            self._copied(args, kwargs)
         return False
 
-    def _copied(self, args: Any, kwargs: Any) -> None:
+    def _copied(self, args: Any, kwargs: Any) -> bool:
+        """Count a copy into a tensor that is there; whether it crosses between host and device, which starts no kernel."""
         target, source = (isinstance(one, OnDevice) for one in args[:2])
         if target != source:
             self.counts.add("down" if target else "up", "copy_")
             if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 self.counts.add("waits", "copy_, without non_blocking")
+        return target != source
 
     def _moved(self, name: str, args: Any, kwargs: Any) -> bool:
         target = {"cpu": "cpu", "cuda": "cuda", "to": None}[name]
@@ -219,7 +224,7 @@ class _Pretending(TorchFunctionMode):
             self.counts.add("down", "an index or a value of the host")
             self.counts.add("waits", "an index or a value of the host")
 
-    def _call(self, func: Any, name: str, flat: list[Any], spec: Any, *, stays: bool) -> Any:
+    def _call(self, func: Any, name: str, flat: list[Any], spec: Any, *, stays: bool, counts: bool) -> Any:
         known: dict[int, tuple[torch.Tensor, OnDevice]] = {}
 
         def bare(one: Any) -> Any:
@@ -244,7 +249,7 @@ class _Pretending(TorchFunctionMode):
         args, kwargs = tree_unflatten([bare(one) for one in flat], spec)
         whole, before = name == "scaled_dot_product_attention", self.launches.working
         self.counts.launches += whole
-        self.launches.working = not whole
+        self.launches.working = counts and not whole
         try:
             found = func(*args, **kwargs)
         finally:
@@ -253,20 +258,23 @@ class _Pretending(TorchFunctionMode):
 
 
 class _Event:
-    """An event of the device. Whoever reads it before the host has waited for something else waits now."""
+    """An event of the device. Whoever reads it before the host has waited for it, or for something later, waits now."""
 
     def __init__(self, counts: Counts, *, enable_timing: bool = False) -> None:
-        assert enable_timing, "an event that is there to be read late"
-        self.counts, self.recorded = counts, -1
+        self.counts, self.recorded, self.has_time = counts, -1, enable_timing
 
     def record(self) -> None:
-        self.recorded = self.counts.waits
+        self.counts.num_events += 1
+        self.recorded = self.counts.num_events
 
     def synchronize(self) -> None:
-        if self.counts.waits == self.recorded:
-            self.counts.add("waits", "an event that is read too early")
+        over = self.counts.num_over
+        if self.recorded > over:
+            self.counts.add("waits", "an event")
+            self.counts.num_over = self.recorded
 
     def elapsed_time(self, later: _Event) -> float:
+        assert self.has_time and later.has_time, "an event that notes no time"
         assert later.recorded >= self.recorded >= 0, "an event that was never recorded"
         return 1.0
 

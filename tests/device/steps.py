@@ -62,7 +62,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(slots=True)
 class Step:
-    """The counts of one step. `steady`: no sample came before it, and none ended in it."""
+    """The counts of one step. `steady`: no sample came before it, none ended in it, and it started one forward of the target.
+
+    The first step after a pause starts its own forward and the next one; then each starts the next one.
+    """
 
     steady: bool
     launches: int
@@ -146,11 +149,12 @@ def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) 
         admitted = bool(waiting) and decoder.room(LENGTH) > 0
         while waiting and decoder.room(LENGTH):
             decoder.admit([waiting.pop(0)])
-        before = counts.state()
+        before, was_ahead = counts.state(), getattr(decoder, "_ahead", None) is not None
         done = decoder.step()
+        begins = not was_ahead and getattr(decoder, "_ahead", None) is not None
         found.outcomes |= {outcome.index: outcome for outcome in done}
         now = counts.state()
-        found.steps.append(Step(not (admitted or done), *(now[kind] - before[kind] for kind in KINDS)))
+        found.steps.append(Step(not (admitted or done or begins), *(now[kind] - before[kind] for kind in KINDS)))
 
 
 def toy_canvases(count: int, name: str, *, own: bool = False) -> list[Request]:

@@ -58,6 +58,13 @@ def test_views_pinned_transfers_and_late_events_cost_no_wait():
         later.record()
         later.synchronize()
         assert counts.waits == 2, "an event that is read before anything else waited"
+        event.record()
+        later.record()
+        for _ in range(2):
+            event.synchronize()
+        assert counts.waits == 3
+        later.synchronize()
+        assert counts.waits == 4, "who waits for an event has not waited for a later one"
 
 
 def test_what_stands_for_a_kernel_is_one_launch_whose_waits_count():
