@@ -16,6 +16,7 @@ Legend: R answered rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -290,9 +291,12 @@ class NoiseAnswers:
 
     def roll(self, lane: Lane, heads: DraftHeads, rolling: Rolling) -> Iterator[Answer]:
         """See Answers."""
-        record_BK = rolling.drawn(lane, heads, self._draft).to(torch.float64)
-        drafts = lane.record(record_BK).astype(np.int64).tolist()
-        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
+        parcel, num_windows = Parcel(), len(rolling.counts)
+        captured = self._coupled and self._kernel is not None
+        size = self._captured_size(lane, num_windows) if captured else None
+        work = rolling.plan(lane, heads, partial(self._draft, size=size), parcel, size=size)
+        form = None if size is None else ("roll", rolling.head, self._rows.cuts(rolling.slot_B))
+        return rolling.drafts(lane.after(form, parcel, work))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
         """See Answers."""
@@ -305,8 +309,11 @@ class NoiseAnswers:
         sent = parcel.send(self._device)
         return (Answer(0, [token], [0.0]) for token in draft(sent, sent[weights].log().to(self._law_dtype)).tolist())
 
-    def _draft(self, asked: Asked, parcel: Parcel) -> Draft:
-        """Plan to draw a draft from each row's logits; the rejection rule keeps what it was drawn from."""
+    def _draft(self, asked: Asked, parcel: Parcel, *, size: int | None = None) -> Draft:
+        """Plan to draw a draft from each row's logits; the rejection rule keeps what it was drawn from.
+
+        With `size` so many rows are drawn, as in KernelDraws.
+        """
         if not self._coupled:
             own, keep_and_draw = self._own(asked.slot_R, parcel), self._ratio.keep_and_draw(asked, slice(None), parcel)
 
@@ -317,7 +324,7 @@ class NoiseAnswers:
 
             return by_uniform
         if (kernel := self._kernel) is not None:
-            choose = kernel.plan(asked.slot_R, asked.rank_R, None, parcel)
+            choose = kernel.plan(asked.slot_R, asked.rank_R, None, parcel, size=size)
             return lambda sent, logits_RV: choose(sent, self._suppress(logits_RV))[0]
         own, noise = self._own(asked.slot_R, parcel), None
         if not self._rows.greedy:

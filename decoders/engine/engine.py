@@ -540,12 +540,11 @@ class Engine:
         """Drafts from the rows' own distributions: no rank waits for the one before it."""
         spans = [number for ask in asks for number in equal_queries(ask.rank, ask.num_drafts, 0, DRAFT)]
         table = Table(spans, self._all_slots[: len(rolling)], len(rolling))
-        assert lane.hidden_ND is not None, "a roll follows a forward"
         slot_B, sizes = np.array([sample.slot for sample in rolling]), [ask.num_drafts for ask in asks]
         asked = Asked.of(table, slot_B, [NO_DRAFT] * sum(sizes), sizes, [sample.decided for sample in rolling])
         parcel = Parcel()
-        rows, reading = parcel.enclose(row_B[table.owner_N] + table.step_N), self.answers.answer(lane, asked, parcel)
-        return lane.again(rows, reading, parcel)
+        reading = self.answers.answer(lane, asked, parcel)
+        return lane.again(row_B[table.owner_N] + table.step_N, reading, parcel)
 
     def _look(self, samples: list[Sample], lane: CanvasLane) -> list[Sample]:
         """One forward over canvases of these samples, and their answers; returns the samples that ended."""

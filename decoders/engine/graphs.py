@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
 import torch
@@ -38,13 +38,17 @@ _FINE: Final = 16
 _ROUNDING: Final = 0.02
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed."""
+    """What a forward leaves: the hidden states of its rows, its record (float64, flat), and how many rows it computed.
+
+    `stays`: it is a graph's, which fills the same tensors each time; further work can be captured that reads them.
+    """
 
     hidden_ND: Tensor
     record: Tensor
     num_computed: int
+    stays: bool = False
 
 
 class Recorder(Protocol):
@@ -139,7 +143,7 @@ class Graphs:
         if not is_close:
             self._stop("a captured step gave another result")
             return None
-        return _Graph(inputs, replay, found, work)
+        return _Graph(inputs, replay, replace(found, stays=True), work)
 
     def _stop(self, reason: str) -> None:
         self._works = False

@@ -119,6 +119,8 @@ class Lane:
         """Hidden states of all rows (query rows) of the last forward; a Roll reads them."""
         self.graphs: Graphs | None = None
         """Forwards that were captured; None where none can be."""
+        self._source: Work | None = None
+        """The graph that ran the last forward; None if none did."""
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
@@ -130,6 +132,7 @@ class Lane:
         had, self._shape = self._shape, (FAR, FAR)  # until it has succeeded: then any size is less, and is made exactly
         if self.graphs is not None:
             self.graphs.forget()
+        self._source = None
         give(self.backbone, num_slots, num_columns, had)
         self._shape = (num_slots, num_columns)
 
@@ -256,6 +259,7 @@ class Lane:
 
         done = self.clock.whole(lambda: graphs.run(form, parcel, whole))
         self.hidden_ND, self.useful, self.computed = done.hidden_ND, useful, done.num_computed
+        self._source = done if done.stays else None
         if not notes_finite:
             return Up(Coming(done.record))
         record = done.record
@@ -264,11 +268,28 @@ class Lane:
         self._unsure.update(slot_B.tolist())
         return self._flagged(record)
 
-    def again(self, rows: str, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
-        """Read further answers from some rows of the last forward; `rows` names their places."""
-        sent = parcel.send(self.device)
-        assert self.hidden_ND is not None and reading.work is not None, "a forward came before, and something is asked"
-        return reading.read(self.record(reading.work(sent, self.hidden_ND.index_select(0, sent[rows]))))
+    def again(self, row_R: Ints, reading: Reading[_A], parcel: Parcel) -> Iterator[_A]:
+        """Read further answers from some rows of the last forward."""
+        rows, draw = parcel.enclose(row_R, size=reading.num_rows), reading.work
+        assert draw is not None, "something is asked"
+
+        def work(sent: Sent, hidden_ND: Tensor) -> Tensor:
+            return draw(sent, hidden_ND.index_select(0, sent[rows]))
+
+        return reading.read(self.after(None if reading.form is None else ("again", reading.form), parcel, work))
+
+    def after(self, form: Hashable, parcel: Parcel, work: Callable[[Sent, Tensor], Tensor]) -> NDArray[np.float64]:
+        """The record of more work, on the hidden states of the last forward. With a `form` it may be captured, and is flat."""
+        hidden_ND, source = self.hidden_ND, self._source
+        assert hidden_ND is not None, "a forward came before"
+        if form is None or self.graphs is None or source is None:
+            return self.record(work(parcel.send(self.device), hidden_ND))
+        graphs, states_ND = self.graphs, source.hidden_ND
+
+        def whole(sent: Sent) -> Work:
+            return Work(states_ND, work(sent, states_ND).flatten(), 0)
+
+        return self.record(self.clock.whole(lambda: graphs.run((form, source), parcel, whole)).record)
 
     @staticmethod
     def _enclosed(place_R: Ints | None, num_rows: int, reading: Reading[Any], parcel: Parcel) -> str | None:
@@ -348,7 +369,7 @@ class Lane:
         if finite is not None:
             self._finite = finite if self._finite is None else self._finite & finite
             self._unsure.update(slot_B.tolist())
-        self._answered = False
+        self._answered, self._source = False, None
         self.useful, self.computed = useful, self.backbone.num_rows_computed
         return hidden
 

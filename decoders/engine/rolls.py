@@ -11,17 +11,18 @@ Legend: B samples that roll, those with the longest windows first; K ranks of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from decoders.backbones.head_files import MAX_DISTANCE
 from decoders.backbones.heads import DraftHeads
 from decoders.backbones.invariance import at_least_rows
-from decoders.engine.asks import CHAIN, Roll
+from decoders.engine.asks import CHAIN, Answer, Roll
 from decoders.engine.lanes import Lane
 from decoders.engine.packing import Asked, Ints
 from decoders.engine.parcels import Parcel, Sent
@@ -55,28 +56,51 @@ class Rolling:
         told = np.array([numbers + [0] * (most - len(numbers)) for numbers in flat], dtype=np.int64)
         self.told_BKF: Ints = told.reshape(len(flat), self.counts[0], -1)
 
-    def drawn(self, lane: Lane, heads: DraftHeads, draft: Callable[[Asked, Parcel], Draft]) -> Tensor:
-        """Draft all windows, [B, K]; what is beyond a window means nothing. `draft` plans the draws of one rank.
+    def plan(
+        self,
+        lane: Lane,
+        heads: DraftHeads,
+        draft: Callable[[Asked, Parcel], Draft],
+        parcel: Parcel,
+        *,
+        size: int | None = None,
+    ) -> Callable[[Sent, Tensor], Tensor]:
+        """Plan to draft all windows from the last forward's hidden states: drafts [B, K], which beyond a window mean nothing.
 
-        One transfer down, whatever the windows' length.
+        `draft` plans the draws of one rank. With `size`, there are so many windows, all as long as the longest: then the work
+        depends on nothing but K, and `draft` fills its rows up to that size.
         """
-        assert lane.hidden_ND is not None, "a roll follows a forward"
-        parcel = Parcel()
-        told, rows = parcel.enclose(self.told_BKF), parcel.enclose(self.row_B)
+        told_KFB = self.told_BKF.transpose(1, 2, 0)
+        told, rows = parcel.enclose(told_KFB, size=size), parcel.enclose(self.row_B, size=size)
         # The samples that still draft come first.
-        going = [sum(count > offset for count in self.counts) for offset in range(self.counts[0])]
+        ranks = range(self.counts[0])
+        going = [len(self.counts) if size else sum(count > rank for count in self.counts) for rank in ranks]
         draws = [draft(self._asked(count, offset), parcel) for offset, count in enumerate(going)]
-        sent = parcel.send(lane.device)
-        told_BKF, row_B = sent[told], sent[rows]
-        drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
-        step: _Chain | _Markov = _Chain(lane, heads, row_B) if self.head == CHAIN else _Markov(lane, heads, row_B)
-        for offset, (count, draw) in enumerate(zip(going, draws, strict=True)):
-            hidden_RD = step(told_BKF[:count, offset], drafted_BK[:count], offset)
-            drafted_BK[:count, offset] = draw(sent, lane.logits(hidden_RD))
-        return drafted_BK
+        if size is not None:
+            going = [size] * len(going)
+
+        def work(sent: Sent, hidden_ND: Tensor) -> Tensor:
+            told_BKF, row_B = sent[told].permute(2, 0, 1), sent[rows]
+            drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
+            made = _Chain if self.head == CHAIN else _Markov
+            step: _Chain | _Markov = made(lane, heads, hidden_ND, row_B, exceeds=size is not None)
+            for offset, (count, draw) in enumerate(zip(going, draws, strict=True)):
+                hidden_RD = step(told_BKF[:count, offset], drafted_BK[:count], offset)
+                drafted_BK[:count, offset] = draw(sent, lane.logits(hidden_RD))
+            return drafted_BK.to(torch.float64)
+
+        return work
 
     def _asked(self, count: int, offset: int) -> Asked:
-        return Asked.drafting(self.slot_B[:count], self.rank_B[:count] + offset, self.when_B[:count])
+        last_B = self.rank_B + np.array(self.counts) - 1  # what is drawn beyond a window is its last rank once more
+        rank_B = np.minimum(self.rank_B + offset, last_B)
+        return Asked.drafting(self.slot_B[:count], rank_B[:count], self.when_B[:count])
+
+    def drafts(self, told: NDArray[np.float64]) -> Iterator[Answer]:
+        """Each sample's drafts, from a record of any shape."""
+        most = self.counts[0]
+        tokens = told.reshape(-1, most)[: len(self.counts)].astype(np.int64).tolist()
+        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(tokens, self.counts, strict=True))
 
 
 # ---- on the device -----------------------------------------------------------------------------------------------
@@ -91,13 +115,16 @@ def _embedded(lane: Lane, read_R: Tensor, drafted_RK: Tensor) -> Tensor:
 class _Markov:
     """Each rank has a row of its own, which the head corrects with the two tokens before it."""
 
-    def __init__(self, lane: Lane, heads: DraftHeads, row_B: Tensor) -> None:
-        self._lane, self._head, self._row_B = lane, heads.markov, row_B
+    def __init__(self, lane: Lane, heads: DraftHeads, hidden_ND: Tensor, row_B: Tensor, *, exceeds: bool) -> None:
+        self._lane, self._head, self._hidden_ND, self._row_B = lane, heads.markov, hidden_ND, row_B
+        self._exceeds = exceeds  # windows are drafted beyond their ends, where there may be no row
 
     def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
         lane, (prev_R, prev_distance_R, before_R, before_distance_R, num_unseen_R) = self._lane, told_RF.unbind(1)
-        assert lane.hidden_ND is not None, "a roll follows a forward"
-        hidden_RD = lane.hidden_ND.index_select(0, self._row_B[: len(told_RF)] + offset)
+        row_R = self._row_B[: len(told_RF)] + offset
+        if self._exceeds:
+            row_R = row_R.clamp(max=len(self._hidden_ND) - 1)
+        hidden_RD = self._hidden_ND.index_select(0, row_R)
         others = {
             "prev_RD": _embedded(lane, prev_R, drafted_RK),
             "prev_distance_R": prev_distance_R,
@@ -111,9 +138,9 @@ class _Markov:
 class _Chain:
     """A state rolls on from the row that decided the last token."""
 
-    def __init__(self, lane: Lane, heads: DraftHeads, row_B: Tensor) -> None:
-        assert heads.chain is not None and lane.hidden_ND is not None, "a chain rolls on from a row of the last forward"
-        self._lane, self._head, self._state_RD = lane, heads.chain, lane.hidden_ND.index_select(0, row_B)
+    def __init__(self, lane: Lane, heads: DraftHeads, hidden_ND: Tensor, row_B: Tensor, *, exceeds: bool) -> None:
+        assert heads.chain is not None, "a head that was not loaded"
+        self._lane, self._head, self._state_RD = lane, heads.chain, hidden_ND.index_select(0, row_B)
 
     def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
         lane, (prev_R, distance_R, left_R, right_R) = self._lane, told_RF.unbind(1)

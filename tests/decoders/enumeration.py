@@ -126,8 +126,8 @@ class ChosenAnswers:
 
             return draw
 
-        drafts = rolling.drawn(lane, heads, draft).tolist()
-        return (Answer(0, own[:count], [0.0] * count) for own, count in zip(drafts, rolling.counts, strict=True))
+        parcel = Parcel()
+        return rolling.drafts(lane.after(None, parcel, rolling.plan(lane, heads, draft, parcel)))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
         for sample, ask in zip(samples, asks, strict=True):

@@ -301,13 +301,13 @@ def test_clear_leaves_a_usable_decoder_and_seconds_add_up():
     decoder.admit(requests[:3])
     decoder.step()
     decoder.clear()
-    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.lanes[1].laps
+    before_s, drafting_s, ask = decoder.stats.forward_s, list[float](), decoder.lanes[1].clock.cut
 
-    def laps():
-        drafting_s.extend(told := ask())
+    def cut():
+        drafting_s.extend((told := ask()).seconds)
         return told
 
-    decoder.lanes[1].laps = laps
+    decoder.lanes[1].clock.cut = cut
     again, fresh = run_all(decoder, requests), run(requests, specdiff(3))
     assert texts(again) == texts(fresh)
     assert [again[i].nfe_draft for i in range(12)] == [fresh[i].nfe_draft for i in range(12)]

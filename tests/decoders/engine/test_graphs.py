@@ -24,9 +24,11 @@ CAPTURED = [
     "multiblock_jacobi",
     "any_subset",
     "assd",
+    "assd, fused",
+    "assd, fused chain",
     "assd, suffix",
 ]
-"""Decoders whose target forwards are captured."""
+"""Decoders whose target forwards are captured, and the windows that heads draft from these."""
 CPU = torch.device("cpu")
 
 

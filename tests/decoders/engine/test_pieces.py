@@ -28,6 +28,7 @@ from decoders.engine.algorithm import WHOLE, Algorithm
 from decoders.engine.ends import Stops
 from decoders.engine.pieces import deal
 from decoders.engine.setup import Setup
+from decoders.engine.transfers import Laps
 from decoders.registry import build_decoder, build_scorer
 from tests.decoders.engine.test_prefixes import choices, infills, model, said
 from tests.decoders.support import run_all
@@ -374,10 +375,16 @@ def test_a_sample_takes_over_columns_as_soon_as_they_are_there() -> None:
 # ---- what is counted ---------------------------------------------------------------------------------------------
 
 
+def seconds_of(*seconds: float) -> Laps:
+    laps = Laps()
+    laps.seconds += seconds
+    return laps
+
+
 def test_the_pieces_of_a_prompt_are_one_evaluation_and_all_of_them_are_charged() -> None:
     short, long = Request(0, 0, prompts(9, new=30)[0].canvas), Request(1, 1, prompts(60, new=3)[0].canvas)
     decoder = made("autoregressive", 4, 10)
-    decoder.lanes[0].laps = lambda: [1.0, 0.5]
+    decoder.lanes[0].clock.cut = lambda: seconds_of(1.0, 0.5)
     decoder.admit([short])
     decoder.step()
     decoder.admit([long])
