@@ -73,6 +73,7 @@ from decoders.engine.setup import Setup
 from decoders.engine.token_lanes import TokenLane
 from decoders.engine.two_stream_lanes import TwoStreamLane
 from decoders.engine.windows import WindowLane
+from decoders.kernels.find import find_choice, find_notes
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4
@@ -224,8 +225,14 @@ class Engine:
 
     def fit(self, free_bytes: int) -> None:
         """Limit the batch to `free_bytes` of device memory, measured after all models were loaded."""
-        row_bytes = int(getattr(self.backbone, "row_bytes", 0))
-        self.account = self._space.account = Account.of(self.backbone.device, free_bytes, row_bytes=row_bytes)
+        device, dtype = self.backbone.device, self.backbone.dtype
+        self.account = self._space.account = Account.of(
+            device,
+            free_bytes,
+            row_bytes=int(getattr(self.backbone, "row_bytes", 0)),
+            keeps_noise=find_choice(device, dtype) is None or find_notes(device, dtype) is None,
+            captures=any(lane.graphs is not None for lane in self.lanes),
+        )
 
     def _longest_with(self, length: int) -> int:
         return max([length, 1, *(len(sample.request.canvas) for sample in self._slots if sample is not None)])

@@ -4,8 +4,9 @@ The memory that is free after all models are loaded is divided once:
 
     cache and state     the remainder; a slot takes its columns' bytes and its decoder's state
     prompts             the activations of a forward over prompts, for a limited number of rows
-    logits              a part of a forward's logits, with its probabilities, noise and float64 copies
-    noise               cached noise, in bytes; noise that does not fit is recomputed in each forward
+    logits              a part of a forward's logits, with its probabilities, noise and float64 copies; once more for graphs,
+                        which keep memory of their own
+    noise               cached noise, in bytes; noise that does not fit is recomputed in each forward; none where kernels draw
     a tenth             fragmentation, kernels' workspaces, and layers that exist twice while the cache grows
 """
 
@@ -41,11 +42,23 @@ class Account:
         return cls(_CPU_LOGITS if on_cpu else _GPU_LOGITS, _CPU_NOISE if on_cpu else _GPU_NOISE)
 
     @classmethod
-    def of(cls, device: torch.device, free_bytes: int, *, row_bytes: int) -> Account:
-        """Share out what is free; `row_bytes` are the activations of a token row in a forward."""
+    def of(
+        cls,
+        device: torch.device,
+        free_bytes: int,
+        *,
+        row_bytes: int,
+        keeps_noise: bool = True,
+        captures: bool = False,
+    ) -> Account:
+        """Share out what is free; `row_bytes` are the activations of a token row in a forward.
+
+        `keeps_noise`: draws read noise from memory; `captures`: forwards are captured as graphs.
+        """
         most = cls.unmeasured(device)
-        logits, noise, prompts = min(most.logits, free_bytes // 64), min(most.noise, free_bytes // 16), free_bytes // 8
-        slots = free_bytes * 9 // 10 - _COPIES * logits - noise - prompts
+        logits, prompts = min(most.logits, free_bytes // 64), free_bytes // 8
+        noise = min(most.noise, free_bytes // 16) if keeps_noise else 0
+        slots = free_bytes * 9 // 10 - _COPIES * logits * (2 if captures else 1) - noise - prompts
         return cls(logits, noise, slots, max(1, prompts // max(1, row_bytes)))
 
     def parts(self, num_rows: int, num_bytes: int) -> Iterator[slice]:

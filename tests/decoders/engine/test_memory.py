@@ -81,6 +81,15 @@ def test_all_purposes_together_take_no_more_than_is_free(device: str, gib: int):
     assert account.slots + 8 * account.logits + account.noise + account.prompt_rows * 10**5 <= free * 9 // 10
 
 
+def test_graphs_take_memory_of_their_own_and_kernels_keep_no_noise():
+    device, free = torch.device("cuda"), 80 << 30
+    plain = Account.of(device, free, row_bytes=10**5)
+    captured = Account.of(device, free, row_bytes=10**5, keeps_noise=False, captures=True)
+    assert plain.slots is not None and captured.slots is not None
+    assert (plain.noise, captured.noise) == (1 << 30, 0)
+    assert plain.slots - captured.slots == 8 * plain.logits - plain.noise
+
+
 def test_an_8b_model_on_an_80_gib_card_gets_the_slots_that_fit_instead_of_69_gb():
     cache = SlotCache(32, 8, 128, dtype=torch.bfloat16, device=torch.device("cpu"))
     assert cache.cell_bytes == 32 * 2 * 8 * 128 * 2 + 8
