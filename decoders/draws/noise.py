@@ -33,7 +33,7 @@ from decoders.draws.keys import (
 
 __all__ = [
     "ACCEPT", "BONUS", "DRAFT", "JACOBI", "MASK", "ORDER", "RESIDUAL", "TARGET",
-    "gumbel_rows", "key_words", "philox", "sample_key", "uniform_rows", "uniforms",
+    "gumbel_at", "gumbel_rows", "key_words", "philox", "sample_key", "uniform_rows", "uniforms",
 ]  # fmt: skip
 
 _BLOCK: Final = 4
@@ -101,6 +101,12 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
         words = _words(keys_R2[part], positions_R[part], blocks, purpose, draws).flatten(1)[:, :vocab_size]
         noise[part] = _gumbel(_to_uniform(words))
     return noise
+
+
+def gumbel_at(keys_R2: Tensor, positions_R: Tensor, tokens_RT: Tensor, *, purpose: int = TARGET) -> Tensor:
+    """Return what `gumbel_rows` has at some tokens of each row, float32 [R, T]."""
+    words = _words(keys_R2, positions_R, tokens_RT // _BLOCK, purpose, torch.zeros_like(positions_R))
+    return _gumbel(_to_uniform(words.gather(-1, (tokens_RT % _BLOCK).unsqueeze(-1)).squeeze(-1)))
 
 
 def _gumbel(uniforms: Tensor) -> Tensor:

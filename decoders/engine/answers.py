@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from decoders.backbones.heads import DraftHeads
+from decoders.draws.noise import gumbel_at
 from decoders.engine.algorithm import Algorithm
 from decoders.engine.asks import GIVEN, LOOSE, NO_DRAFT, TARGET, Answer, Noted, Weights
 from decoders.engine.kernel_draws import KernelDraws
@@ -109,6 +110,28 @@ def _matched(told_2R: NDArray[np.float64], asked: Asked) -> Iterator[Answer]:
     return by_sample(accepted_B, token_R, told_2R[1], asked.size_B)
 
 
+def spread(asks: Sequence[Weights], vocab_size: int, never: frozenset[int]) -> tuple[Tensor, Tensor]:
+    """Tokens in ascending order, int64 [B, T], and their weights, float64, 0 where a row has fewer; without those in `never`.
+
+    Where an ask names no others, all of them are alike.
+    """
+    rows = list[tuple[list[int], list[float]]]()
+    for ask in asks:
+        weight_of = {token: weight for token, weight in zip(ask.tokens, ask.weights, strict=True) if token not in never}
+        if not weight_of:
+            weight_of = dict.fromkeys((token for token in range(vocab_size) if token not in never), 1)
+        tokens = sorted(weight_of)
+        rows.append((tokens, [float(weight_of[token]) for token in tokens]))
+    most = max(len(tokens) for tokens, _ in rows)
+    token_BT = torch.tensor([tokens + [0] * (most - len(tokens)) for tokens, _ in rows], dtype=torch.int64)
+    weight_BT = torch.tensor([weights + [0.0] * (most - len(weights)) for _, weights in rows], dtype=torch.float64)
+    return token_BT, weight_BT
+
+
+def _on_host(own_2R: NDArray[np.float64] | None) -> Tensor | None:
+    return None if own_2R is None else torch.from_numpy(own_2R)
+
+
 class NoiseAnswers:
     """Answers by the samples' own noise, for all rows of a forward at once. `account` says what fits into memory."""
 
@@ -118,6 +141,7 @@ class NoiseAnswers:
         self._vocab_size, self._account = info.vocab_size, account
         self._law_dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         self._suppressed = torch.tensor(info.suppressed, dtype=torch.int64, device=backbone.device)
+        self._never = frozenset(info.suppressed)
         self._rows, self._places = RowLaws(sampling, setup.max_rows), Places(setup.max_rows)
         choice = find_choice(backbone.device, backbone.dtype)
         self._kernel = KernelDraws(choice, info, self._rows, self._places, backbone.device) if choice else None
@@ -299,15 +323,27 @@ class NoiseAnswers:
         return rolling.drafts(lane.after(form, parcel, work))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:
-        """See Answers."""
-        weights_BV, parcel = np.zeros((len(asks), self._vocab_size)), Parcel()
-        for row_V, ask in zip(weights_BV, asks, strict=True):
-            row_V[ask.tokens or slice(None)] = ask.weights or 1.0
+        """See Answers. These are few tokens: they are drawn on the host, and no device is waited for."""
+        token_BT, weight_BT = spread(asks, self._vocab_size, self._never)
         slots, whens = ([getattr(sample, name) for sample in samples] for name in ("slot", "decided"))
         asked = Asked.drafting(np.array(slots), np.array([ask.rank for ask in asks]), np.array(whens))
-        weights, draft = parcel.enclose(weights_BV), self._draft(asked, parcel)
-        sent = parcel.send(self._device)
-        return (Answer(0, [token], [0.0]) for token in draft(sent, sent[weights].log().to(self._law_dtype)).tolist())
+        own_2B = self._rows.own(asked.slot_R)
+        law_BT = self._rows.law(weight_BT.log().to(self._law_dtype), own := _on_host(own_2B))
+        if not self._coupled:
+            place_B = self._ratio.draw_on_host(asked, token_BT, law_BT, self._device)
+        else:
+            place_B = self._rows.draw(law_BT, None if self._rows.greedy else self._noise_at(asked, token_BT), own)
+        tokens = token_BT.gather(1, place_B.unsqueeze(1)).squeeze(1).tolist()
+        return (Answer(0, [token], [0.0]) for token in tokens)
+
+    def _noise_at(self, asked: Asked, token_RT: Tensor) -> Tensor:
+        """The noise of some tokens, on the host. Where that is the device, the ring has it, or will be asked for it soon."""
+        if self._device.type == "cpu":
+            parcel = Parcel()
+            noise = self._noise_ring().plan(asked.slot_R, asked.rank_R, asked.when_R, parcel)
+            return noise(parcel.send(self._device)).gather(1, token_RT)
+        keys_R2 = torch.from_numpy(self._places.key_S2[asked.slot_R])
+        return gumbel_at(keys_R2, torch.from_numpy(self._places.positions(asked.slot_R, asked.rank_R)), token_RT)
 
     def _draft(self, asked: Asked, parcel: Parcel, *, size: int | None = None) -> Draft:
         """Plan to draw a draft from each row's logits; the rejection rule keeps what it was drawn from.

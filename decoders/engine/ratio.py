@@ -121,6 +121,19 @@ class Ratio:
 
         return work
 
+    def draw_on_host(self, asked: Asked, token_RT: Tensor, law_RT: Tensor, device: torch.device) -> Tensor:
+        """Draw one of some tokens of each row, by its place, int64 [R]; the distribution is sent to where drafts are judged."""
+        laws, parcel = self._laws, Parcel()
+        assert laws is not None, "this decoder does not draft"
+        cells = parcel.enclose(self._cells(asked, slice(None)))
+        tokens, law = parcel.enclose(token_RT.numpy()), parcel.enclose(law_RT.to(torch.float64).numpy())
+        sent = parcel.send(device)
+        # Places that fill a row up hold no mass: where two name one token, the greater counts.
+        kept_RV = laws.data_CV.new_full((len(token_RT), laws.data_CV.shape[1]), -torch.inf)
+        kept_RV.scatter_reduce_(1, sent[tokens], sent[law].to(kept_RV.dtype), "amax")
+        laws.data_CV[sent[cells]] = kept_RV
+        return inverse_cdf_draw(law_RT.exp(), torch.from_numpy(self._uniform(asked, slice(None), keys.DRAFT)))
+
     def _cells(self, asked: Asked, index_N: slice) -> Ints:
         assert self._laws is not None, "no distributions are kept"
         assert (asked.rank_R - asked.when_R <= self._window).all(), "a rank beyond the window"
