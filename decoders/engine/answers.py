@@ -284,6 +284,13 @@ class NoiseAnswers:
         return draw
 
     def _by_ratio(self, lane: Lane, asked: Asked, parcel: Parcel) -> Reading[Answer]:
+        size = None if self._kernel is None else self._captured_size(lane, asked.num_rows)
+        if size is not None and (planned := self._ratio.plan_filled(lane, asked, size, parcel)) is not None:
+            filled, told, form = planned
+            cuts = self._rows.cuts(asked.slot_R)
+            return Reading(
+                filled, lambda record: by_sample(*told(record), asked.size_B), form=(form, cuts), num_rows=size
+            )
         work, read = self._ratio.plan(lane, asked, parcel)
         return Reading(work, lambda record: by_sample(*read(record), asked.size_B))
 

@@ -78,7 +78,9 @@ class Drawn:
         # A negative index counts from the end.
         return torch.where(sent_N < 0, self._token_C[sent_N.clamp(max=-1)], sent_N)
 
-    def plan(self, asked: Asked, part: slice, parcel: Parcel, size: int | None) -> Callable[[Sent, Tensor], None]:
+    def plan(
+        self, asked: Asked, part: slice | Ints, parcel: Parcel, size: int | None
+    ) -> Callable[[Sent, Tensor], None]:
         """Plan to keep what is drawn from some rows, filled up to `size`."""
         cells_R = self.cells(asked.slot_R[part], asked.rank_R[part])
         cells = parcel.enclose(cells_R, size=size, fill=self.nowhere)

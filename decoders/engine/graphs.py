@@ -33,6 +33,8 @@ VARIABLE: Final = "DRAFTMILL_GRAPHS"
 MOST_ROWS: Final = 512
 """A forward of more rows is not captured."""
 _MOST_GRAPHS: Final = 64
+# Capturing takes several times as long as a step: beyond twice the graphs that are kept, each must have been used so often.
+_LEAST_USES: Final = 4
 _FINE: Final = 16
 # A record has token ids, which must be equal, and log-probabilities, whose last bits may differ.
 _ROUNDING: Final = 0.02
@@ -92,8 +94,8 @@ class Graphs:
         # None: a forward that was run once.
         self._graphs = OrderedDict[Hashable, _Graph | None]()
         self._works = True
-        self.num_replayed = 0
-        """Forwards that were replayed."""
+        self.num_replayed = self.num_captured = 0
+        """Forwards that were replayed, and those that were captured."""
 
     @staticmethod
     def size(count: int) -> int | None:
@@ -119,10 +121,16 @@ class Graphs:
             return graph.found
         found = work(parcel.send(self._device))
         if self._works:
-            self._graphs[key] = self._captured(parcel, work, found) if key in self._graphs else None
+            again = key in self._graphs and self._pays
+            self._graphs[key] = self._captured(parcel, work, found) if again else None
             while len(self._graphs) > _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         return found
+
+    @property
+    def _pays(self) -> bool:
+        """Whether graphs are used often enough to capture more of them."""
+        return self.num_captured < 2 * _MOST_GRAPHS or self.num_replayed >= _LEAST_USES * self.num_captured
 
     def _fill(self, inputs: Tensor, parcel: Parcel) -> None:
         flat = torch.from_numpy(parcel.flat())
@@ -130,6 +138,7 @@ class Graphs:
 
     def _captured(self, parcel: Parcel, work: Callable[[Sent], Work], expected: Work) -> _Graph | None:
         """The graph of this work, if it can be captured and gives what the work gave; else there are none from now on."""
+        self.num_captured += 1
         try:
             inputs = torch.zeros(len(parcel.flat()), dtype=torch.int64, device=self._device)
             sent = parcel.cut(inputs)

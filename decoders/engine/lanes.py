@@ -303,7 +303,7 @@ class Lane:
         return (token_N, as_sent) if self.drawn is None else self.drawn.located(token_N, slot_N)
 
     def noting(
-        self, asked: Asked, part: slice, parcel: Parcel, size: int | None = None
+        self, asked: Asked, part: slice | Ints, parcel: Parcel, size: int | None = None
     ) -> Callable[[Sent, Tensor], None]:
         """Plan to keep the tokens of some rows on the device, where rows take tokens from it; filled up to `size`."""
         return (lambda sent, token_R: None) if self.drawn is None else self.drawn.plan(asked, part, parcel, size)

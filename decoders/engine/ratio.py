@@ -11,7 +11,8 @@ Legend: R answered rows, D rows that draft, J rows that judge, C samples that ju
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,6 +33,42 @@ Work = Callable[[Sent, Tensor], Tensor]
 """(sent, hidden states or logits or distributions of rows) -> what is made of them."""
 Told = tuple[Ints | None, Ints, NDArray[np.float64]]
 """(accepted drafts of each sample, [B]; tokens [R]; log-probabilities [R])."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """Rows that judge, [J] each, and their samples, [C]: what the host knows of them, on the device.
+
+    `cell_J` are the places of the drafts' distributions; None where drafts had no alternative.
+    """
+
+    is_draft_J: Tensor
+    draft_J: Tensor
+    cell_J: Tensor | None
+    accept_J: Tensor
+    recovering_J: Tensor
+    bonus_J: Tensor
+    size_C: Tensor
+    owner_J: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Fills rows that judge up to `num_rows`: further samples of these `sizes`, which judge nothing."""
+
+    num_rows: int
+    sizes: Ints
+
+    @classmethod
+    def of(cls, num_rows: int, num_samples: int, size: Callable[[int], int | None]) -> Filling | None:
+        """The least that is allowed by `size`; None if that is too much. Each further sample has a row."""
+        samples = size(num_samples + 1)
+        rows = None if samples is None else size(num_rows + samples - num_samples)
+        if samples is None or rows is None:
+            return None
+        sizes: Ints = np.ones(samples - num_samples, dtype=np.int64)
+        sizes[-1] += rows - num_rows - len(sizes)
+        return cls(rows, sizes)
 
 
 class Ratio:
@@ -79,6 +116,72 @@ class Ratio:
             return accepted_B, token_R, log_p_R
 
         return work, read
+
+    def plan_filled(
+        self, lane: Lane, asked: Asked, size: int, parcel: Parcel
+    ) -> tuple[Work, Callable[[NDArray[np.float64]], Told], Hashable] | None:
+        """As `plan`, for `size` rows, of which the last ones mean nothing, so that the work can be captured; and its form.
+
+        All distributions are made at once. None if there are too many rows.
+        """
+        laws, is_draft_R = self._laws, asked.kind_R == DRAFT
+        drafting, judging = np.flatnonzero(is_draft_R), np.flatnonzero(~is_draft_R)
+        own_2R = self._rows.own(asked.slot_R)
+        own = None if own_2R is None else parcel.enclose(own_2R, size=size, fill=1)
+        num_drafts = lane.size(len(drafting)) if len(drafting) else 0
+        draws: tuple[str, str, str] | None = None
+        if num_drafts:
+            assert laws is not None, "this decoder does not draft"
+            uniform_D = self._uniform(asked, drafting, keys.DRAFT)
+            arrays = (drafting, 0), (self._cells(asked, drafting), laws.trash), (uniform_D, 0)
+            rows, cells, uniforms = (parcel.enclose(one, size=num_drafts, fill=fill) for one, fill in arrays)
+            draws = rows, cells, uniforms
+        note = lane.noting(asked, drafting, parcel, num_drafts) if num_drafts else None
+        told, judges, samples, filling = None, None, np.arange(0), None
+        if len(judging):
+            part, samples = asked.part(~is_draft_R)
+            filling = Filling.of(len(judging), len(samples), lane.size)
+            if filling is None:
+                return None
+            told, judges = self._told(part, parcel, filling), parcel.enclose(judging, size=filling.num_rows)
+
+        def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
+            logits_RV = self._logits(lane, hidden_RD)
+            law_RV, records = self._rows.law(logits_RV, None if own is None else sent[own]), list[Tensor]()
+            if draws is not None and note is not None:
+                row_D, cell_D, uniform_D = (sent[name] for name in draws)
+                law_DV = law_RV[row_D]
+                self._kept()[cell_D] = law_DV
+                token_D = inverse_cdf_draw(law_DV.exp(), uniform_D)
+                note(sent, token_D)
+                log_p_D = torch.zeros_like(uniform_D)
+                if lane.is_target:
+                    log_p_D = self._rows.log_p(logits_RV[row_D], law_DV, token_D)
+                records += [token_D.to(torch.float64), log_p_D]
+            if told is not None and judges is not None:
+                logits_JV, law_JV, judging_J = logits_RV[sent[judges]], law_RV[sent[judges]], told(sent)
+                draft_J1 = judging_J.draft_J.unsqueeze(1)
+                log_ratio_J = law_JV.gather(1, draft_J1).squeeze(1).to(torch.float64) - self._log_q(judging_J)
+                log_p_J = self._rows.log_p(logits_JV, law_JV, judging_J.draft_J)
+
+                def again(row_C: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+                    yield slice(None), logits_JV[row_C], law_JV[row_C]
+
+                records.append(self._settled(judging_J, log_ratio_J, log_p_J, again))
+            return torch.cat(records)
+
+        def read(record: NDArray[np.float64]) -> Told:
+            accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
+            token_R, log_p_R = np.zeros(asked.num_rows, dtype=np.int64), np.zeros(asked.num_rows)
+            first = 0
+            for which, count in ((drafting, num_drafts or 0), (judging, 0 if filling is None else filling.num_rows)):
+                token_R[which] = record[first : first + len(which)].astype(np.int64)
+                log_p_R[which] = record[first + count : first + count + len(which)]
+                first += 2 * count
+            accepted_B[samples] = record[first : first + len(samples)].astype(np.int64)
+            return accepted_B, token_R, log_p_R
+
+        return work, read, ("ratio", own is None, num_drafts, bool(told), lane.is_target)
 
     # ---- drafts ----------------------------------------------------------------------------------------------------
 
@@ -134,12 +237,12 @@ class Ratio:
         laws.data_CV[sent[cells]] = kept_RV
         return inverse_cdf_draw(law_RT.exp(), torch.from_numpy(self._uniform(asked, slice(None), keys.DRAFT)))
 
-    def _cells(self, asked: Asked, index_N: slice) -> Ints:
+    def _cells(self, asked: Asked, index_N: slice | Ints) -> Ints:
         assert self._laws is not None, "no distributions are kept"
         assert (asked.rank_R - asked.when_R <= self._window).all(), "a rank beyond the window"
         return self._laws.cells(asked.slot_R[index_N], asked.rank_R[index_N])
 
-    def _uniform(self, asked: Asked, index_N: slice, purpose: int) -> NDArray[np.float64]:
+    def _uniform(self, asked: Asked, index_N: slice | Ints, purpose: int) -> NDArray[np.float64]:
         """One uniform a row, [N]."""
         slot_N, rank_N, when_N = asked.slot_R[index_N], asked.rank_R[index_N], asked.when_R[index_N]
         return keys.uniform_rows(self._places.key_S2[slot_N], self._places.positions(slot_N, rank_N), purpose, when_N)
@@ -155,54 +258,99 @@ class Ratio:
 
         Tokens, log-probabilities and accepted drafts, float64 [2 R + C].
         """
-        everything, sure = slice(None), bool((asked.kind_R == SURE).any())
-        is_draft, drafts = parcel.enclose(asked.drafts_R != NO_DRAFT), parcel.enclose(np.maximum(asked.drafts_R, 0))
-        cells = None if sure else parcel.enclose(self._cells(asked, everything))
-        purposes = keys.ACCEPT, keys.RESIDUAL, keys.BONUS
-        uniforms = [parcel.enclose(self._uniform(asked, everything, purpose)) for purpose in purposes]
-        sizes, owners = parcel.enclose(asked.size_B), parcel.enclose(asked.owner_R)
+        told = self._told(asked, parcel)
         weigh = [(part, self._weighing(lane, asked.slot_R[part], parcel)) for part in self._parts(asked.num_rows)]
         slot_C = asked.slot_R[asked.size_B.cumsum() - asked.size_B]
         owns_C = [(part, self._own(slot_C[part], parcel)) for part in self._parts(len(slot_C))]
 
         def work(sent: Sent, hidden_JD: Tensor) -> Tensor:
-            is_draft_J, draft_J = sent[is_draft].bool(), sent[drafts]
-            log_q_J = torch.zeros_like(draft_J, dtype=torch.float64)
-            if cells is not None:
-                # What the kept distributions gave these tokens; it means nothing where a row judges no draft.
-                log_q_J = torch.where(is_draft_J, self._kept()[sent[cells], draft_J].to(torch.float64), log_q_J)
+            judging = told(sent)
+            draft_J, log_q_J = judging.draft_J, self._log_q(judging)
             weighed = [one(sent, hidden_JD[part], draft_J[part], log_q_J[part]) for part, one in weigh]
             held = weighed[0][2:] if len(weighed) == 1 else None
             log_ratio_J, log_p_J = (torch.cat([one[field] for one in weighed]) for field in (0, 1))
-            accept_J, recovering_J, bonus_J = (sent[name] for name in uniforms)
-            good_J = is_draft_J & (accept_J < log_ratio_J.exp())
-            size_C, owner_J = sent[sizes], sent[owners]
-            first_C = size_C.cumsum(0) - size_C
-            step_J = torch.arange(len(good_J), device=good_J.device) - first_C[owner_J]
-            accepted_C = size_C.scatter_reduce(0, owner_J, torch.where(good_J, size_C[owner_J], step_J), "amin")
-            # Where every draft of a sample holds and no row is left, the token drawn means nothing.
-            last_C = first_C + torch.minimum(accepted_C, size_C - 1)
-            refused_C, draft_C = is_draft_J[last_C], draft_J[last_C]
-            uniform_C = torch.where(refused_C, recovering_J[last_C], bonus_J[last_C])
-            ends = []
-            for part, own in owns_C:
-                own_2N = None if own is None else sent[own]
-                logits_NV, p_NV = self._again(lane, hidden_JD, last_C[part], own_2N, held)
-                if cells is None:
-                    q_NV = torch.full_like(p_NV, -torch.inf).scatter_(1, draft_C[part].unsqueeze(1), 0.0)
-                else:
-                    q_NV = self._kept()[sent[cells][last_C[part]]]
-                mass_NV = torch.where(refused_C[part].unsqueeze(1), residual(p_NV, q_NV), p_NV.exp())
-                token_N = inverse_cdf_draw(mass_NV, uniform_C[part])
-                ends.append(torch.stack([token_N.to(torch.float64), self._rows.log_p(logits_NV, p_NV, token_N)]))
-            token_C, log_p_C = torch.cat(ends, 1)
-            token_J = draft_J.to(torch.float64)
-            over_C = accepted_C < size_C
-            token_J[last_C] = torch.where(over_C, token_C, token_J[last_C])
-            log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
-            return torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)])
+
+            def again(row_C: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+                for part, own in owns_C:
+                    yield part, *self._again(lane, hidden_JD, row_C[part], None if own is None else sent[own], held)
+
+            return self._settled(judging, log_ratio_J, log_p_J, again)
 
         return work
+
+    def _told(self, asked: Asked, parcel: Parcel, fill: Filling | None = None) -> Callable[[Sent], Judging]:
+        """Enclose what the host knows of the rows that judge, with rows and samples that fill them up."""
+        sure, everything = bool((asked.kind_R == SURE).any()), slice(None)
+        rows = None if fill is None else fill.num_rows
+        is_draft = parcel.enclose(asked.drafts_R != NO_DRAFT, size=rows)
+        drafts = parcel.enclose(np.maximum(asked.drafts_R, 0), size=rows)
+        cells = None
+        if not sure:
+            assert self._laws is not None, "no distributions are kept"
+            cells = parcel.enclose(self._cells(asked, everything), size=rows, fill=self._laws.trash)
+        purposes = keys.ACCEPT, keys.RESIDUAL, keys.BONUS
+        uniforms = [parcel.enclose(self._uniform(asked, everything, purpose), size=rows) for purpose in purposes]
+        size_C = asked.size_B if fill is None else np.append(asked.size_B, fill.sizes)
+        sizes, owners = parcel.enclose(size_C), parcel.enclose(np.repeat(np.arange(len(size_C)), size_C))
+
+        def told(sent: Sent) -> Judging:
+            accept_J, recovering_J, bonus_J = (sent[name] for name in uniforms)
+            return Judging(
+                is_draft_J=sent[is_draft].bool(),
+                draft_J=sent[drafts],
+                cell_J=None if cells is None else sent[cells],
+                accept_J=accept_J,
+                recovering_J=recovering_J,
+                bonus_J=bonus_J,
+                size_C=sent[sizes],
+                owner_J=sent[owners],
+            )
+
+        return told
+
+    def _log_q(self, judging: Judging) -> Tensor:
+        """What the kept distributions gave the drafts, float64 [J]; it means nothing where a row judges no draft."""
+        log_q_J = torch.zeros_like(judging.draft_J, dtype=torch.float64)
+        if judging.cell_J is None:
+            return log_q_J
+        kept_J = self._kept()[judging.cell_J, judging.draft_J].to(torch.float64)
+        return torch.where(judging.is_draft_J, kept_J, log_q_J)
+
+    def _settled(
+        self,
+        judging: Judging,
+        log_ratio_J: Tensor,
+        log_p_J: Tensor,
+        again: Callable[[Tensor], Iterator[tuple[slice, Tensor, Tensor]]],
+    ) -> Tensor:
+        """Tokens, log-probabilities and accepted drafts, float64 [2 J + C].
+
+        `again` gives the logits and distributions of some of the rows that judge, part by part.
+        """
+        is_draft_J, draft_J, size_C, owner_J = judging.is_draft_J, judging.draft_J, judging.size_C, judging.owner_J
+        good_J = is_draft_J & (judging.accept_J < log_ratio_J.exp())
+        first_C = size_C.cumsum(0) - size_C
+        step_J = torch.arange(len(good_J), device=good_J.device) - first_C[owner_J]
+        accepted_C = size_C.scatter_reduce(0, owner_J, torch.where(good_J, size_C[owner_J], step_J), "amin")
+        # Where every draft of a sample holds and no row is left, the token drawn means nothing.
+        last_C = first_C + torch.minimum(accepted_C, size_C - 1)
+        refused_C, draft_C = is_draft_J[last_C], draft_J[last_C]
+        uniform_C = torch.where(refused_C, judging.recovering_J[last_C], judging.bonus_J[last_C])
+        ends = []
+        for part, logits_NV, p_NV in again(last_C):
+            if judging.cell_J is None:
+                q_NV = torch.full_like(p_NV, -torch.inf).scatter_(1, draft_C[part].unsqueeze(1), 0.0)
+            else:
+                q_NV = self._kept()[judging.cell_J[last_C[part]]]
+            mass_NV = torch.where(refused_C[part].unsqueeze(1), residual(p_NV, q_NV), p_NV.exp())
+            token_N = inverse_cdf_draw(mass_NV, uniform_C[part])
+            ends.append(torch.stack([token_N.to(torch.float64), self._rows.log_p(logits_NV, p_NV, token_N)]))
+        token_C, log_p_C = torch.cat(ends, 1)
+        token_J = draft_J.to(torch.float64)
+        over_C = accepted_C < size_C
+        token_J[last_C] = torch.where(over_C, token_C, token_J[last_C])
+        log_p_J[last_C] = torch.where(over_C, log_p_C, log_p_J[last_C])
+        return torch.cat([token_J, log_p_J, accepted_C.to(torch.float64)])
 
     def _kept(self) -> Tensor:
         assert self._laws is not None, "no distributions are kept"

@@ -63,11 +63,19 @@ class Places:
 
 
 class Ring:
-    """`num_cells` rows of V numbers for each of the first slots; grows and shrinks with the slots in use."""
+    """`num_cells` rows of V numbers for each of the first slots, and one that nobody reads.
+
+    It grows and shrinks with the slots in use.
+    """
 
     def __init__(self, num_cells: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_cells, self._vocab_size = num_cells, vocab_size
-        self.data_CV = torch.zeros(0, vocab_size, dtype=dtype, device=device)
+        self.data_CV = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+
+    @property
+    def trash(self) -> int:
+        """The row that nobody reads."""
+        return len(self.data_CV) - 1
 
     @property
     def slot_bytes(self) -> int:
@@ -77,11 +85,11 @@ class Ring:
     @property
     def num_slots(self) -> int:
         """How many slots have cells."""
-        return len(self.data_CV) // self.num_cells
+        return self.trash // self.num_cells
 
     def resized(self, num_slots: int) -> Tensor:
         """The cells for so many slots; what they hold stays."""
-        cells = num_slots * self.num_cells
+        cells = num_slots * self.num_cells + 1
         if cells == len(self.data_CV):
             return self.data_CV
         data_CV = self.data_CV.new_zeros(cells, self._vocab_size)

@@ -26,11 +26,19 @@ LIMITS = {
     "stepwise, cached": (1, 1, 1, 1),
     "speculative, model": (5, 5, 5, 2),
     "assd": (2, 2, 2, 2),
+    "assd, n-gram": (1, 1, 1, 1),
     "assd, fused": (2, 2, 2, 2),
     "assd, fused chain": (2, 2, 2, 2),
 }
 # These have more shapes; with more samples each comes a third time.
-MANY = {"stepwise, cached": 10, "speculative, model": 14, "assd": 16, "assd, fused": 40, "assd, fused chain": 16}
+MANY = {
+    "stepwise, cached": 10,
+    "speculative, model": 14,
+    "assd": 16,
+    "assd, n-gram": 16,
+    "assd, fused": 40,
+    "assd, fused chain": 16,
+}
 
 
 class OneLaunch(Replaying):
@@ -51,18 +59,26 @@ class OneLaunch(Replaying):
         return launched, found
 
 
-@pytest.mark.parametrize("name", LIMITS)
-def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(name: str, monkeypatch: Any) -> None:
+# Under the rejection rule. Each draft of an n-gram sends its distribution, and waits for nothing.
+RATIO = {"speculative": (1, 1, 1, 1), "speculative, model": (5, 5, 5, 2), "assd, n-gram": (21, 6, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "acceptance"), [*((name, "coupled") for name in LIMITS), *((name, "rejection") for name in RATIO)]
+)
+def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
+    name: str, acceptance: str, monkeypatch: Any
+) -> None:
     use_graphs(monkeypatch)
     monkeypatch.setattr("decoders.engine.graphs.find_recorder", lambda device: OneLaunch())
-    requests = MANY.get(name, 5)
-    found = run(name, requests=requests)
+    requests, limit = MANY.get(name, 5), (LIMITS if acceptance == "coupled" else RATIO)[name]
+    found = run(name, requests=requests, acceptance=acceptance)
     monkeypatch.undo()
-    expected = run_on_cpu(name, requests=requests)
+    expected = run_on_cpu(name, requests=requests, acceptance=acceptance)
     assert {index: (None, one.tokens.tolist(), one.nfe) for index, one in expected.outcomes.items()} == {
         index: (one.error_kind, one.tokens.tolist(), one.nfe) for index, one in found.outcomes.items()
     }
     steps = [(step.launches, step.down, step.up, step.waits) for step in found.steady]
-    assert any(all(count <= limit for count, limit in zip(step, LIMITS[name], strict=True)) for step in steps), steps
+    assert any(all(count <= limit for count, limit in zip(step, limit, strict=True)) for step in steps), steps
     # A capture waits once more, to compare.
-    assert all(step.waits <= 2 * LIMITS[name][3] and step.shapes == 0 for step in found.steady)
+    assert all(step.waits <= 2 * limit[3] and step.shapes == 0 for step in found.steady)

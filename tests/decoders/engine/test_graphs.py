@@ -80,6 +80,22 @@ def test_captured_forwards_give_what_others_give(name: str, monkeypatch: Any) ->
     assert 0 < recorder.num_captured <= 40
 
 
+RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused chain"]
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.8}, {"temperature": 0.0}])
+@pytest.mark.parametrize("name", RATIO)
+def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str, Any], monkeypatch: Any) -> None:
+    more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
+    with monkeypatch.context() as plain:
+        use_references(plain)
+        expected, _ = decoded(name, some, **more)
+    use_graphs(monkeypatch)
+    found, engine = decoded(name, some, **more)
+    same(found, expected)
+    assert all(lane.graphs.num_replayed for lane in engine.lanes)
+
+
 @pytest.mark.parametrize("more", [{"top_p": 0.8}, {"top_k": 3}, {"temperature": 0.0}])
 def test_captured_draws_follow_the_sampling_settings(more: dict[str, Any], monkeypatch: Any) -> None:
     with monkeypatch.context() as plain:
@@ -245,6 +261,23 @@ def test_work_that_cannot_be_captured_runs_on(caplog: Any) -> None:
     with caplog.at_level(logging.WARNING):
         assert [run(made, value) for value in range(4)] == [[2.0 * value] for value in range(4)]
     assert len(caplog.records) == 1 and "not permitted when stream is capturing." in caplog.records[0].message
+
+
+def test_shapes_that_rarely_come_again_are_not_captured_for_ever(monkeypatch: Any) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    recorder = Replaying()
+    made = Graphs(recorder, CPU)
+    for key in "abcdef" * 4:
+        for _ in range(2):
+            assert run(made, 3, key=key) == [6.0]
+    assert (recorder.num_captured, made.num_replayed) == (4, 0), "each one made room before it came again"
+    for _ in range(40):
+        assert run(made, 3, key="f") == [6.0]
+    assert recorder.num_captured == 4
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 8)
+    for _ in range(40):
+        assert run(made, 3, key="g") == [6.0]
+    assert recorder.num_captured == 5 and made.num_replayed == 38
 
 
 def test_old_graphs_make_room_for_new_ones(monkeypatch: Any) -> None:
