@@ -169,7 +169,6 @@ def algorithm(setup: Setup, settings: MultiblockJacobiSettings) -> Algorithm:
             multiblock_jacobi, n=n, blocks=settings.blocks, spawn_at=spawn_at, most=most, pool_size=settings.pool_size
         ),
         window=n * settings.blocks + 1,
-        joins_prompts=False,
         columns=lambda length: length + most * n,
         shared=prompt_but_one,
     )

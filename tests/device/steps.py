@@ -62,12 +62,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(slots=True)
 class Step:
-    """The counts of one step. `steady`: no sample came before it, none ended in it, and it started one forward of the target.
+    """The counts of one step, or of one sample's admission.
 
-    The first step after a pause starts its own forward and the next one; then each starts the next one.
+    `steady`: no sample came before the step, none ended in it, and it started one forward of the target: the first step after a
+    pause starts its own forward and the next one, from then on each starts the next one. `ended` samples ended in it.
     """
 
     steady: bool
+    ended: int
     launches: int
     down: int
     up: int
@@ -77,10 +79,11 @@ class Step:
 
 @dataclass(slots=True)
 class Found:
-    """The outcomes of a case, by index, and the counts of its steps and where they come from."""
+    """The outcomes of a case, by index, and the counts of its steps and admissions and where they come from."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
+    admissions: list[Step] = field(default_factory=list)
     places: str = ""
 
     @property
@@ -148,13 +151,19 @@ def _decode(decoder: Any, waiting: list[Request], counts: Counts, found: Found) 
     while waiting or decoder.active:
         admitted = bool(waiting) and decoder.room(LENGTH) > 0
         while waiting and decoder.room(LENGTH):
+            before = counts.state()
             decoder.admit([waiting.pop(0)])
+            found.admissions.append(Step(False, 0, *_since(before, counts)))
         before, was_ahead = counts.state(), getattr(decoder, "_ahead", None) is not None
         done = decoder.step()
         begins = not was_ahead and getattr(decoder, "_ahead", None) is not None
         found.outcomes |= {outcome.index: outcome for outcome in done}
-        now = counts.state()
-        found.steps.append(Step(not (admitted or done or begins), *(now[kind] - before[kind] for kind in KINDS)))
+        found.steps.append(Step(not (admitted or done or begins), len(done), *_since(before, counts)))
+
+
+def _since(before: dict[str, int], counts: Counts) -> list[int]:
+    now = counts.state()
+    return [now[kind] - before[kind] for kind in KINDS]
 
 
 def toy_canvases(count: int, name: str, *, own: bool = False) -> list[Request]:
