@@ -434,8 +434,9 @@ class Engine:
         lane = self.lanes[0]
         if isinstance(lane, CanvasLane):
             return self._look(samples, lane)
-        flight, self._ahead = self._ahead or self._start(samples, lane), None
-        assert flight.is_asked_by(samples), "a forward runs that was not asked for: `following` is wrong"
+        flight, self._ahead = self._ahead, None
+        assert flight is None or flight.is_asked_by(samples), "a forward that nobody asked for: `following` is wrong"
+        flight = flight or self._start(samples, lane)
         if self._plans_ahead and self.algorithm.following is not None:
             self._ahead = self._start_following(samples, lane)
         return self._land(flight, is_new=is_new)

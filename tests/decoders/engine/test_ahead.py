@@ -112,6 +112,24 @@ def test_captured_forwards_take_tokens_from_the_device_too(name: str, monkeypatc
     assert all(lane.graphs.num_replayed for lane in engine.lanes)
 
 
+def test_lengths_by_time_learn_from_windows_that_are_fetched_as_a_whole(monkeypatch: Any) -> None:
+    name = "speculative, model"
+    expected = {index: texts for index, (texts, *_) in said(run_all(made(name, 4, 64), given(name))).items()}
+    folder, settings, drafter = CASES[name]
+    monkeypatch.setitem(CASES, name, (folder, settings.model_copy(update={"k": "auto"}), drafter))
+    plan_ahead(monkeypatch)
+    decoder, seen = made(name, 4, 64), list[tuple[int, int, float]]()
+    drafted = decoder.lengths.drafted
+
+    def noted(*told: Any) -> None:
+        seen.append(told)
+        drafted(*told)
+
+    decoder.lengths.drafted = noted
+    assert {index: texts for index, (texts, *_) in said(run_all(decoder, given(name))).items()} == expected
+    assert seen and all(rows > 0 and kv > 0 and seconds > 0 for rows, kv, seconds in seen)
+
+
 # ---- laws ----------------------------------------------------------------------------------------------------------------
 
 
