@@ -31,9 +31,10 @@ help:
 demo: $(READY)
 	.venv/bin/python examples/demo.py
 
-# Two processes by default: each starts a Ray of its own, and a file's tests stay together for their fixtures' sake.
+# Two processes by default: each starts a Ray of its own, and a file's tests stay together for their fixtures' sake. Files go in
+# their order: by their number of tests, those with few but slow ones would come last, and one process would end alone.
 test: $(READY)
-	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
 	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py
