@@ -134,13 +134,14 @@ class CanvasLane(Lane):
         # No array is as long as these: the device makes rows, positions and masks.
         sizes = whole.num_rows, whole.num_positions, whole.num_masks
         form = sizes, whole.num_sights, self.picks.cuts(packed.slot_R)
-        return self.replayed(
+        up = self.replayed(
             form,
             whole.parcel,
             lambda sent: self._work(sent, whole, self.backbone.forward),
             packed.num_rows,
             packed.slot_L,
         )
+        return self.arrived(up)
 
     def _work(self, sent: Sent, packed: Packed, forward: Callable[[TokenRows], Tensor]) -> tuple[Tensor, Tensor]:
         """What the device does: hidden states, and the record of picks and of the number of masks. Doing it twice is harmless."""

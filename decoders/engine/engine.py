@@ -560,7 +560,7 @@ class Engine:
         canvases = [sample for sample in samples if isinstance(sample, Canvas)]
         answers = lane.look(canvases, slot_B)
         laps = lane.laps()
-        self._count(samples, lane, slot_B, sum(laps), lane.useful, lane.computed)
+        self._count(samples, lane, slot_B, sum(laps), useful=lane.useful, computed=lane.computed)
         self.stats.verified += lane.num_nodes
         self.counters.first([sample.slot for sample in samples if sample.nfe == 1], laps[0])
         ended = self._resume(samples, answers)
@@ -667,7 +667,7 @@ class Engine:
         slot_B = np.array([sample.slot for sample in samples])
         if lane.is_target:
             self.stats.verified += verified
-        self._count(samples, lane, slot_B, sum(laps), useful, flight.computed)
+        self._count(samples, lane, slot_B, sum(laps), useful=useful, computed=flight.computed)
         if lane.is_target and is_new:
             self.counters.first([sample.slot for sample in samples if sample.nfe <= 1], laps[0] if laps else 0.0)
         return self._resume(samples, answers)
@@ -682,7 +682,7 @@ class Engine:
         return np.repeat(self._all_slots[:num_samples], counts)
 
     def _count(
-        self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, useful: int, computed: int
+        self, samples: list[Sample], lane: Lane, slot_B: Ints, seconds: float, *, useful: int, computed: int
     ) -> None:
         """Charge a forward; of a drafting model only the seconds count, and its evaluations (the decoder counts those).
 

@@ -127,7 +127,7 @@ class Lane:
     def resize(self, num_slots: int, num_columns: int) -> None:
         """Give the cache this many slots and columns."""
         for up in list(self._ups) if num_slots else ():
-            self._arrived(up)
+            self.arrived(up)
         self._ups.clear()
         had, self._shape = self._shape, (FAR, FAR)  # until it has succeeded: then any size is less, and is made exactly
         if self.graphs is not None:
@@ -172,7 +172,7 @@ class Lane:
     def _settle(self, slot: int) -> None:
         """Before a slot changes, ask about forwards in it that had no answer, or whose answer was not read."""
         for up in [up for up in self._ups if up.slots and slot in up.slots]:
-            self._arrived(up)
+            self.arrived(up)
         if slot in self._unsure:
             self.record(torch.zeros(0, dtype=torch.float64, device=self.device))
 
@@ -216,7 +216,7 @@ class Lane:
         """Wait for the record of a forward, and read it."""
         if started.up is None:
             return started.reading.read(np.zeros(0))
-        host = self._arrived(started.up)
+        host = self.arrived(started.up)
         return started.reading.read(host if started.shape is None else host.reshape(started.shape))
 
     def _whole(self, run: Run, reading: Reading[Any], parcel: Parcel) -> Up:
@@ -227,7 +227,7 @@ class Lane:
             hidden_ND = self.backbone.forward(run.rows(sent))
             return hidden_ND, reading.work(sent, hidden_ND.index_select(0, sent[run.asked])).flatten()
 
-        return self._replayed((run.form, reading.form), parcel, work, run.useful, run.slot_B)
+        return self.replayed((run.form, reading.form), parcel, work, run.useful, run.slot_B)
 
     def replayed(
         self,
@@ -236,18 +236,8 @@ class Lane:
         work: Callable[[Sent], tuple[Tensor, Tensor]],
         useful: int,
         slot_B: Ints,
-    ) -> NDArray[np.float64]:
-        """Run a forward as a graph, if one was captured; its record, flat. `work` gives hidden states and the record."""
-        return self._arrived(self._replayed(form, parcel, work, useful, slot_B))
-
-    def _replayed(
-        self,
-        form: Hashable,
-        parcel: Parcel,
-        work: Callable[[Sent], tuple[Tensor, Tensor]],
-        useful: int,
-        slot_B: Ints,
     ) -> Up:
+        """Run a forward as a graph, if one was captured; its record is flat. `work` gives hidden states and the record."""
         assert self.graphs is not None, "this model's forwards are captured"
         graphs, notes_finite = self.graphs, hasattr(self.backbone, "finite")
 
@@ -317,7 +307,7 @@ class Lane:
 
         What the model noted of NaN and infinity comes along: it will wipe the slots of such a forward before it reads them again.
         """
-        return self._arrived(self._up(found)).reshape(found.shape)
+        return self.arrived(self._up(found)).reshape(found.shape)
 
     def _up(self, found: Tensor) -> Up:
         """Send a record to the host, with what the model noted since the last one."""
@@ -333,7 +323,7 @@ class Lane:
         self._ups.append(up)
         return up
 
-    def _arrived(self, up: Up) -> NDArray[np.float64]:
+    def arrived(self, up: Up) -> NDArray[np.float64]:
         """Wait for a record; what it says of the slots' soundness is noted once."""
         host = up.coming.numbers()
         self._answered = True

@@ -31,6 +31,8 @@ from decoders.engine.row_laws import RowLaws
 
 Work = Callable[[Sent, Tensor], Tensor]
 """(sent, hidden states or logits or distributions of rows) -> what is made of them."""
+FromLaws = Callable[[Sent, Tensor, Tensor], Tensor]
+"""(sent, logits, distributions of all rows) -> what is told of some of them."""
 Told = tuple[Ints | None, Ints, NDArray[np.float64]]
 """(accepted drafts of each sample, [B]; tokens [R]; log-probabilities [R])."""
 
@@ -124,64 +126,72 @@ class Ratio:
 
         All distributions are made at once. None if there are too many rows.
         """
-        laws, is_draft_R = self._laws, asked.kind_R == DRAFT
+        is_draft_R, parts, samples = asked.kind_R == DRAFT, list[tuple[Ints, int, FromLaws]](), np.arange(0)
         drafting, judging = np.flatnonzero(is_draft_R), np.flatnonzero(~is_draft_R)
         own_2R = self._rows.own(asked.slot_R)
         own = None if own_2R is None else parcel.enclose(own_2R, size=size, fill=1)
-        num_drafts = lane.size(len(drafting)) if len(drafting) else 0
-        draws: tuple[str, str, str] | None = None
-        if num_drafts:
-            assert laws is not None, "this decoder does not draft"
-            uniform_D = self._uniform(asked, drafting, keys.DRAFT)
-            arrays = (drafting, 0), (self._cells(asked, drafting), laws.trash), (uniform_D, 0)
-            rows, cells, uniforms = (parcel.enclose(one, size=num_drafts, fill=fill) for one, fill in arrays)
-            draws = rows, cells, uniforms
-        note = lane.noting(asked, drafting, parcel, num_drafts) if num_drafts else None
-        told, judges, samples, filling = None, None, np.arange(0), None
+        if len(drafting):
+            parts.append((drafting, *self._filled_drafts(lane, asked, drafting, parcel)))
         if len(judging):
-            part, samples = asked.part(~is_draft_R)
+            judged, samples = asked.part(~is_draft_R)
             filling = Filling.of(len(judging), len(samples), lane.size)
             if filling is None:
                 return None
-            told, judges = self._told(part, parcel, filling), parcel.enclose(judging, size=filling.num_rows)
+            parts.append((judging, filling.num_rows, self._filled_judges(judged, judging, filling, parcel)))
 
         def work(sent: Sent, hidden_RD: Tensor) -> Tensor:
             logits_RV = self._logits(lane, hidden_RD)
-            law_RV, records = self._rows.law(logits_RV, None if own is None else sent[own]), list[Tensor]()
-            if draws is not None and note is not None:
-                row_D, cell_D, uniform_D = (sent[name] for name in draws)
-                law_DV = law_RV[row_D]
-                self._kept()[cell_D] = law_DV
-                token_D = inverse_cdf_draw(law_DV.exp(), uniform_D)
-                note(sent, token_D)
-                log_p_D = torch.zeros_like(uniform_D)
-                if lane.is_target:
-                    log_p_D = self._rows.log_p(logits_RV[row_D], law_DV, token_D)
-                records += [token_D.to(torch.float64), log_p_D]
-            if told is not None and judges is not None:
-                logits_JV, law_JV, judging_J = logits_RV[sent[judges]], law_RV[sent[judges]], told(sent)
-                draft_J1 = judging_J.draft_J.unsqueeze(1)
-                log_ratio_J = law_JV.gather(1, draft_J1).squeeze(1).to(torch.float64) - self._log_q(judging_J)
-                log_p_J = self._rows.log_p(logits_JV, law_JV, judging_J.draft_J)
-
-                def again(row_C: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-                    yield slice(None), logits_JV[row_C], law_JV[row_C]
-
-                records.append(self._settled(judging_J, log_ratio_J, log_p_J, again))
-            return torch.cat(records)
+            law_RV = self._rows.law(logits_RV, None if own is None else sent[own])
+            return torch.cat([one(sent, logits_RV, law_RV) for _, _, one in parts])
 
         def read(record: NDArray[np.float64]) -> Told:
             accepted_B: Ints = np.zeros(len(asked.size_B), dtype=np.int64)
-            token_R, log_p_R = np.zeros(asked.num_rows, dtype=np.int64), np.zeros(asked.num_rows)
-            first = 0
-            for which, count in ((drafting, num_drafts or 0), (judging, 0 if filling is None else filling.num_rows)):
+            token_R, log_p_R, first = np.zeros(asked.num_rows, dtype=np.int64), np.zeros(asked.num_rows), 0
+            for which, count, _ in parts:
                 token_R[which] = record[first : first + len(which)].astype(np.int64)
                 log_p_R[which] = record[first + count : first + count + len(which)]
                 first += 2 * count
             accepted_B[samples] = record[first : first + len(samples)].astype(np.int64)
             return accepted_B, token_R, log_p_R
 
-        return work, read, ("ratio", own is None, num_drafts, bool(told), lane.is_target)
+        return work, read, ("ratio", own is None, len(drafting) > 0, len(judging) > 0)
+
+    def _filled_drafts(self, lane: Lane, asked: Asked, which: Ints, parcel: Parcel) -> tuple[int, FromLaws]:
+        """Keep the distributions of these rows and draw from them: how many it is filled up to, and float64 [2 D]."""
+        laws, count = self._laws, lane.size(len(which))
+        assert laws is not None and count is not None, "this decoder drafts, and has no more drafts than rows"
+        arrays = (which, 0), (self._cells(asked, which), laws.trash), (self._uniform(asked, which, keys.DRAFT), 0)
+        names = [parcel.enclose(one, size=count, fill=fill) for one, fill in arrays]
+        note = lane.noting(asked, which, parcel, count)
+
+        def work(sent: Sent, logits_RV: Tensor, law_RV: Tensor) -> Tensor:
+            row_D, cell_D, uniform_D = (sent[name] for name in names)
+            law_DV = law_RV[row_D]
+            self._kept()[cell_D] = law_DV
+            token_D = inverse_cdf_draw(law_DV.exp(), uniform_D)
+            note(sent, token_D)
+            log_p_D = torch.zeros_like(uniform_D)
+            if lane.is_target:
+                log_p_D = self._rows.log_p(logits_RV[row_D], law_DV, token_D)
+            return torch.cat([token_D.to(torch.float64), log_p_D])
+
+        return count, work
+
+    def _filled_judges(self, judged: Asked, which: Ints, filling: Filling, parcel: Parcel) -> FromLaws:
+        """Judge the drafts of these rows: see `_settled`."""
+        told, rows = self._told(judged, parcel, filling), parcel.enclose(which, size=filling.num_rows)
+
+        def work(sent: Sent, logits_RV: Tensor, law_RV: Tensor) -> Tensor:
+            logits_JV, law_JV, judging = logits_RV[sent[rows]], law_RV[sent[rows]], told(sent)
+            log_draft_J = law_JV.gather(1, judging.draft_J.unsqueeze(1)).squeeze(1).to(torch.float64)
+            log_p_J = self._rows.log_p(logits_JV, law_JV, judging.draft_J)
+
+            def again(row_C: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+                yield slice(None), logits_JV[row_C], law_JV[row_C]
+
+            return self._settled(judging, log_draft_J - self._log_q(judging), log_p_J, again)
+
+        return work
 
     # ---- drafts ----------------------------------------------------------------------------------------------------
 

@@ -258,7 +258,7 @@ class _Pretending(TorchFunctionMode):
 
 
 class _Event:
-    """An event of the device. Whoever reads it before the host has waited for it, or for something later, waits now."""
+    """An event of the device. Reading it is a wait, unless the host has already waited for it or for something later."""
 
     def __init__(self, counts: Counts, *, enable_timing: bool = False) -> None:
         self.counts, self.recorded, self.has_time = counts, -1, enable_timing
