@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter of PEFT into its checkpoint, once, into a cached folder (by actors.merge_adapter).
+"""Merges a LoRA adapter of PEFT into its checkpoint, once, into a cached folder (by draftmill.actors.merge_adapter).
 
 Does not import torch.
 """
@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.made_folders import cache_folder, made_once, run_maker
-from storage.errors import UserError
+from draftmill.actors.made_folders import cache_folder, made_once, run_maker
+from draftmill.storage.errors import UserError
 
 FIELD = "model.adapter"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -76,4 +76,9 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _merge(arguments: list[str], folder: Path) -> None:
-    run_maker("actors.merge_adapter", [*arguments, str(folder)], field=FIELD, what="merging the adapter into the model")
+    run_maker(
+        "draftmill.actors.merge_adapter",
+        [*arguments, str(folder)],
+        field=FIELD,
+        what="merging the adapter into the model",
+    )

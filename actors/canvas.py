@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.ids import STAGE, check_ids, check_length, given_ids, is_id
-from actors.infilling import Infilling
-from actors.masking import (
+from draftmill.actors.ids import STAGE, check_ids, check_length, given_ids, is_id
+from draftmill.actors.infilling import Infilling
+from draftmill.actors.masking import (
     Range,
     bad_mask,
     hole_length,
@@ -34,13 +34,25 @@ from actors.masking import (
     sentence_ranges,
     split_sentences,
 )
-from actors.row_settings import Asked, RowRules
-from actors.rows import checked_text, missing, string_of, text_of
-from actors.stop_text import StopStrings
-from actors.task import Columns, Given, Infill, Lines, Marker, Mask, Random, Score, Sentences, SpanFraction, Spans
-from actors.text import Tokenizer
-from decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
-from storage.errors import RowError
+from draftmill.actors.row_settings import Asked, RowRules
+from draftmill.actors.rows import checked_text, missing, string_of, text_of
+from draftmill.actors.stop_text import StopStrings
+from draftmill.actors.task import (
+    Columns,
+    Given,
+    Infill,
+    Lines,
+    Marker,
+    Mask,
+    Random,
+    Score,
+    Sentences,
+    SpanFraction,
+    Spans,
+)
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, JOB_SETTINGS, ModelInfo, RowSettings
+from draftmill.storage.errors import RowError
 
 Values = Mapping[str, Any]
 Piece = str | int | NDArray[np.int32]

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from actors.rows import Messages
+from draftmill.actors.rows import Messages
 
 # Names of a message's reasoning in the input; chat templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")

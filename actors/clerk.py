@@ -12,28 +12,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from actors.canvas import Canvas
-from actors.job import Job
-from actors.makers import maker_for
-from actors.messages import Receipt, WorkUnit
-from actors.plan_table import PlannedRow, PlanTable
-from actors.results import counted, decoded, failed, infilled
-from actors.rows import row_id, row_key
-from actors.samples import Sample, tally_of
-from actors.stop_text import stop_strings
-from actors.task import Infill
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from decoders.causal.settings import DrafterPlace, NgramDrafterSettings
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.draws.keys import nth_key, sample_key
-from storage.errors import RowError
-from storage.failpoints import failpoint
-from storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
-from storage.inputs.reader import Row, fetched_ahead, read_rows
-from storage.runs.commit import commit_unit
-from storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
-from storage.stores.store import open_store
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.job import Job
+from draftmill.actors.makers import maker_for
+from draftmill.actors.messages import Receipt, WorkUnit
+from draftmill.actors.plan_table import PlannedRow, PlanTable
+from draftmill.actors.results import counted, decoded, failed, infilled
+from draftmill.actors.rows import row_id, row_key
+from draftmill.actors.samples import Sample, tally_of
+from draftmill.actors.stop_text import stop_strings
+from draftmill.actors.task import Infill
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.storage.errors import RowError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
+from draftmill.storage.inputs.reader import Row, fetched_ahead, read_rows
+from draftmill.storage.runs.commit import commit_unit
+from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
+from draftmill.storage.stores.store import open_store
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Note:
 
 
 class RowClerk:
-    """Opens and closes the units of one job; see actors.runner.Clerk."""
+    """Opens and closes the units of one job; see draftmill.actors.runner.Clerk."""
 
     def __init__(
         self,

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.ids import STAGE
-from actors.rows import Messages
-from actors.task import Side
-from actors.text import Tokenizer
-from storage.errors import RowError
+from draftmill.actors.ids import STAGE
+from draftmill.actors.rows import Messages
+from draftmill.actors.task import Side
+from draftmill.actors.text import Tokenizer
+from draftmill.storage.errors import RowError
 
 IDS = NDArray[np.int32]
 

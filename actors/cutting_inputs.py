@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from actors.surveying import Piece
-from storage.errors import StoreError, UserError
-from storage.inputs.input_file import FIELD, InputFile
-from storage.inputs.slices import Slice, count_lines, group_slices, has_lines
-from storage.stores.verbs import S3Options
+from draftmill.actors.surveying import Piece
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
+from draftmill.storage.stores.verbs import S3Options
 
 CHUNK_BYTES = 8 * 2**20
 """About how many bytes of input a task reads: some seconds of work."""

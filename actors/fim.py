@@ -16,10 +16,10 @@ from typing import Any, Final, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.task import Fim, Infill, Task
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from storage.errors import UserError
+from draftmill.actors.task import Fim, Infill, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.storage.errors import UserError
 
 FIELD: Final = "task.fim"
 

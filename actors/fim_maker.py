@@ -13,16 +13,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.canvas import Canvas, CanvasMaker, Size, Values, runs
-from actors.fim import Template
-from actors.ids import STAGE, given_ids
-from actors.infilling import IDS, Infilling
-from actors.masking import Range, hole_length, marker_pattern, masked_positions
-from actors.row_settings import Asked
-from actors.rows import text_of
-from actors.task import Columns, Infill, Marker, SpanFraction, Spans
-from decoders.base import HOLE
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, CanvasMaker, Size, Values, runs
+from draftmill.actors.fim import Template
+from draftmill.actors.ids import STAGE, given_ids
+from draftmill.actors.infilling import IDS, Infilling
+from draftmill.actors.masking import Range, hole_length, marker_pattern, masked_positions
+from draftmill.actors.row_settings import Asked
+from draftmill.actors.rows import text_of
+from draftmill.actors.task import Columns, Infill, Marker, SpanFraction, Spans
+from draftmill.decoders.base import HOLE
+from draftmill.storage.errors import RowError
 
 DEFAULT_LIMIT: Final = 128
 

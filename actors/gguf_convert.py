@@ -1,4 +1,4 @@
-"""`python -m actors.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
+"""`python -m draftmill.actors.gguf_convert FILE FOLDER SHA256`: converts a GGUF file to a folder of safetensors and JSON.
 
 transformers reads the file (`load_gguf_checkpoint`). That reader ignores some keys on which results depend. This module reads
 them, or rejects the file by name: position scaling, the pre-tokenizer's rule, and end tokens other than the first.
@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from actors.gguf_files import by_hand, weights_hash
-from actors.made_folders import refuse, write_source
-from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
+from draftmill.actors.gguf_files import by_hand, weights_hash
+from draftmill.actors.made_folders import refuse, write_source
+from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily, empty_model, parse_config
 
 # Keys that change what a model computes and that no family here supports, with their neutral values.
 _NEUTRAL: Final = {
@@ -263,7 +263,7 @@ def _begin_with(path: Path, token_id: int | None) -> None:
 
 
 def _check(folder: Path) -> None:
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     inspect_model(folder)
 
@@ -273,7 +273,7 @@ def _write(path: Path, held: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Convert a file; prints a refusal on standard output, for `actors.made_folders.run_maker`."""
+    """Convert a file; prints a refusal on standard output, for `draftmill.actors.made_folders.run_maker`."""
     file, folder, content = Path(arguments[0]), Path(arguments[1]), arguments[2]
     try:
         convert(file, folder, content)

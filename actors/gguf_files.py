@@ -1,4 +1,4 @@
-"""Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with actors.gguf_convert.
+"""Converts a GGUF file (llama.cpp's format) to a cached checkpoint folder, once, with draftmill.actors.gguf_convert.
 
 Weights are dequantised to exactly the numbers that the file encodes. Config, tokenizer and chat template come from the file.
 Does not import torch.
@@ -13,8 +13,8 @@ import re
 from functools import partial
 from pathlib import Path
 
-from actors.made_folders import cache_folder, content_hash, made_once, run_maker
-from storage.errors import UserError
+from draftmill.actors.made_folders import cache_folder, content_hash, made_once, run_maker
+from draftmill.storage.errors import UserError
 
 READER = 1
 """Version of the conversion, a part of the weights' hash; increase it when it gives other numbers or tokens."""
@@ -77,4 +77,4 @@ def weights_hash(content: str) -> str:
 
 def _convert(file: Path, content: str, field: str, folder: Path) -> None:
     what = f"converting {file.name} ({file.stat().st_size / 1e6:,.0f} MB) to safetensors"
-    run_maker("actors.gguf_convert", [str(file), str(folder), content], field=field, what=what)
+    run_maker("draftmill.actors.gguf_convert", [str(file), str(folder), content], field=field, what=what)

@@ -17,12 +17,12 @@ from ray.exceptions import RayError
 from ray.util import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.job import Job, ModelPlace, Seat
-from actors.loading import load_model
-from actors.models import fetch_model
-from actors.worker import DecodeWorker
-from decoders.backbones.families.shares import Share
-from storage.stores.verbs import S3Options
+from draftmill.actors.job import Job, ModelPlace, Seat
+from draftmill.actors.loading import load_model
+from draftmill.actors.models import fetch_model
+from draftmill.actors.worker import DecodeWorker
+from draftmill.decoders.backbones.families.shares import Share
+from draftmill.storage.stores.verbs import S3Options
 
 GRACE_S = 3.0
 """Seconds for the first process to report why it fails itself, before another one's death ends it."""
@@ -55,7 +55,7 @@ class LeadWorker(DecodeWorker):
     """The first process of a group: starts the others, then loads its share of the model."""
 
     def __init__(self, name: str, job: Job, threads: int, processes: int, part: dict[str, float]) -> None:
-        from decoders.backbones.split import join, open_meeting
+        from draftmill.decoders.backbones.split import join, open_meeting
 
         meeting = open_meeting(processes)
         group = get_current_placement_group()
@@ -85,7 +85,7 @@ class Follower:
         """Load the share and follow until the first process is gone."""
         import torch
 
-        from decoders.backbones.split import SplitBackbone, find_meeting, follow, join
+        from draftmill.decoders.backbones.split import SplitBackbone, find_meeting, follow, join
 
         assert place.share is not None
         torch.set_num_threads(threads)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.rows import missing
-from decoders.base import HOLE, ModelInfo
-from storage.errors import RowError
+from draftmill.actors.rows import missing
+from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.storage.errors import RowError
 
 STAGE = "tokenize"
 

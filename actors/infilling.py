@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.fim import Template
-from decoders.base import HOLE, Outcome, TraceStep
+from draftmill.actors.fim import Template
+from draftmill.decoders.base import HOLE, Outcome, TraceStep
 
 IDS = NDArray[np.int32]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.task import Columns, Side, Task
-from decoders.backbones.families.shares import Share
-from decoders.common_settings import Sampling
-from decoders.settings import DecoderSettings
-from storage.inputs.reader import InputFile
-from storage.stores.verbs import S3Options
+from draftmill.actors.task import Columns, Side, Task
+from draftmill.decoders.backbones.families.shares import Share
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.stores.verbs import S3Options
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from actors.job import ModelPlace
-from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
-from actors.shelf import Shelf
-from actors.task import Score, Task
-from actors.text import Tokenizer, has_tokenizer, load_tokenizer
-from decoders.backbones.head_files import check_heads, head_place, read_sizes
-from decoders.base import Decoder, ModelInfo
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from decoders.common_settings import Estimate, Sampling
-from decoders.engine.ends import Stops
-from decoders.settings import DecoderSettings
-from storage.errors import UserError
-from storage.stores.verbs import S3Options
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.shelf import Shelf
+from draftmill.actors.task import Score, Task
+from draftmill.actors.text import Tokenizer, has_tokenizer, load_tokenizer
+from draftmill.decoders.backbones.head_files import check_heads, head_place, read_sizes
+from draftmill.decoders.base import Decoder, ModelInfo
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
-    from decoders.backbones.base import Model, TokenBackbone
-    from decoders.backbones.heads import DraftHeads
+    from draftmill.decoders.backbones.base import Model, TokenBackbone
+    from draftmill.decoders.backbones.heads import DraftHeads
 
 DRAFTER_FIELD = "decoder.drafter.path"
 
@@ -56,8 +56,8 @@ def load_networks(
 
     Networks that `shelf` holds are not loaded again; afterwards it holds the networks of this job and no others.
     """
-    from decoders.backbones.load import inspect_model, load_backbone
-    from decoders.registry import find_heads
+    from draftmill.decoders.backbones.load import inspect_model, load_backbone
+    from draftmill.decoders.registry import find_heads
 
     shelf = shelf or Shelf()
     found = fetch_drafter(decoder, s3)
@@ -76,12 +76,12 @@ def load_networks(
 
 def load_model(folder: Path, place: ModelPlace) -> Model:
     """Load a model, or this process's share of it: rank 0 then leads the other processes."""
-    from decoders.backbones.load import load_backbone
+    from draftmill.decoders.backbones.load import load_backbone
 
     how: dict[str, Any] = {"family": place.family, "dtype": place.dtype, "device": place.device}
     if place.share is None:
         return load_backbone(folder, **how)
-    from decoders.backbones.split import SplitBackbone
+    from draftmill.decoders.backbones.split import SplitBackbone
 
     backbone = load_backbone(folder, **how, share=place.share)
     assert isinstance(backbone, SplitBackbone)
@@ -121,8 +121,8 @@ def build(
     trace: bool = False,
 ) -> Decoder:
     """Return the decoder for the task. Raises ValueError, with the field's path, if settings and model do not fit."""
-    from decoders.engine.setup import Setup
-    from decoders.registry import build_decoder, build_scorer
+    from draftmill.decoders.engine.setup import Setup
+    from draftmill.decoders.registry import build_decoder, build_scorer
 
     setup = Setup(
         backbone=networks.backbone,
@@ -170,7 +170,7 @@ def check_drafter(
 
     `specdiff` needs a masked-diffusion model, all others a causal one; both need the vocabulary of the target model.
     """
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     try:
         found = inspect_model(drafter)
@@ -188,7 +188,7 @@ def _check_kind(drafter: Path, found: ModelInfo, decoder: DecoderSettings) -> No
         if found.kind != "causal":
             raise ValueError(f"{drafter} is of family {found.family!r}, which is not a causal model")
         return
-    from decoders.backbones.families.table import masked_diffusion_families
+    from draftmill.decoders.backbones.families.table import masked_diffusion_families
 
     if found.family not in masked_diffusion_families():
         raise ValueError(

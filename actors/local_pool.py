@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from actors.faults import DeviceLostError
-from actors.job import Crew, Job, Seat
-from actors.messages import Died, PoolNews, Reported, Up, WorkUnit
-from actors.models import FIELD, user_error
-from actors.runner import UnitRunner
-from actors.shelf import Shelf
-from actors.worker import Turns, build_runner
-from storage.errors import UserError
+from draftmill.actors.faults import DeviceLostError
+from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.messages import Died, PoolNews, Reported, Up, WorkUnit
+from draftmill.actors.models import FIELD, user_error
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.shelf import Shelf
+from draftmill.actors.worker import Turns, build_runner
+from draftmill.storage.errors import UserError
 
 Build = Callable[..., UnitRunner]
 
@@ -36,7 +36,7 @@ class Here:
 
 
 class LocalPool:
-    """Has the methods of actors.pool.Pool that the driver needs. `build` makes a runner, like actors.worker.build_runner.
+    """Has the methods of draftmill.actors.pool.Pool that the driver needs. `build` makes a runner, like build_runner.
 
     `shelf` has the networks that are in memory already, and keeps those of this job for the next one.
     """

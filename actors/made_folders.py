@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
+import draftmill
+from draftmill.storage.errors import UserError
 
 try:
     import fcntl
@@ -29,7 +30,7 @@ except ImportError:  # a system without locks of this kind
 SOURCE = "draftmill_source.json"
 """File that names a folder's source: `weights`, the hash of its weights, and more facts for people."""
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(draftmill.__file__).parents[1]
 _CHUNK_BYTES = 2**22
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from actors.canvas import Canvas, CanvasMaker, Size
-from actors.fim import fills_in_middle, template_of
-from actors.fim_maker import FimMaker
-from actors.prompts import PromptMaker
-from actors.row_settings import RowRules
-from actors.rows import Values
-from actors.score_maker import ScoreMaker
-from actors.task import Columns, Complete, Infill, Score, Side, Task
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from decoders.common_settings import Sampling
-from decoders.settings import DecoderSettings
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, CanvasMaker, Size
+from draftmill.actors.fim import fills_in_middle, template_of
+from draftmill.actors.fim_maker import FimMaker
+from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.row_settings import RowRules
+from draftmill.actors.rows import Values
+from draftmill.actors.score_maker import ScoreMaker
+from draftmill.actors.task import Columns, Complete, Infill, Score, Side, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.storage.errors import RowError
 
 
 class Maker(Protocol):

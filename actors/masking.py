@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.ids import STAGE
-from actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
-from decoders.draws.keys import MASK, uniforms
-from storage.errors import RowError
+from draftmill.actors.ids import STAGE
+from draftmill.actors.task import Lines, Marker, Random, Sentences, SpanFraction, Spans
+from draftmill.decoders.draws.keys import MASK, uniforms
+from draftmill.storage.errors import RowError
 
 Range = tuple[int, int]
 """[start, end)"""

@@ -10,10 +10,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.job import Seat
-from actors.measuring import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
-from actors.pool import actor_class, end_workers, reason_of
-from storage.errors import StoreError, UserError
+from draftmill.actors.job import Seat
+from draftmill.actors.measuring import MeasureJob, MeasureWorker, UnitMeasured, UnitToMeasure
+from draftmill.actors.pool import actor_class, end_workers, reason_of
+from draftmill.storage.errors import StoreError, UserError
 
 MOST_TRIES = 3
 """How often a unit may end its worker or fail before it is given up."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.metrics.base import MeasuredRow, Meter, Values
-from actors.metrics.registry import ReadyMetric, build_meter
-from storage.failpoints import failpoint
-from storage.inputs.kept import KEEP, plain, told
-from storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
-from storage.runs.records import read_results
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.actors.metrics.base import MeasuredRow, Meter, Values
+from draftmill.actors.metrics.registry import ReadyMetric, build_meter
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.kept import KEEP, plain, told
+from draftmill.storage.runs.metric_files import KEYS, MetricError, MetricSet, commit_metrics
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 
 COLUMNS = ("id", "sample", "status", "text", "tokens", KEEP)
 """The result columns that metrics read; a user's file gets all columns."""
@@ -87,7 +87,7 @@ class UnitMeasurer:
             self._meter(index)
 
     def measure(self, unit: UnitToMeasure, stopping: Callable[[], bool] = lambda: False) -> UnitMeasured:
-        """Measure and write one unit. Raises actors.metrics.base.Stopping if `stopping` becomes true."""
+        """Measure and write one unit. Raises draftmill.actors.metrics.base.Stopping if `stopping` becomes true."""
         failpoint("measure.unit")
         store = open_store(self.job.store_url, s3=self.job.s3)
         chosen = [self.job.metrics[index] for index in unit.metrics]

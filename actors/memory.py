@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from decoders.base import CachedDecoder, Decoder
+from draftmill.decoders.base import CachedDecoder, Decoder
 
 if TYPE_CHECKING:
     import torch

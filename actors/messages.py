@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from decoders.base import EngineStats
+from draftmill.decoders.base import EngineStats
 
 if TYPE_CHECKING:
-    from storage.runs.commit import CommittedUnit
+    from draftmill.storage.runs.commit import CommittedUnit
 
 FailureKind = Literal["TASK", "INFRA"]
 """TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""

@@ -13,12 +13,12 @@ from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
-from actors import adapters
-from actors.gguf_files import gguf_folder, is_gguf
-from actors.made_folders import cache_folder, made_whole, read_source, remembered
-from storage.errors import StoreError, UserError
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Stat, Store
+from draftmill.actors import adapters
+from draftmill.actors.gguf_files import gguf_folder, is_gguf
+from draftmill.actors.made_folders import cache_folder, made_whole, read_source, remembered
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Stat, Store
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"
@@ -113,7 +113,7 @@ def model_hash(folder: Path, hashed: Callable[[int], None] | None = None) -> str
     source = read_source(folder)
     if source is not None:
         return str(source["weights"])
-    from decoders.backbones.checkpoint import weight_files
+    from draftmill.decoders.backbones.checkpoint import weight_files
 
     try:
         weights = weight_files(folder)

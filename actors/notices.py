@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from actors.messages import HomeLeaving, Leaving, PoolNews
+from draftmill.actors.messages import HomeLeaving, Leaving, PoolNews
 
 # Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
 _NO_NOTICES = (ImportError, AttributeError, KeyError, RuntimeError, RayError)

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.canvas import Canvas, Size
-from actors.cutting import cut_chat, cut_ids, prompt_room
-from actors.ids import STAGE, check_ids, check_length, check_scored, given_ids
-from actors.row_settings import Asked, RowRules
-from actors.rows import Messages, Values, checked_text, prompt_of, scored_text
-from actors.task import Columns, Complete, Score, Side
-from actors.text import Tokenizer
-from decoders.base import HOLE, ModelInfo
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, Size
+from draftmill.actors.cutting import cut_chat, cut_ids, prompt_room
+from draftmill.actors.ids import STAGE, check_ids, check_length, check_scored, given_ids
+from draftmill.actors.row_settings import Asked, RowRules
+from draftmill.actors.rows import Messages, Values, checked_text, prompt_of, scored_text
+from draftmill.actors.task import Columns, Complete, Score, Side
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.storage.errors import RowError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """OpenAI batch requests as rows: a request's endpoint, and which keys of its body are supported.
 
-A body is accepted as a whole or not at all: a key that changes the text must be supported (actors.row_settings) or have its
+A body is accepted as a whole or not at all: a key that changes the text must be supported (actors/row_settings.py) or have its
 neutral value; otherwise the row fails, and the error names the key. No key is ignored silently. Pure; knows no model.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from actors.rows import Values
-from storage.errors import RowError, brief
-from storage.inputs.lines import is_openai_request
+from draftmill.actors.rows import Values
+from draftmill.storage.errors import RowError, brief
+from draftmill.storage.inputs.lines import is_openai_request
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"

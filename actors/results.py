@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.canvas import Canvas, finish_row
-from actors.infilling import TextPart
-from actors.stop_text import StopStrings
-from actors.task import Complete, Infill, Score, Task
-from actors.text import Tokenizer
-from decoders.base import HOLE, Outcome
-from storage.errors import RowError
-from storage.secrets import redacted
+from draftmill.actors.canvas import Canvas, finish_row
+from draftmill.actors.infilling import TextPart
+from draftmill.actors.stop_text import StopStrings
+from draftmill.actors.task import Complete, Infill, Score, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, Outcome
+from draftmill.storage.errors import RowError
+from draftmill.storage.secrets import redacted
 
 MAX_ERROR_CHARS = 2000
 """Limits error messages, which may quote a long row."""

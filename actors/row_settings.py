@@ -4,7 +4,7 @@
     temperature      input.columns.temperature      body.temperature
     top_p            input.columns.top_p            body.top_p
     stop             input.columns.stop             body.stop
-    seed             input.columns.seed             body.seed             (actors.rows.row_key)
+    seed             input.columns.seed             body.seed             (draftmill.actors.rows.row_key)
     logprobs                                        body.logprobs
 
 Null (in a column, also an empty text) means the job's own value; a column overrides the body. Each problem is a RowError:
@@ -18,16 +18,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from actors.requests import CHAT, body_of, endpoint_of, refused
-from actors.rows import Values, missing
-from actors.stop_text import StopStrings
-from actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
-from actors.text import Tokenizer
-from decoders.base import RowSettings
-from decoders.common_settings import Sampling
-from decoders.engine.ends import NeverStops
-from decoders.settings import DECODERS
-from storage.errors import RowError, brief
+from draftmill.actors.requests import CHAT, body_of, endpoint_of, refused
+from draftmill.actors.rows import Values, missing
+from draftmill.actors.stop_text import StopStrings
+from draftmill.actors.task import MOST_NEW_TOKENS, Columns, Complete, Score, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import RowSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import NeverStops
+from draftmill.decoders.settings import DECODERS
+from draftmill.storage.errors import RowError, brief
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.task import Columns, Complete, Score
-from decoders.draws.keys import sample_key
-from storage.errors import RowError, listed
-from storage.inputs.lines import is_openai_request
+from draftmill.actors.task import Columns, Complete, Score
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.storage.errors import RowError, listed
+from draftmill.storage.inputs.lines import is_openai_request
 
 Values = Mapping[str, Any]
 

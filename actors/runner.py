@@ -18,13 +18,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
-from actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
-from actors.row_limit import RowLimit
-from actors.samples import Meter, Sample, length_of
-from actors.seating import in_order
-from decoders.base import Decoder, Outcome
-from storage.errors import RowError, StoreError, UserError
+from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
+from draftmill.actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
+from draftmill.actors.row_limit import RowLimit
+from draftmill.actors.samples import Meter, Sample, length_of
+from draftmill.actors.seating import in_order
+from draftmill.decoders.base import Decoder, Outcome
+from draftmill.storage.errors import RowError, StoreError, UserError
 
 
 class Clerk(Protocol):

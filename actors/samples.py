@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.infilling import AskedHole, Infilling, TextPart, together
-from actors.messages import Effort, Tally
-from decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
-from decoders.draws.keys import hole_key
-from storage.errors import RowError
+from draftmill.actors.infilling import AskedHole, Infilling, TextPart, together
+from draftmill.actors.messages import Effort, Tally
+from draftmill.decoders.base import HOLE, JOB_SETTINGS, Decoder, EngineStats, Outcome, Request, RowSettings
+from draftmill.decoders.draws.keys import hole_key
+from draftmill.storage.errors import RowError
 
 
 @dataclass(slots=True, eq=False)

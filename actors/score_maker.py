@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.canvas import Canvas, CanvasMaker, Size, Values
-from actors.ids import STAGE, check_scored
-from decoders.base import HOLE
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, CanvasMaker, Size, Values
+from draftmill.actors.ids import STAGE, check_scored
+from draftmill.decoders.base import HOLE
+from draftmill.storage.errors import RowError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.beginnings import grouped
-from actors.samples import Sample, length_of
-from decoders.base import HOLE
+from draftmill.actors.beginnings import grouped
+from draftmill.actors.samples import Sample, length_of
+from draftmill.decoders.base import HOLE
 
 
 def in_order(samples: Sequence[Sample]) -> list[Sample]:

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.fim import fills_in_middle, template_of
-from actors.task import Complete, Infill, Task
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from decoders.engine.ends import Stops
+from draftmill.actors.fim import fills_in_middle, template_of
+from draftmill.actors.task import Complete, Infill, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.engine.ends import Stops
 
 
 class StopStrings:
-    """Finds stop strings in generated tokens; see decoders.base.StopText."""
+    """Finds stop strings in generated tokens; see draftmill.decoders.base.StopText."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], *, skip_special: bool = False) -> None:
         assert stops and all(stops), "a stop string has at least one character"
@@ -68,7 +68,7 @@ def end_ids(task: Task, folder: Path, tokenizer: Tokenizer | None, info: ModelIn
 
     A hole that a causal model fills has the same end tokens, plus those of its fill-in-the-middle template.
     """
-    from decoders.backbones.checkpoint import stop_ids
+    from draftmill.decoders.backbones.checkpoint import stop_ids
 
     if isinstance(task, Infill) and fills_in_middle(task, info):
         own = template_of(task.fim, tokenizer, info).ends

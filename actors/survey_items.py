@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from actors.id_hashes import id_hashes
-from actors.makers import Maker, maker_for
-from actors.surveying import SURVEYED, Piece, Reading, surveyed
-from actors.task import Side
-from actors.tokenizer_parcel import TokenizerParcel, unpacked
-from decoders.base import ModelInfo
-from decoders.common_settings import Sampling
-from decoders.settings import DecoderSettings
-from storage.inputs.kept import KeptNews, KeptTypes
+from draftmill.actors.id_hashes import id_hashes
+from draftmill.actors.makers import Maker, maker_for
+from draftmill.actors.surveying import SURVEYED, Piece, Reading, surveyed
+from draftmill.actors.task import Side
+from draftmill.actors.tokenizer_parcel import TokenizerParcel, unpacked
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.storage.inputs.kept import KeptNews, KeptTypes
 
 ITEM_TABLES = 8
 """Tables of an item, at most: 8,192 rows, or 32 million characters."""

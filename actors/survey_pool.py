@@ -20,11 +20,11 @@ import pyarrow as pa
 import ray
 from ray.exceptions import RayError
 
-from actors.cutting_inputs import Answer, Chunk, Question, answer, chunks
-from actors.makers import Maker
-from actors.survey_items import Broken, Item, SurveyJob, items, maker_of
-from storage.inputs.kept import KeptTypes
-from storage.inputs.reader import InputFile
+from draftmill.actors.cutting_inputs import Answer, Chunk, Question, answer, chunks
+from draftmill.actors.makers import Maker
+from draftmill.actors.survey_items import Broken, Item, SurveyJob, items, maker_of
+from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.reader import InputFile
 
 ATTEMPTS = 3
 """Tasks that may be lost with a chunk before it is done in the planner's process."""

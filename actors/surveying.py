@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from actors.beginnings import BEGINNING, beginnings
-from actors.canvas import Size
-from actors.clerk import guarded
-from actors.makers import Maker
-from actors.plan_table import ROW_SCHEMA
-from actors.rows import Values, row_id, row_key
-from actors.task import Columns, Task
-from storage.errors import RowError
-from storage.inputs.kept import KeptTypes, names_read
-from storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
-from storage.inputs.slices import WHOLE, Slice
-from storage.stores.promises import side_by_side
-from storage.stores.verbs import S3Options
+from draftmill.actors.beginnings import BEGINNING, beginnings
+from draftmill.actors.canvas import Size
+from draftmill.actors.clerk import guarded
+from draftmill.actors.makers import Maker
+from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.rows import Values, row_id, row_key
+from draftmill.actors.task import Columns, Task
+from draftmill.storage.errors import RowError
+from draftmill.storage.inputs.kept import KeptTypes, names_read
+from draftmill.storage.inputs.reader import InputFile, Row, column_types, default_id, fetched_ahead, iterate
+from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.stores.promises import side_by_side
+from draftmill.storage.stores.verbs import S3Options
 
 SURVEYED: pa.Schema = pa.schema([*ROW_SCHEMA, BEGINNING])
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from decoders.common_settings import Estimate, Settings
+from draftmill.decoders.common_settings import Estimate, Settings
 
 Side = Literal["left", "right", "middle"]
 """Which part of a prompt is cut off if the prompt is too long."""

@@ -15,9 +15,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.made_folders import read_source
-from actors.rows import Messages
-from storage.errors import UserError
+from draftmill.actors.made_folders import read_source
+from draftmill.actors.rows import Messages
+from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -145,7 +145,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     A tokenizer without a begin token gets the one of the model's configuration. Raises UserError if there is no tokenizer,
     or if it can't be loaded.
     """
-    from decoders.backbones.checkpoint import bos_id
+    from draftmill.decoders.backbones.checkpoint import bos_id
 
     if setting == "none":
         return None
@@ -174,8 +174,8 @@ def _read(place: Path, trust_remote_code: bool) -> Parts:
     model with another vocabulary than its family's would then get other tokens than in its training.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from actors.chat import ChatTemplate
-    from actors.tokenizer_files import NotPlain, read_files
+    from draftmill.actors.chat import ChatTemplate
+    from draftmill.actors.tokenizer_files import NotPlain, read_files
 
     try:
         files = read_files(place)

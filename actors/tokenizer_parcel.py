@@ -9,8 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.models import TOKENIZER_FILES
-from actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.models import TOKENIZER_FILES
+from draftmill.actors.text import Tokenizer, load_tokenizer
 
 _MODEL_FILES = ("config.json", "generation_config.json")
 

@@ -14,19 +14,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from actors.clerk import RowClerk
-from actors.job import Job
-from actors.loading import build, load_networks, most_canvases
-from actors.memory import fit, limit_gpu
-from actors.messages import Failure, Receipt, TurnReport, WorkUnit
-from actors.models import fetch_model
-from actors.runner import UnitRunner
-from actors.shelf import Shelf
-from actors.stop_text import stops_of
-from actors.text import load_tokenizer
-from actors.turns import LEAST_S
-from decoders.base import Decoder
-from storage.failpoints import failpoint
+from draftmill.actors.clerk import RowClerk
+from draftmill.actors.job import Job
+from draftmill.actors.loading import build, load_networks, most_canvases
+from draftmill.actors.memory import fit, limit_gpu
+from draftmill.actors.messages import Failure, Receipt, TurnReport, WorkUnit
+from draftmill.actors.models import fetch_model
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.shelf import Shelf
+from draftmill.actors.stop_text import stops_of
+from draftmill.actors.text import load_tokenizer
+from draftmill.actors.turns import LEAST_S
+from draftmill.decoders.base import Decoder
+from draftmill.storage.failpoints import failpoint
 
 __all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
 
@@ -97,9 +97,9 @@ COLLECT_AFTER = 100_000
 def import_for_decoding(family: str, decoder: str) -> None:
     """Import the slow modules: torch, the decoder (`module:class`), and the classes for a model family."""
     gc.set_threshold(COLLECT_AFTER)
-    import decoders.registry  # noqa: F401
-    from decoders.backbones.families.table import FAMILIES
-    from decoders.backbones.lean_import import from_transformers
+    import draftmill.decoders.registry  # noqa: F401
+    from draftmill.decoders.backbones.families.table import FAMILIES
+    from draftmill.decoders.backbones.lean_import import from_transformers
 
     importlib.import_module(decoder.partition(":")[0])
 
@@ -132,7 +132,7 @@ def build_parts(
     """
     import torch
 
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     torch.set_num_threads(threads)
     place = job.model

@@ -21,20 +21,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast, XLNetConfig, XLNetLMHeadModel
 
-import decoders.builtin
+import draftmill.decoders.builtin
 from benchmarks.public_loop import LoopResult, PublicLoop
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.backbones.base import Backbone
-from decoders.backbones.heads import DraftHeads
-from decoders.backbones.load import inspect_model, load_backbone, pick_device
-from decoders.base import CachedDecoder, ModelInfo, Outcome, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, find_heads
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.load import inspect_model, load_backbone, pick_device
+from draftmill.decoders.base import CachedDecoder, ModelInfo, Outcome, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, find_heads
 from recipes.corpus import encode, split, standard_library
 
-BUILTIN = Path(decoders.builtin.__path__[0]) / "asarm-tiny"
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0]) / "asarm-tiny"
 Settings = AnySubsetSettings | AssdSettings | ParallelSettings
 NGRAM, PAPER, WITH_HEAD = "assd n-gram k=5", "assd k=5", "assd k=5 + head"
 VARIANTS: dict[str, tuple[Settings, bool]] = {

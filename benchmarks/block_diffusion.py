@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import decoders.builtin
+import draftmill.decoders.builtin
 from benchmarks.block_runs import (
     Loaded,
     Measured,
@@ -37,13 +37,13 @@ from benchmarks.causal import equal_share, header, row
 from benchmarks.causal_runs import Plan, held_out_prompts
 from benchmarks.public_block import PublicBlock
 from benchmarks.public_causal import Generated
-from decoders.backbones.load import load_backbone, pick_device
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import DecoderChoice
-from decoders.engine.ends import Stops
+from draftmill.decoders.backbones.load import load_backbone, pick_device
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.engine.ends import Stops
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 TWO, ONE, OTHER = "block size 1, two forwards", "block size 1, one forward", "autoregressive, another model"
 BASELINES = (TWO, ONE)
 LEGEND = """R=n: tokens per second with n slots. Rows: tokens that forwards ran, copies and drafts included. Nats per token and

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.budget import DraftBudget
-from decoders.engine.cost import CostTable
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.cost import CostTable
 
 MOST = 16
 """The most drafts of a slot."""

@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks.budget_worlds import HOPELESS, MIXED, WORTHWHILE, World
 from benchmarks.causal import header, row
-from decoders.engine import cost
-from decoders.engine.cost import Cost
-from decoders.engine.offers import Offers
-from decoders.engine.survival import Survival
+from draftmill.decoders.engine import cost
+from draftmill.decoders.engine.cost import Cost
+from draftmill.decoders.engine.offers import Offers
+from draftmill.decoders.engine.survival import Survival
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 SEEDS, STEPS = 6, 400

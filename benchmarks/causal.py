@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast
 
-import decoders.builtin
+import draftmill.decoders.builtin
 from benchmarks.causal_runs import (
     AUTOREGRESSIVE,
     JACOBI,
@@ -35,10 +35,10 @@ from benchmarks.causal_runs import (
     measure,
 )
 from benchmarks.public_causal import Generated, PublicCausal
-from decoders.backbones.load import pick_device
-from decoders.base import Request
+from draftmill.decoders.backbones.load import pick_device
+from draftmill.decoders.base import Request
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 PUBLIC_BLOCKS = (16, 32)
 """Blocks of the batch-1 Jacobi loop: ours, and the public code's default."""
 

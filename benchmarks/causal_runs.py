@@ -14,10 +14,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.any_subset import drain
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.load import inspect_model, load_backbone, stop_ids
-from decoders.base import ModelInfo, Request
-from decoders.causal.settings import (
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.load import inspect_model, load_backbone, stop_ids
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
@@ -25,11 +25,11 @@ from decoders.causal.settings import (
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 
 AUTOREGRESSIVE = "autoregressive"

@@ -32,20 +32,31 @@ from typing import Any
 
 import numpy as np
 
-from actors.messages import Died, Effort, Leaving, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
-from actors.turns import turn_s
 from benchmarks.plan import WINDOW, synthetic_lengths
-from decoders.base import EngineStats
-from jobs.driving.attempts import AttemptsLog
-from jobs.driving.driver import Driver, StopFlag
-from jobs.driving.progress import Silence
-from jobs.driving.totals import Totals
-from jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.unit_leases import Limits
-from jobs.schedule.unit_sizes import UnitSize, UnitSizes
-from storage.runs.commit import CommittedUnit, unit_name
-from storage.stores.memory import MemoryStore
+from draftmill.actors.messages import (
+    Died,
+    Effort,
+    Leaving,
+    PoolNews,
+    Receipt,
+    Reported,
+    Tally,
+    TurnReport,
+    Up,
+    WorkUnit,
+)
+from draftmill.actors.turns import turn_s
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.driving.attempts import AttemptsLog
+from draftmill.jobs.driving.driver import Driver, StopFlag
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, window_rows
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.unit_leases import Limits
+from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.storage.runs.commit import CommittedUnit, unit_name
+from draftmill.storage.stores.memory import MemoryStore
 
 SPEEDS = ((0.5, 2000.0), (0.3, 1000.0), (0.2, 400.0))
 """Shares of machines, and the tokens per second that a worker on them generates: an 8B model in batches of some dozen rows on

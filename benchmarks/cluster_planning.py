@@ -24,12 +24,12 @@ import pyarrow.parquet as pq
 
 os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_worker_niceness="0")
 
-from jobs.driving.cluster_survey import cluster_survey
-from jobs.driving.progress import Silence
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.survey import Survey, survey
-from jobs.spec.job_spec import check_spec
-from storage.stores.store import open_store
+from draftmill.jobs.driving.cluster_survey import cluster_survey
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.stores.store import open_store
 
 WORDS = 40
 """Words of a row, on average."""

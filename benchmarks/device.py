@@ -33,22 +33,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_models import LLADA_8B, LLAMA_8B, XLNET_110M, Made, made, small
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.rows import intervals_of, token_rows
-from decoders.base import HOLE, Outcome, Request
-from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.draws import noise
-from decoders.engine.drawn import VARIABLE as AHEAD_SWITCH
-from decoders.engine.ends import Stops
-from decoders.engine.graphs import VARIABLE as GRAPH_SWITCH
-from decoders.engine.setup import Setup
-from decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
-from decoders.kernels.choice_reference import Warp
-from decoders.kernels.find import find_attention, find_choice, find_notes, find_product
-from decoders.kernels.seen import Seen
-from decoders.masked.settings import StepwiseSettings
-from decoders.registry import build_decoder
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.drawn import VARIABLE as AHEAD_SWITCH
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.graphs import VARIABLE as GRAPH_SWITCH
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
+from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels.find import find_attention, find_choice, find_notes, find_product
+from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.masked.settings import StepwiseSettings
+from draftmill.decoders.registry import build_decoder
 
 NO_GPU: Final = "this machine has no usable GPU; --rehearse runs all parts in small on the CPU"
 _AR: Final = AutoregressiveSettings(kind="autoregressive")

@@ -11,12 +11,12 @@ from typing import Any, Final, cast
 
 import torch
 
-from decoders.backbones.base import Model
-from decoders.backbones.families.table import describe, find_family
-from decoders.backbones.families.xlnet import xlnet_shape
-from decoders.backbones.transformer import TransformerBackbone
-from decoders.backbones.xlnet import XLNetBackbone
-from decoders.base import ModelInfo
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.families.table import describe, find_family
+from draftmill.decoders.backbones.families.xlnet import xlnet_shape
+from draftmill.decoders.backbones.transformer import TransformerBackbone
+from draftmill.decoders.backbones.xlnet import XLNetBackbone
+from draftmill.decoders.base import ModelInfo
 
 LLAMA_8B: Final[dict[str, Any]] = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

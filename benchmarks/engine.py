@@ -18,21 +18,21 @@ from pathlib import Path
 
 import torch
 
-from actors.job import Job
-from actors.messages import WorkUnit
-from actors.models import BUILTIN
-from actors.samples import Sample
-from actors.worker import build_parts
-from decoders.base import Request
-from jobs.codes import OK
-from jobs.commands.run import RunOptions, run_job
-from jobs.driving.attempts import read_sessions
-from jobs.driving.session import ray_session
-from jobs.driving.totals import efficiency
-from jobs.plan.plan import Plan, load_plan
-from jobs.plan.worker_job import make_job
-from jobs.spec.job_spec import JobSpec, load_spec
-from storage.stores.store import open_store
+from draftmill.actors.job import Job
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.models import BUILTIN
+from draftmill.actors.samples import Sample
+from draftmill.actors.worker import build_parts
+from draftmill.decoders.base import Request
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.driving.totals import efficiency
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec, load_spec
+from draftmill.storage.stores.store import open_store
 
 SPEC = Path(__file__).parents[1] / "examples" / "infill_stdlib.yaml"
 GOALS = {"token_padding_eff": ">= 0.98", "lane_eff": ">= 0.98", "engine_eff": ">= 0.92", "tail_frac": "<= 0.05"}
@@ -70,7 +70,7 @@ def _length(sample: Sample) -> int:
 
 def bare_loop(spec: JobSpec, threads: int) -> float:
     """Tokens/s of the decode loop alone, on the samples of a finished job's plan."""
-    from decoders.base import CachedDecoder
+    from draftmill.decoders.base import CachedDecoder
 
     plan = load_plan(open_store(spec.output.path, s3=spec.s3.options()))
     assert plan is not None, "the job has run, so it has a plan"

@@ -30,14 +30,14 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerFast
 
-from actors.models import fetch_model
 from benchmarks.public_masked import PublicMasked
 from benchmarks.real import chat_prompts, row, shown
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import HOLE, Request
-from jobs.commands.evaluate import evaluate
-from jobs.commands.run import RunOptions
-from jobs.harness.options import EvalOptions
+from draftmill.actors.models import fetch_model
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import HOLE, Request
+from draftmill.jobs.commands.evaluate import evaluate
+from draftmill.jobs.commands.run import RunOptions
+from draftmill.jobs.harness.options import EvalOptions
 from recipes.corpus import encode, split, standard_library
 from tests.real.lm_eval_on_it import newest, offline, write_tasks
 from tests.real.model import find_model

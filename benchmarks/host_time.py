@@ -20,18 +20,18 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-import decoders.builtin
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.graphs import Work
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
-from decoders.settings import DecoderSettings
+import draftmill.decoders.builtin
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.graphs import Work
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
+from draftmill.decoders.settings import DecoderSettings
 from tests.decoders.replaying import use_references
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
     "speculative, look-up, k = 4": ("ar-tiny", {"kind": "speculative", "k": 4}),
@@ -47,7 +47,7 @@ class Nothing:
     """Captures the record of a forward, and never runs it again."""
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """See decoders.engine.graphs.Recorder."""
+        """See draftmill.decoders.engine.graphs.Recorder."""
         return (lambda: None), work()
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     print("| decoder | slots | steps | us a step | us a sample |\n|---|---:|---:|---:|---:|")
     with pytest.MonkeyPatch.context() as patch:
         use_references(patch)
-        patch.setattr("decoders.engine.graphs.find_recorder", lambda device: Nothing())
+        patch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: Nothing())
         for name in CASES:
             for slots in flags.slots:
                 found = step_seconds(name, slots, flags.steps)

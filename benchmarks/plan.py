@@ -17,12 +17,12 @@ import numpy as np
 import psutil
 import pyarrow as pa
 
-from actors.plan_table import ROW_SCHEMA
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
-from jobs.plan.duplicates import DuplicateFinder
-from jobs.plan.packing import longest_first, padding_efficiency
-from jobs.plan.plan_writer import PlanWriter
-from storage.stores.store import open_store
+from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.jobs.plan.duplicates import DuplicateFinder
+from draftmill.jobs.plan.packing import longest_first, padding_efficiency
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.storage.stores.store import open_store
 
 BATCH = 16384
 WINDOW = 65536

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3ForCausalLM
 
 from benchmarks.public_causal import Generated
-from decoders.base import HOLE, ModelInfo, Request
+from draftmill.decoders.base import HOLE, ModelInfo, Request
 
 
 @dataclass(slots=True)

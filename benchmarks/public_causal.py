@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from decoders.base import Request
+from draftmill.decoders.base import Request
 
 
 @dataclass(frozen=True, slots=True)

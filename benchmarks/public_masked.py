@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from benchmarks.public_causal import Generated
-from decoders.base import HOLE, ModelInfo, Request
+from draftmill.decoders.base import HOLE, ModelInfo, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from actors.made_folders import cache_folder
-from actors.models import fetch_model
-from actors.text import load_tokenizer
 from benchmarks.real_engines import Engine, Engines, Measured, best_rows, measure
+from draftmill.actors.made_folders import cache_folder
+from draftmill.actors.models import fetch_model
+from draftmill.actors.text import load_tokenizer
 from tests.real.model import find_model
 from tests.real.prompts import QUESTIONS, prompts
 

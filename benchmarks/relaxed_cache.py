@@ -15,17 +15,17 @@ from typing import Literal, cast
 
 import numpy as np
 
-import decoders.builtin
+import draftmill.decoders.builtin
 from benchmarks.any_subset import drain, held_out_windows, masked
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import ModelInfo, Outcome, Request
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.engine.setup import Setup
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import ModelInfo, Outcome, Request
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.registry import build_decoder
 
-BUILTIN = Path(decoders.builtin.__path__[0]) / "mdm-tiny"
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0]) / "mdm-tiny"
 LIVES: tuple[tuple[int, int | None], ...] = ((8, None), (8, 32), (32, None), (32, 8))
 Cache = Literal["dual_strict", "dual_relaxed"]
 

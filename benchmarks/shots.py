@@ -25,14 +25,14 @@ from unittest import mock
 import torch
 import yaml
 
-from decoders.base import EngineStats
-from decoders.engine.engine import Engine
-from jobs.commands.evaluate import evaluate
-from jobs.commands.run import RunOptions
-from jobs.driving.attempts import read_sessions
-from jobs.harness.options import EvalOptions
+from draftmill.decoders.base import EngineStats
+from draftmill.decoders.engine.engine import Engine
+from draftmill.jobs.commands.evaluate import evaluate
+from draftmill.jobs.commands.run import RunOptions
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.harness.options import EvalOptions
+from draftmill.storage.stores.store import open_store
 from recipes.corpus import split, standard_library
-from storage.stores.store import open_store
 from tests.real.lm_eval_on_it import newest, offline
 
 TASKS: dict[str, dict[str, Any]] = {

@@ -25,10 +25,10 @@ from pathlib import Path
 import psutil
 import yaml
 
-from actors.models import BUILTIN
-from storage.runs.commit import read_manifest
-from storage.runs.records import read_results
-from storage.stores.store import open_store
+from draftmill.actors.models import BUILTIN
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
 
 PROMPTS = ("def f(x):", "import os", "class A:", "for i in")
 NEW_TOKENS = 32
@@ -113,7 +113,7 @@ def limit() -> Took:
 
 def draftmill(*arguments: str) -> list[str]:
     """The command line as a process."""
-    return [sys.executable, "-m", "jobs.cli", *arguments]
+    return [sys.executable, "-m", "draftmill.jobs.cli", *arguments]
 
 
 def write_job(folder: Path) -> None:

@@ -19,25 +19,25 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-import decoders.builtin
-from actors.models import fetch_model
+import draftmill.decoders.builtin
 from benchmarks.any_subset import drain, held_out_windows, masked
 from benchmarks.real import chat_prompts
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.base import Model
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Outcome, Request
-from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.draws.keys import nth_key, sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.actors.models import fetch_model
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from recipes.corpus import encode, split, standard_library
 from tests.real.model import find_model
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 NGRAM, SUFFIX = NgramDrafterSettings(kind="ngram"), SuffixDrafterSettings(kind="suffix")
 DRAFTERS: dict[str, NgramDrafterSettings | SuffixDrafterSettings] = {"n-gram": NGRAM, "suffix": SUFFIX}
 CAUSAL: dict[str, DecoderChoice] = {

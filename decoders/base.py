@@ -54,7 +54,7 @@ class Request:
     `hole_order` gives the positions of the holes in the order of decoding; by default from left to right. A canvas to be
     scored has no holes: its tokens at the positions `scored` (int64, ascending) are scored, by default all from `score_from` on.
 
-    `settings` are the request's own; only some decoders use them (actors.row_settings names these).
+    `settings` are the request's own; only some decoders use them (draftmill.actors.row_settings names these).
     """
 
     index: int

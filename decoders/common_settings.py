@@ -7,7 +7,7 @@ from typing import ClassVar, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.base import ModelInfo, ModelKind
 
 
 class Settings(BaseModel):

@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from decoders.backbones.base import Model
-from decoders.backbones.head_files import head_place
-from decoders.backbones.heads import DraftHeads, load_heads
-from decoders.backbones.packed import can_pack, pack_products
-from decoders.base import CachedDecoder
-from decoders.common_settings import DecoderChoice, Estimate, Sampling
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.engine import Engine
-from decoders.engine.score_engine import ScoreEngine
-from decoders.engine.setup import Setup
-from decoders.settings import check_model
+from draftmill.decoders.backbones.base import Model
+from draftmill.decoders.backbones.head_files import head_place
+from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.backbones.packed import can_pack, pack_products
+from draftmill.decoders.base import CachedDecoder
+from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.score_engine import ScoreEngine
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.settings import check_model
 
 
 def build_decoder(setup: Setup, settings: DecoderChoice) -> CachedDecoder:

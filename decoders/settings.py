@@ -10,18 +10,18 @@ from typing import Annotated, get_args
 
 from pydantic import Field
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.base import ModelInfo, ModelKind
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.causal.settings import (
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     MultiblockJacobiSettings,
     SpecDiffSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import DecoderChoice
-from decoders.masked.settings import (
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.masked.settings import (
     AncestralSettings,
     FactorSettings,
     SelfSpeculativeSettings,

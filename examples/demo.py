@@ -13,13 +13,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.codes import OK
-from jobs.commands.run import RunOptions, run_job
-from jobs.driving.session import ray_session
-from jobs.spec.job_spec import JobSpec, load_spec
-from storage.errors import UserError
-from storage.runs.records import read_results
-from storage.stores.store import open_store
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.spec.job_spec import JobSpec, load_spec
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
 
 SPEC = Path(__file__).parent / "infill_stdlib.yaml"
 COLUMNS = ["id", "text", "prompt_tokens", "new_tokens", "nfe", "tokens", "fills", "status"]

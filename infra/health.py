@@ -1,4 +1,6 @@
-"""Whether a container of draftmill is healthy: `python -m infra.health`, exit code 0 or 1 with the reason. Standard library only.
+"""Whether a container of draftmill is healthy: `python -m draftmill.infra.health` ends with 0, or 1 and the reason.
+
+Standard library only.
 
 No process of draftmill or Ray may be stopped or dead, and a Ray node that has an agent must answer that its raylet is healthy.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 AGENT = "http://{host}:52365/api/local_raylet_healthz"
 """Ray's agent on each node, at its default port; KubeRay's probes ask it, too."""
 
-WATCHED = (b"/raylet/raylet", b"/gcs/gcs_server", b"/bin/draftmill", b"jobs.cli")
+WATCHED = (b"/raylet/raylet", b"/gcs/gcs_server", b"/bin/draftmill", b"draftmill.jobs.cli")
 ANSWER_S = 10.0
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jobs.arguments import (
+from draftmill.jobs.arguments import (
     catchup,
     compact,
     compare,
@@ -34,9 +34,9 @@ from jobs.arguments import (
     validate,
     verify,
 )
-from jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
-from storage.errors import DamagedRun, StoreError, UserError
-from storage.secrets import presentable
+from draftmill.jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
+from draftmill.storage.errors import DamagedRun, StoreError, UserError
+from draftmill.storage.secrets import presentable
 
 COMMANDS = (
     run,
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(COLLECT_AFTER)
     if getattr(arguments, "log", "text") == "text":
         return _run(arguments)
-    from jobs.driving.events import json_streams
+    from draftmill.jobs.driving.events import json_streams
 
     with json_streams():
         return _run(arguments)

@@ -26,10 +26,12 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from jobs.codes import OK
-from jobs.commands.run import RunOptions, run_job
-from jobs.driving.session import ray_session
-from jobs.spec.job_spec import JobSpec
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from recipes import (
     causal,
     causal_folder,
@@ -43,8 +45,6 @@ from recipes import (
     trajectories,
 )
 from recipes.packing import IDS, Trajectory
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
 
 NEW_TOKENS = 64
 """New tokens of every text that is measured."""

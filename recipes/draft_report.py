@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from decoders.backbones.heads import DraftHeads
-from decoders.base import Outcome, Request
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from recipes.corpus import TokenStream
 from recipes.evaluation import window_indices
 from recipes.frozen_pair import Pair, PairRows, draft_law, join, read_rows, target_law

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from decoders.backbones.heads import DraftHeads, HeadKind
+from draftmill.decoders.backbones.heads import DraftHeads, HeadKind
 from recipes.evaluation import Quality
 from recipes.loop import distinct_tensors, write_json
 from recipes.two_stream import Shape, TwoStream
@@ -76,7 +76,7 @@ def load_model(folder: Path, device: torch.device) -> TwoStream:
 
 
 def save_draft_heads(folder: Path, heads: DraftHeads, kind: HeadKind = "assd") -> None:
-    """Write draft_head.json (kind and sizes) and draft_head.safetensors; `decoders.backbones.heads.load_heads` reads them."""
+    """Write draft_head.json (kind and sizes) and draft_head.safetensors; decoders/backbones/heads.py reads them."""
     save_half(heads, folder / "draft_head.safetensors")
     write_json(folder / "draft_head.json", {"kind": kind, **heads.sizes()})
 

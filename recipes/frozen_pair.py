@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.heads import MarkovHead, distance_index
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.backbones.rows import token_rows
-from decoders.base import ModelInfo
-from decoders.draws.absorbing import noise_of_share
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.heads import MarkovHead, distance_index
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.backbones.rows import token_rows
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.draws.absorbing import noise_of_share
 
 
 @dataclass(frozen=True)

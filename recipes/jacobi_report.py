@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from transformers import Qwen2ForCausalLM
 
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.verbs import Store
 from recipes import causal_folder, corpus, evaluation, folder
 from recipes.evaluation import Quality
-from storage.runs.records import read_results
-from storage.stores.verbs import Store
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.verbs import Store
 from recipes.packing import IDS, Trajectory
-from storage.runs.records import read_results
-from storage.stores.verbs import Store
 
 
 def read(run: Store, prompts: Mapping[str, IDS]) -> list[Trajectory]:

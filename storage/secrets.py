@@ -9,7 +9,7 @@ import os
 import re
 from functools import lru_cache
 
-from storage.errors import printable
+from draftmill.storage.errors import printable
 
 HIDDEN = "[hidden]"
 MIN_CHARS = 8

@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actors.canvas import Canvas
-from actors.faults import lost_device
-from actors.job import ModelPlace
-from actors.loading import build, load_networks
-from actors.makers import Maker, maker_for
-from actors.memory import fit
-from actors.metrics.base import MeasuredRow, Stopping, Values
-from actors.models import fetch_model
-from actors.task import Columns, Score
-from actors.text import load_tokenizer
-from decoders.base import Decoder, Outcome, Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from storage.errors import RowError
-from storage.stores.verbs import S3Options
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.faults import lost_device
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.loading import build, load_networks
+from draftmill.actors.makers import Maker, maker_for
+from draftmill.actors.memory import fit
+from draftmill.actors.metrics.base import MeasuredRow, Stopping, Values
+from draftmill.actors.models import fetch_model
+from draftmill.actors.task import Columns, Score
+from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.base import Decoder, Outcome, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.storage.errors import RowError
+from draftmill.storage.stores.verbs import S3Options
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class JudgeMeter:
     prompt: str | None
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """See actors.metrics.base.Meter."""
+        """See draftmill.actors.metrics.base.Meter."""
         answers: list[Values | Exception | None] = [None] * len(rows)
         waiting: list[Request] = []
         for index, row in enumerate(rows):
@@ -114,7 +114,7 @@ def load_judge(place: ModelPlace, *, prompt: str | None, max_rows: int, threads:
     """Load a judge. Raises UserError or ValueError if the model can't be loaded or is not causal."""
     import torch
 
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     torch.set_num_threads(threads)
     folder = fetch_model(place.path, revision=place.revision, s3=s3)

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from actors.metrics.base import RowByRow, Values, compared
-from actors.metrics.settings import Bleu, Chrf, Rouge
+from draftmill.actors.metrics.base import RowByRow, Values, compared
+from draftmill.actors.metrics.settings import Bleu, Chrf, Rouge
 
 PACKAGES: Final = {"rouge": "rouge_score", "bleu": "sacrebleu", "chrf": "sacrebleu"}
 """The module that each kind of metric needs."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.metrics.base import MeasuredRow, RowByRow, Values
-from actors.metrics.settings import OwnMetric
-from storage.errors import UserError
+from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values
+from draftmill.actors.metrics.settings import OwnMetric
+from draftmill.storage.errors import UserError
 
 FUNCTION = "measure"
 

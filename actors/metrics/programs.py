@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actors.metrics.base import MeasuredRow, Stopping, Values, guarded
-from actors.metrics.settings import PLACE, PassAtK
-from actors.sandbox.sandbox import Limits, Sandbox
-from storage.runs.metric_files import pass_at_k
+from draftmill.actors.metrics.base import MeasuredRow, Stopping, Values, guarded
+from draftmill.actors.metrics.settings import PLACE, PassAtK
+from draftmill.actors.sandbox.sandbox import Limits, Sandbox
+from draftmill.storage.runs.metric_files import pass_at_k
 
 _FENCED: Final = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
@@ -27,7 +27,7 @@ class Programs:
     samples: int | None = None
 
     def measure(self, rows: Sequence[MeasuredRow], stopping: Callable[[], bool]) -> list[Values | Exception | None]:
-        """See actors.metrics.base.Meter. A row's estimates have no value here if some of its samples are in another unit."""
+        """See actors/metrics/base.py. A row's estimates have no value here if some of its samples are in another unit."""
 
         def one(row: MeasuredRow) -> Values | None:
             if stopping():

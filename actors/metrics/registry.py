@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.job import ModelPlace
-from actors.metrics.base import Meter
-from actors.metrics.settings import (
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.metrics.base import Meter
+from draftmill.actors.metrics.settings import (
     Bleu,
     Chrf,
     Distinct,
@@ -20,9 +20,9 @@ from actors.metrics.settings import (
     PassAtK,
     Rouge,
 )
-from actors.sandbox.sandbox import Kind, Sandbox
-from storage.runs.metric_files import MeasuredMetric
-from storage.stores.verbs import S3Options
+from draftmill.actors.sandbox.sandbox import Kind, Sandbox
+from draftmill.storage.runs.metric_files import MeasuredMetric
+from draftmill.storage.stores.verbs import S3Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ReadyMetric:
 
 def build_meter(metric: ReadyMetric, *, threads: int, s3: S3Options) -> Meter:
     """The meter of a metric; a judge's model is loaded here."""
-    from actors.metrics import overlaps, texts
+    from draftmill.actors.metrics import overlaps, texts
 
     match metric.settings:
         case ExactMatch() as settings:
@@ -72,15 +72,15 @@ def build_meter(metric: ReadyMetric, *, threads: int, s3: S3Options) -> Meter:
 
 
 def _judge(metric: ReadyMetric, settings: Judge, threads: int, s3: S3Options) -> Meter:
-    from actors.metrics.judge import load_judge
+    from draftmill.actors.metrics.judge import load_judge
 
     assert metric.place is not None
     return load_judge(metric.place, prompt=settings.prompt, max_rows=settings.max_rows, threads=threads, s3=s3)
 
 
 def _programs(metric: ReadyMetric, settings: PassAtK, threads: int) -> Meter:
-    from actors.metrics.programs import Programs
-    from actors.sandbox.self_test import find_sandbox
+    from draftmill.actors.metrics.programs import Programs
+    from draftmill.actors.sandbox.self_test import find_sandbox
 
     assert metric.sandbox is not None
     find_sandbox(metric.sandbox, field=f"{metric.field}.sandbox")  # this machine may be another than the driver's
@@ -88,7 +88,7 @@ def _programs(metric: ReadyMetric, settings: PassAtK, threads: int) -> Meter:
 
 
 def _own(metric: ReadyMetric, settings: OwnMetric) -> Meter:
-    from actors.metrics.own import load_function, own_metric
+    from draftmill.actors.metrics.own import load_function, own_metric
 
     assert metric.source is not None
     return own_metric(settings, load_function(metric.source, settings.path, field=metric.field))

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from actors.task import as_tuple
-from decoders.common_settings import Settings
+from draftmill.actors.task import as_tuple
+from draftmill.decoders.common_settings import Settings
 
 Column = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.@-]*$", max_length=100)]
 
@@ -64,7 +64,7 @@ class MetricBase(Settings):
         return (self.name,) if len(own) == 1 else tuple(f"{self.name}_{column}" for column in own)
 
     def estimates(self) -> dict[str, dict[str, Any]]:
-        """The columns that are estimates over all samples of a row; see storage.runs.metric_files.MeasuredMetric."""
+        """The columns that are estimates over all samples of a row; see draftmill.storage.runs.metric_files.MeasuredMetric."""
         return {}
 
     def kept(self) -> tuple[str, ...]:

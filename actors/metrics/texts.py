@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Final
 
-from actors.metrics.base import MeasuredRow, RowByRow, Values, compared
-from actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
+from draftmill.actors.metrics.base import MeasuredRow, RowByRow, Values, compared
+from draftmill.actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
 
 _NUMBER: Final = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 _PUNCTUATION: Final = str.maketrans("", "", string.punctuation)

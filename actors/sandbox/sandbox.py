@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from actors.sandbox.seccomp import MACHINES, filter_for
+from draftmill.actors.sandbox.seccomp import MACHINES, filter_for
 
 Kind = Literal["kernel", "bwrap"]
 

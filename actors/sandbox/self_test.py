@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-from actors.sandbox.sandbox import Kind, Limits, Sandbox, SandboxError, supported
-from storage.errors import UserError
+from draftmill.actors.sandbox.sandbox import Kind, Limits, Sandbox, SandboxError, supported
+from draftmill.storage.errors import UserError
 
 Wanted = Literal["auto", "kernel", "bwrap"]
 

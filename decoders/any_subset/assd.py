@@ -24,15 +24,27 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from decoders.any_subset.ngram import Ngrams
-from decoders.any_subset.sequential import whole_prompt
-from decoders.any_subset.settings import AssdSettings
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import BARE, DRAFT, JUDGE, JUST_ONE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll, Weights
-from decoders.engine.samples import Sample, equal_queries, fresh_queries
+from draftmill.decoders.any_subset.ngram import Ngrams
+from draftmill.decoders.any_subset.sequential import whole_prompt
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import (
+    BARE,
+    DRAFT,
+    JUDGE,
+    JUST_ONE,
+    MARKOV,
+    NO_DRAFT,
+    SEARCH,
+    Decoding,
+    Offer,
+    Roll,
+    Weights,
+)
+from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""

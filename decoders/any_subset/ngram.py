@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from decoders.engine.samples import Sample
+from draftmill.decoders.engine.samples import Sample
 
 
 class Ngrams:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from decoders.any_subset.sequential import whole_prompt
-from decoders.any_subset.settings import ParallelSettings
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import LOOSE, NO_DRAFT, Decoding
-from decoders.engine.samples import Sample, equal_queries
+from draftmill.decoders.any_subset.sequential import whole_prompt
+from draftmill.decoders.any_subset.settings import ParallelSettings
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import LOOSE, NO_DRAFT, Decoding
+from draftmill.decoders.engine.samples import Sample, equal_queries
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def parallel(s: Sample) -> Decoding:

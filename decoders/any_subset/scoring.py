@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from decoders.any_subset.sequential import whole_prompt
-from decoders.any_subset.settings import AnySubsetSettings
-from decoders.common_settings import Estimate
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import GIVEN, Decoding
-from decoders.engine.samples import Sample, fresh_queries
+from draftmill.decoders.any_subset.sequential import whole_prompt
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.common_settings import Estimate
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import GIVEN, Decoding
+from draftmill.decoders.engine.samples import Sample, fresh_queries
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def score(s: Sample) -> Decoding:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from decoders.any_subset.settings import AnySubsetSettings
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import JUST_ONE, TARGET, Decoding
-from decoders.engine.samples import Sample, fresh_queries
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import JUST_ONE, TARGET, Decoding
+from draftmill.decoders.engine.samples import Sample, fresh_queries
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def any_subset(s: Sample) -> Decoding:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from decoders.base import ModelKind
-from decoders.common_settings import DecoderChoice
-from decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.base import ModelKind
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -17,14 +17,14 @@ class AnySubsetSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "any_subset"
     tasks: ClassVar = ("infill", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "decoders.any_subset.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.any_subset.scoring:algorithm"
     scores_any: ClassVar = True
     kind: Literal["any_subset"]
 
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.any_subset.sequential:algorithm"
+        return "draftmill.decoders.any_subset.sequential:algorithm"
 
 
 class ParallelSettings(DecoderChoice):
@@ -37,7 +37,7 @@ class ParallelSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.any_subset.parallel:algorithm"
+        return "draftmill.decoders.any_subset.parallel:algorithm"
 
 
 class AssdSettings(DecoderChoice):
@@ -75,8 +75,8 @@ class AssdSettings(DecoderChoice):
     def runs(self) -> str:
         """See DecoderChoice."""
         if self.drafts_of_neighbours:
-            return "decoders.any_subset.suffix:algorithm"
-        return "decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
+            return "draftmill.decoders.any_subset.suffix:algorithm"
+        return "draftmill.decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
 
     @property
     def drafts_of_neighbours(self) -> bool:

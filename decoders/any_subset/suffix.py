@@ -20,16 +20,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from decoders.any_subset.sequential import whole_prompt
-from decoders.any_subset.settings import AssdSettings
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.drafts.suffix_index import Reader, SuffixIndex
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import NO_DRAFT, SEARCH, SURE, Decoding, Offer
-from decoders.engine.samples import Sample, fresh_queries
+from draftmill.decoders.any_subset.sequential import whole_prompt
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import NO_DRAFT, SEARCH, SURE, Decoding, Offer
+from draftmill.decoders.engine.samples import Sample, fresh_queries
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""

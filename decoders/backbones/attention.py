@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.cache import SlotCache
-from decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
-from decoders.backbones.rows import TokenRows
-from decoders.kernels.find import Attend
-from decoders.kernels.seen import Seen
+from draftmill.decoders.backbones.cache import SlotCache
+from draftmill.decoders.backbones.invariance import EXACT_DTYPES, ShapeRules, weigh_values
+from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.kernels.find import Attend
+from draftmill.decoders.kernels.seen import Seen
 
 # Scores computed at once: on a CPU few enough for its cache; on a GPU small compared with the weights. Never fewer rows than
 # this, so that parts stay above what the shape rules ask for.

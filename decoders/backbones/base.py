@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from decoders.backbones.rows import Rows, TokenRows
+from draftmill.decoders.backbones.rows import Rows, TokenRows
 
 
 class Model(Protocol):

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
-from decoders.backbones.families.blocks import MASK_KEYS
-from decoders.backbones.families.shares import check_shares
-from decoders.backbones.families.table import FAMILIES, Family, describe, find_family, turn_ends
-from decoders.base import ModelInfo
+from draftmill.decoders.backbones.families.blocks import MASK_KEYS
+from draftmill.decoders.backbones.families.shares import check_shares
+from draftmill.decoders.backbones.families.table import FAMILIES, Family, describe, find_family, turn_ends
+from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
 

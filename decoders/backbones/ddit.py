@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decoders.backbones.attention import AnyLayout, slot_attention
-from decoders.backbones.families.masked import DDiTShape
-from decoders.backbones.rows import TokenRows
-from decoders.backbones.transformer import ModuleBackbone
+from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.families.masked import DDiTShape
+from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.transformer import ModuleBackbone
 
 _HEAD: Final = "output_layer.linear."
 _PERIOD: Final = 10000.0

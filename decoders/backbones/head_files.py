@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 
 from safetensors import SafetensorError, safe_open
 
-from decoders.common_settings import DecoderChoice
+from draftmill.decoders.common_settings import DecoderChoice
 
 CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 MAX_DISTANCE: Final = 16

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from decoders.backbones.head_files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
+from draftmill.decoders.backbones.head_files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
 
 __all__ = [
     "MAX_DISTANCE",

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from decoders.backbones.attention import AnyLayout, slot_attention
-from decoders.backbones.families.llada2 import LLaDA2Shape
-from decoders.backbones.moe import GatedMLP, SigmoidMixture
-from decoders.backbones.transformer import ModuleBackbone
+from draftmill.decoders.backbones.attention import AnyLayout, slot_attention
+from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape
+from draftmill.decoders.backbones.moe import GatedMLP, SigmoidMixture
+from draftmill.decoders.backbones.transformer import ModuleBackbone
 
 
 class _States(NamedTuple):

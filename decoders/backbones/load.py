@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Backbone, TokenBackbone
-from decoders.backbones.checkpoint import (
+from draftmill.decoders.backbones.base import Backbone, TokenBackbone
+from draftmill.decoders.backbones.checkpoint import (
     bos_id,
     check_names,
     each_tensor,
@@ -22,10 +22,10 @@ from decoders.backbones.checkpoint import (
     read_config,
     stop_ids,
 )
-from decoders.backbones.families.shares import Share, check_shares
-from decoders.backbones.families.table import Family, find_family
-from decoders.backbones.families.xlnet import xlnet_shape
-from decoders.backbones.xlnet import XLNetBackbone
+from draftmill.decoders.backbones.families.shares import Share, check_shares
+from draftmill.decoders.backbones.families.table import Family, find_family
+from draftmill.decoders.backbones.families.xlnet import xlnet_shape
+from draftmill.decoders.backbones.xlnet import XLNetBackbone
 
 __all__ = ["bos_id", "inspect_model", "load_backbone", "load_weights", "pick_device", "pick_dtype", "stop_ids"]
 
@@ -93,10 +93,10 @@ def load_backbone(
 def _load_module(
     family: Family, config: Mapping[str, Any], folder: Path, dtype: torch.dtype, device: str
 ) -> TokenBackbone:
-    from decoders.backbones.ddit import DDiTBackbone
-    from decoders.backbones.llada2 import LLaDA2Backbone
-    from decoders.backbones.self_test import check_masking
-    from decoders.backbones.transformer import TransformerBackbone
+    from draftmill.decoders.backbones.ddit import DDiTBackbone
+    from draftmill.decoders.backbones.llada2 import LLaDA2Backbone
+    from draftmill.decoders.backbones.self_test import check_masking
+    from draftmill.decoders.backbones.transformer import TransformerBackbone
 
     # Our own networks keep some of their weights in float32 whatever their dtype.
     weights = load_weights(folder, dtype=None if family.causal is None else dtype, device=device)
@@ -117,8 +117,8 @@ def _load_module(
 def _load_split(
     family: Family, config: Mapping[str, Any], folder: Path, share: Share, dtype: torch.dtype, device: str
 ) -> TokenBackbone:
-    from decoders.backbones.self_test import check_masking
-    from decoders.backbones.split import SplitBackbone, share_of_weight
+    from draftmill.decoders.backbones.self_test import check_masking
+    from draftmill.decoders.backbones.split import SplitBackbone, share_of_weight
 
     check_shares(family.causal, family.name, config, share.count)
     assert family.causal is not None

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from decoders.backbones.invariance import at_least_rows
-from decoders.backbones.packed import UnsetLinear
-from decoders.kernels.find import Product
+from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.backbones.packed import UnsetLinear
+from draftmill.decoders.kernels.find import Product
 
 
 def _exact(rows: Tensor) -> Tensor:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.attention import AnyLayout, attend_rows
-from decoders.backbones.families.causal import head_width, key_value_heads
-from decoders.backbones.invariance import normal
-from decoders.backbones.packed import PackedLinear
-from decoders.backbones.rows import TokenRows, token_rows
+from draftmill.decoders.backbones.attention import AnyLayout, attend_rows
+from draftmill.decoders.backbones.families.causal import head_width, key_value_heads
+from draftmill.decoders.backbones.invariance import normal
+from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.backbones.rows import TokenRows, token_rows
 
 if TYPE_CHECKING:
-    from decoders.backbones.transformer import ModuleBackbone
+    from draftmill.decoders.backbones.transformer import ModuleBackbone
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from decoders.backbones.attention import attend_grouped
-from decoders.backbones.invariance import (
+from draftmill.decoders.backbones.attention import attend_grouped
+from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
@@ -28,12 +28,12 @@ from decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from decoders.backbones.moe import Mixture
-from decoders.backbones.packed import PackedLinear, is_conv1d
-from decoders.backbones.rows import TokenRows, token_rows
+from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.packed import PackedLinear, is_conv1d
+from draftmill.decoders.backbones.rows import TokenRows, token_rows
 
 if TYPE_CHECKING:
-    from decoders.backbones.transformer import ModuleBackbone
+    from draftmill.decoders.backbones.transformer import ModuleBackbone
 
 # Tolerance relative to the largest number: rounding is far below it, the effect of a wrong mask far above.
 _TOLERANCE: Final = 0.1

@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, distributed, nn
 
-from decoders.backbones.families.causal import CausalFamily
-from decoders.backbones.families.shares import Share, kind_of, share_of_config
-from decoders.backbones.rows import TokenRows
-from decoders.backbones.transformer import TransformerBackbone
+from draftmill.decoders.backbones.families.causal import CausalFamily
+from draftmill.decoders.backbones.families.shares import Share, kind_of, share_of_config
+from draftmill.decoders.backbones.rows import TokenRows
+from draftmill.decoders.backbones.transformer import TransformerBackbone
 
 # An idle leader says nothing for as long as the driver has no work. A killed process is noticed by its closed connection.
 _PATIENCE: Final = timedelta(days=30)

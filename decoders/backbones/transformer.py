@@ -17,18 +17,24 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import Tensor
 
-from decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
-from decoders.backbones.cache import SlotCache
-from decoders.backbones.families.causal import CausalFamily, empty_model, head_width, key_value_heads, parse_config
-from decoders.backbones.invariance import at_least_rows
-from decoders.backbones.lean_import import from_transformers
-from decoders.backbones.moe import Mixture
-from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
-from decoders.backbones.rotary import RotaryLayers, lean_layers
-from decoders.backbones.rows import TokenRows, seen_columns
-from decoders.backbones.self_test import model_rules, products
-from decoders.kernels.find import Attend, find_attention, find_product
-from decoders.kernels.seen import Seen
+from draftmill.decoders.backbones.attention import AnyLayout, FlatLayout, Layout, bias_of, cut_ragged, slot_attention
+from draftmill.decoders.backbones.cache import SlotCache
+from draftmill.decoders.backbones.families.causal import (
+    CausalFamily,
+    empty_model,
+    head_width,
+    key_value_heads,
+    parse_config,
+)
+from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.backbones.lean_import import from_transformers
+from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
+from draftmill.decoders.backbones.rows import TokenRows, seen_columns
+from draftmill.decoders.backbones.self_test import model_rules, products
+from draftmill.decoders.kernels.find import Attend, find_attention, find_product
+from draftmill.decoders.kernels.seen import Seen
 
 _ATTENTION: Final = "draftmill_slots"
 # Elementwise kernels compute the last few numbers of a tensor differently; whole blocks of rows leave no remainder.

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.backbones.cache import SlotCache, rounded
-from decoders.backbones.families.xlnet import XLNetShape
-from decoders.backbones.invariance import (
+from draftmill.decoders.backbones.cache import SlotCache, rounded
+from draftmill.decoders.backbones.families.xlnet import XLNetShape
+from draftmill.decoders.backbones.invariance import (
     EXACT_DTYPES,
     NO_RULES,
     NUM_PROBE_ROWS,
@@ -42,10 +42,10 @@ from decoders.backbones.invariance import (
     probe_columns,
     rows_exact,
 )
-from decoders.backbones.rows import Rows
-from decoders.backbones.visibility import visible
-from decoders.kernels.find import Attend, find_attention
-from decoders.kernels.seen import Seen
+from draftmill.decoders.backbones.rows import Rows
+from draftmill.decoders.backbones.visibility import visible
+from draftmill.decoders.kernels.find import Attend, find_attention
+from draftmill.decoders.kernels.seen import Seen
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,

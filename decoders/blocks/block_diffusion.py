@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from decoders.base import HOLE
-from decoders.blocks.rules import Rules
-from decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Told
-from decoders.blocks.schedules import Draft, Drafted, choose, num_surer, share
-from decoders.blocks.settings import BlockDiffusionSettings
-from decoders.engine.algorithm import Algorithm, Notes
-from decoders.engine.asks import DRAFT, TARGET, Decoding, Noted, Spans, wide_span
+from draftmill.decoders.base import HOLE
+from draftmill.decoders.blocks.rules import Rules
+from draftmill.decoders.blocks.samples import COMMIT, DRAFTED, PREFILL, BlockSample, Told
+from draftmill.decoders.blocks.schedules import Draft, Drafted, choose, num_surer, share
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings
+from draftmill.decoders.engine.algorithm import Algorithm, Notes
+from draftmill.decoders.engine.asks import DRAFT, TARGET, Decoding, Noted, Spans, wide_span
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 Forwards = Generator[Any, Noted, None]
 

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.common_settings import Settings
+from draftmill.decoders.common_settings import Settings
 
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Bins = Annotated[int, Field(ge=1, le=64)]

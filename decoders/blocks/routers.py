@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from decoders.blocks.router_settings import (
+from draftmill.decoders.blocks.router_settings import (
     Bandit,
     Confidence,
     Entropy,
@@ -35,7 +35,7 @@ from decoders.blocks.router_settings import (
     ScoreRouter,
     VerificationCost,
 )
-from decoders.blocks.schedules import Draft
+from draftmill.decoders.blocks.schedules import Draft
 
 # ---- reading a draft -------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoders.base import ModelInfo
-from decoders.blocks.settings import BlockSettings, S2d2Settings
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
 
 
 @dataclass(frozen=True, slots=True)

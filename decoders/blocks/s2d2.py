@@ -29,17 +29,17 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from decoders.blocks.block_diffusion import Block, algorithm_of, denoise
-from decoders.blocks.routers import Route, first_run, measure_of, route_of, signals_of
-from decoders.blocks.rules import Rules
-from decoders.blocks.samples import VERIFY, BlockSample, Told
-from decoders.blocks.schedules import Draft
-from decoders.blocks.settings import S2d2Settings
-from decoders.engine.algorithm import Algorithm, Notes
-from decoders.engine.asks import JUDGE, SELF, Decoding, Noted, wide_span
+from draftmill.decoders.blocks.block_diffusion import Block, algorithm_of, denoise
+from draftmill.decoders.blocks.routers import Route, first_run, measure_of, route_of, signals_of
+from draftmill.decoders.blocks.rules import Rules
+from draftmill.decoders.blocks.samples import VERIFY, BlockSample, Told
+from draftmill.decoders.blocks.schedules import Draft
+from draftmill.decoders.blocks.settings import S2d2Settings
+from draftmill.decoders.engine.algorithm import Algorithm, Notes
+from draftmill.decoders.engine.asks import JUDGE, SELF, Decoding, Noted, wide_span
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def s2d2(s: BlockSample, rules: Rules, settings: S2d2Settings) -> Decoding:

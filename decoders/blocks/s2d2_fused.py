@@ -27,15 +27,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from decoders.blocks.block_diffusion import algorithm_of
-from decoders.blocks.rules import Rules
-from decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Told
-from decoders.blocks.settings import S2d2Settings
-from decoders.engine.algorithm import Algorithm, Notes
-from decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, SELF, Decoding, Named, Noted, Spans, wide_span
+from draftmill.decoders.blocks.block_diffusion import algorithm_of
+from draftmill.decoders.blocks.rules import Rules
+from draftmill.decoders.blocks.samples import DRAFTED, PREFILL, VERIFY, BlockSample, Told
+from draftmill.decoders.blocks.settings import S2d2Settings
+from draftmill.decoders.engine.algorithm import Algorithm, Notes
+from draftmill.decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, SELF, Decoding, Named, Noted, Spans, wide_span
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from decoders.base import HOLE, Outcome, TraceStep
-from decoders.engine.asks import NO_DRAFT, Ask, Named, Spans
-from decoders.engine.ends import LENGTH, Stops, ending
-from decoders.engine.samples import Sample, Spent
+from draftmill.decoders.base import HOLE, Outcome, TraceStep
+from draftmill.decoders.engine.asks import NO_DRAFT, Ask, Named, Spans
+from draftmill.decoders.engine.ends import LENGTH, Stops, ending
+from draftmill.decoders.engine.samples import Sample, Spent
 
 PREFILL, DRAFTED, VERIFY, COMMIT = range(4)
 KINDS: Final = ("prefill", "draft", "verify", "commit")

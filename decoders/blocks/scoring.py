@@ -26,17 +26,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings
-from decoders.common_settings import Estimate
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import GivenRows, Spans, wide_span
-from decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
-from decoders.engine.packing import Ints
-from decoders.engine.samples import Sample
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings
+from draftmill.decoders.common_settings import Estimate
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import GivenRows, Spans, wide_span
+from draftmill.decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.base import ModelInfo, ModelKind
-from decoders.blocks.router_settings import Entropy, Estimator, MinSpan, Router, VerificationCost
-from decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.blocks.router_settings import Entropy, Estimator, MinSpan, Router, VerificationCost
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
 
 _Count = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -84,7 +84,7 @@ class BlockDiffusionSettings(BlockSettings):
     """Denoises block after block (SDAR, Fast-dLLM v2, LLaDA2); lossy with more than one token per step."""
 
     tasks: ClassVar = ("complete", "score")
-    scorer: ClassVar = "decoders.blocks.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.blocks.scoring:algorithm"
     estimates: ClassVar = ("llada",)
     scored_with: ClassVar = ("block_size", "causal_cache")
     kind: Literal["block_diffusion"]
@@ -92,7 +92,7 @@ class BlockDiffusionSettings(BlockSettings):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.blocks.block_diffusion:algorithm"
+        return "draftmill.decoders.blocks.block_diffusion:algorithm"
 
 
 class S2d2Settings(BlockSettings):
@@ -126,7 +126,9 @@ class S2d2Settings(BlockSettings):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.blocks." + ("s2d2_fused:algorithm" if self.drafts_in_verifications else "s2d2:algorithm")
+        return "draftmill.decoders.blocks." + (
+            "s2d2_fused:algorithm" if self.drafts_in_verifications else "s2d2:algorithm"
+        )
 
     def check_sampling(self, sampling: Sampling) -> None:
         """See DecoderChoice; also ValueError if `temper` is set but no ratio p/q is used."""

@@ -35,16 +35,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decoders.causal.autoregressive import prompt_but_one
-from decoders.causal.settings import JacobiSettings
-from decoders.draws import keys
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import NO_DRAFT, SEARCH, TARGET, Decoding
-from decoders.engine.jacobi_size import MOST_AUTO
-from decoders.engine.samples import Sample
+from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.settings import JacobiSettings
+from draftmill.decoders.draws import keys
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import NO_DRAFT, SEARCH, TARGET, Decoding
+from draftmill.decoders.engine.jacobi_size import MOST_AUTO
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def jacobi(s: Sample, block_size: int | None, *, running: bool) -> Decoding:

@@ -31,16 +31,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from decoders.causal.autoregressive import prompt_but_one
-from decoders.causal.jacobi import fill_with_prompt
-from decoders.causal.ngram_pool import NgramPool
-from decoders.causal.settings import MultiblockJacobiSettings
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Spans
-from decoders.engine.samples import Sample
+from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.jacobi import fill_with_prompt
+from draftmill.decoders.causal.ngram_pool import NgramPool
+from draftmill.decoders.causal.settings import MultiblockJacobiSettings
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import FAR, NO_DRAFT, TARGET, Answer, Ask, Decoding, Spans
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 class Blocks:

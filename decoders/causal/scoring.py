@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from decoders.causal.autoregressive import prompt_but_one
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Estimate
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import GIVEN, Decoding
-from decoders.engine.samples import Sample
+from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Estimate
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import GIVEN, Decoding
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def score(s: Sample) -> Decoding:

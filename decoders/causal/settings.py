@@ -6,9 +6,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.base import ModelInfo, ModelKind
-from decoders.common_settings import DecoderChoice, Settings
-from decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.common_settings import DecoderChoice, Settings
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AutoregressiveSettings(DecoderChoice):
@@ -17,13 +17,13 @@ class AutoregressiveSettings(DecoderChoice):
     runs_on: ClassVar[ModelKind] = "causal"
     tasks: ClassVar = ("infill", "complete", "score")
     token_logprobs: ClassVar = True
-    scorer: ClassVar = "decoders.causal.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.causal.scoring:algorithm"
     kind: Literal["autoregressive"]
 
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.autoregressive:algorithm"
+        return "draftmill.decoders.causal.autoregressive:algorithm"
 
 
 class DrafterPlace(Settings):
@@ -73,7 +73,7 @@ class SpeculativeSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice; without drafts it is the baseline."""
-        return "decoders.causal." + ("autoregressive:algorithm" if self.k == 0 else "speculative:algorithm")
+        return "draftmill.decoders.causal." + ("autoregressive:algorithm" if self.k == 0 else "speculative:algorithm")
 
 
 class SpecDiffSettings(DecoderChoice):
@@ -108,7 +108,7 @@ class SpecDiffSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.specdiff:algorithm"
+        return "draftmill.decoders.causal.specdiff:algorithm"
 
     @property
     def draft_head(self) -> str:
@@ -138,7 +138,7 @@ class JacobiSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.jacobi:algorithm"
+        return "draftmill.decoders.causal.jacobi:algorithm"
 
 
 class MultiblockJacobiSettings(DecoderChoice):
@@ -158,4 +158,4 @@ class MultiblockJacobiSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.causal.multiblock_jacobi:algorithm"
+        return "draftmill.decoders.causal.multiblock_jacobi:algorithm"

@@ -34,16 +34,16 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from decoders.causal.autoregressive import prompt_but_one
-from decoders.causal.settings import SpecDiffSettings
-from decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
-from decoders.draws import keys
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import DRAFT, FAR, FETCH, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
-from decoders.engine.samples import Sample
+from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.settings import SpecDiffSettings
+from draftmill.decoders.causal.speculative import Allot, Drafter, Drafting, all_of, speculative, those_that_pay
+from draftmill.decoders.draws import keys
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import DRAFT, FAR, FETCH, JUDGE, MARKOV, NO_DRAFT, Ask, Roll, Window
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 48
 """The most drafts that `auto` gives to a sample; the paper's best are 30 to 45."""

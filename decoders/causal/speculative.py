@@ -24,17 +24,17 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from decoders.causal.autoregressive import prompt_but_one
-from decoders.causal.lookup import Lookup
-from decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.drafts.suffix_index import Reader, SuffixIndex
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import FETCH, JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
-from decoders.engine.samples import Sample
+from draftmill.decoders.causal.autoregressive import prompt_but_one
+from draftmill.decoders.causal.lookup import Lookup
+from draftmill.decoders.causal.settings import NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import FETCH, JUDGE, NO_DRAFT, SEARCH, SURE, Decoding, Offer
+from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `k: auto` gives to a sample."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from decoders.common_settings import Settings
+from draftmill.decoders.common_settings import Settings
 
 
 class SuffixDrafterSettings(Settings):

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decoders.drafts.automaton import NOWHERE, ROOT, Automaton
-from decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.drafts.automaton import NOWHERE, ROOT, Automaton
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 
 
 class SuffixIndex:

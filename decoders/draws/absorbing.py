@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from decoders.draws.schedule import NOISE_EPS
+from draftmill.decoders.draws.schedule import NOISE_EPS
 
 
 def total_noise(time: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.draws.keys import (
+from draftmill.decoders.draws.keys import (
     ACCEPT,
     BONUS,
     DRAFT,

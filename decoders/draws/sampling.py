@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.common_settings import Sampling
+from draftmill.decoders.common_settings import Sampling
 
 _NUCLEUS_FIRST: Final = 128
 # How far the float32 masses of a row may be from summing to one.

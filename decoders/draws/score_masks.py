@@ -30,7 +30,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
+from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
 
 
 @dataclass(frozen=True, slots=True)

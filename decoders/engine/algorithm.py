@@ -9,9 +9,9 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.base import HOLE, Request
-from decoders.engine.asks import Ask, Decoding
-from decoders.engine.samples import Sample
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.engine.asks import Ask, Decoding
+from draftmill.decoders.engine.samples import Sample
 
 WHOLE: Final = 0
 """As grain: a prompt is taken over from another sample as a whole or not at all."""

@@ -24,23 +24,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.heads import DraftHeads
-from decoders.draws.noise import gumbel_at
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import GIVEN, LOOSE, NO_DRAFT, TARGET, Answer, Noted, Weights
-from decoders.engine.kernel_draws import KernelDraws
-from decoders.engine.lanes import Lane, Reading
-from decoders.engine.memory import Account
-from decoders.engine.named import NamedRows
-from decoders.engine.packing import Asked, Ints, count_leading
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.ratio import Ratio
-from decoders.engine.rings import NoiseRing, Places, Ring
-from decoders.engine.rolls import Draft, Rolling
-from decoders.engine.row_laws import RowLaws
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
-from decoders.kernels.find import find_choice
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.draws.noise import gumbel_at
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import GIVEN, LOOSE, NO_DRAFT, TARGET, Answer, Noted, Weights
+from draftmill.decoders.engine.kernel_draws import KernelDraws
+from draftmill.decoders.engine.lanes import Lane, Reading
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.named import NamedRows
+from draftmill.decoders.engine.packing import Asked, Ints, count_leading
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.ratio import Ratio
+from draftmill.decoders.engine.rings import NoiseRing, Places, Ring
+from draftmill.decoders.engine.rolls import Draft, Rolling
+from draftmill.decoders.engine.row_laws import RowLaws
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.kernels.find import find_choice
 
 Draw = Callable[[Sent, Tensor], Tensor]
 """(sent, hidden states of rows) -> their tokens and log-probabilities, float64 [2, R]."""

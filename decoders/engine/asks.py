@@ -45,7 +45,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.looks import Look, NodeOffer
+from draftmill.decoders.engine.looks import Look, NodeOffer
 
 COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
 FIELDS: Final = 9

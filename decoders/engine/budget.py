@@ -24,10 +24,10 @@ from typing import Final
 
 import numpy as np
 
-from decoders.engine.cost import Cost, CostTable
-from decoders.engine.ledger import Ledger
-from decoders.engine.offers import Offers, lines_a_slot
-from decoders.engine.survival import Counts, Numbers, Survival
+from draftmill.decoders.engine.cost import Cost, CostTable
+from draftmill.decoders.engine.ledger import Ledger
+from draftmill.decoders.engine.offers import Offers, lines_a_slot
+from draftmill.decoders.engine.survival import Counts, Numbers, Survival
 
 MOST_AUTO: Final = 16
 """The most drafts that `auto` gives to a slot."""

@@ -14,10 +14,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
 
-from decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
-from decoders.engine.ends import EOS, STOP, Stops, ending
-from decoders.engine.looks import Pick
-from decoders.engine.samples import Sample, Spent, Times
+from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request, TraceStep
+from draftmill.decoders.engine.ends import EOS, STOP, Stops, ending
+from draftmill.decoders.engine.looks import Pick
+from draftmill.decoders.engine.samples import Sample, Spent, Times
 
 
 class Canvas(Sample):

@@ -22,23 +22,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.cache import rounded
-from decoders.backbones.rows import RowShape, TokenRows
-from decoders.base import HOLE, ModelInfo
-from decoders.draws.absorbing import total_noise
-from decoders.engine import look_packing as told
-from decoders.engine.algorithm import Canvases
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.lanes import Lane, following
-from decoders.engine.look_filling import filled
-from decoders.engine.look_packing import Packed, copied, pack
-from decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
-from decoders.engine.memory import Account, column_multiple
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Sent
-from decoders.engine.picks import Masks, Picks
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
+from draftmill.decoders.backbones.cache import rounded
+from draftmill.decoders.backbones.rows import RowShape, TokenRows
+from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.decoders.draws.absorbing import total_noise
+from draftmill.decoders.engine import look_packing as told
+from draftmill.decoders.engine.algorithm import Canvases
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.lanes import Lane, following
+from draftmill.decoders.engine.look_filling import filled
+from draftmill.decoders.engine.look_packing import Packed, copied, pack
+from draftmill.decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
+from draftmill.decoders.engine.memory import Account, column_multiple
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Sent
+from draftmill.decoders.engine.picks import Masks, Picks
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
 
 _STEP: Final = 64
 _CANVAS, _NUMBER, _DRAFT = range(3)

@@ -6,9 +6,9 @@ from typing import Final
 
 import numpy as np
 
-from decoders.base import EngineStats
-from decoders.engine.packing import Ints
-from decoders.engine.samples import Spent
+from draftmill.decoders.base import EngineStats
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.samples import Spent
 
 _FIRST_S, _DEVICE_S, _ACTIVE, _USED, _COMPUTED = range(5)
 _FIELDS: Final = 5

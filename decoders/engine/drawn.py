@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.engine.asks import FIRST_PROMISE
-from decoders.engine.packing import Asked, Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.kernels.switch import is_on
+from draftmill.decoders.engine.asks import FIRST_PROMISE
+from draftmill.decoders.engine.packing import Asked, Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.kernels.switch import is_on
 
 VARIABLE: Final = "DRAFTMILL_AHEAD"
 """The environment variable: 0 has the host read each record before it plans the next forward."""

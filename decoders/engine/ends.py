@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from decoders.base import HOLE, StopText
+from draftmill.decoders.base import HOLE, StopText
 
 LENGTH: Final = 0
 EOS: Final = 1

@@ -11,7 +11,7 @@
 
 Occupied slots are kept dense ([0, active)), so that a forward reads the cache in place: a freed slot is refilled by the next
 admission, or else the last slot moves into it. Of a sample, only its cache, its noise and the distributions of its drafts are on
-the device. See decoders.base.Decoder, and docs/engine.md for the design.
+the device. See draftmill.decoders.base.Decoder, and docs/engine.md for the design.
 
 Legend: B samples of a forward.
 """
@@ -26,11 +26,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from decoders.backbones.cache import rounded
-from decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
-from decoders.engine.algorithm import Algorithm, check_completion, without_scored
-from decoders.engine.answers import Answers, NoiseAnswers
-from decoders.engine.asks import (
+from draftmill.decoders.backbones.cache import rounded
+from draftmill.decoders.base import JOB_SETTINGS, EngineStats, Outcome, Request
+from draftmill.decoders.engine.algorithm import Algorithm, check_completion, without_scored
+from draftmill.decoders.engine.answers import Answers, NoiseAnswers
+from draftmill.decoders.engine.asks import (
     BARE,
     DRAFT,
     FAR,
@@ -47,33 +47,33 @@ from decoders.engine.asks import (
     Roll,
     Weights,
 )
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.canvases import CanvasLane, canvas_lane
-from decoders.engine.counters import Counters
-from decoders.engine.drawn import Drawn, plans_ahead
-from decoders.engine.ends import Stops
-from decoders.engine.flights import Flight
-from decoders.engine.graphs import find_graphs
-from decoders.engine.lanes import Lane, Packed, Reading
-from decoders.engine.lengths import lengths_of
-from decoders.engine.memory import Account, column_multiple
-from decoders.engine.named import NamedRows
-from decoders.engine.named_answers import NamedAnswers
-from decoders.engine.node_lengths import NodeLengths
-from decoders.engine.orders import decoding_order
-from decoders.engine.packing import Asked, Ints, Table
-from decoders.engine.parcels import Parcel
-from decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, cut_drafting, deal, ran_ahead
-from decoders.engine.prefixes import Prefixes
-from decoders.engine.prompts import Prompts
-from decoders.engine.rolls import Rolling
-from decoders.engine.room import Room
-from decoders.engine.samples import Sample, Times, equal_queries
-from decoders.engine.setup import Setup
-from decoders.engine.token_lanes import TokenLane
-from decoders.engine.two_stream_lanes import TwoStreamLane
-from decoders.engine.windows import WindowLane
-from decoders.kernels.find import find_choice, find_notes
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.canvases import CanvasLane, canvas_lane
+from draftmill.decoders.engine.counters import Counters
+from draftmill.decoders.engine.drawn import Drawn, plans_ahead
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.flights import Flight
+from draftmill.decoders.engine.graphs import find_graphs
+from draftmill.decoders.engine.lanes import Lane, Packed, Reading
+from draftmill.decoders.engine.lengths import lengths_of
+from draftmill.decoders.engine.memory import Account, column_multiple
+from draftmill.decoders.engine.named import NamedRows
+from draftmill.decoders.engine.named_answers import NamedAnswers
+from draftmill.decoders.engine.node_lengths import NodeLengths
+from draftmill.decoders.engine.orders import decoding_order
+from draftmill.decoders.engine.packing import Asked, Ints, Table
+from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.pieces import DEVICE_ROWS, ask_of_piece, cut_drafting, deal, ran_ahead
+from draftmill.decoders.engine.prefixes import Prefixes
+from draftmill.decoders.engine.prompts import Prompts
+from draftmill.decoders.engine.rolls import Rolling
+from draftmill.decoders.engine.room import Room
+from draftmill.decoders.engine.samples import Sample, Times, equal_queries
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.token_lanes import TokenLane
+from draftmill.decoders.engine.two_stream_lanes import TwoStreamLane
+from draftmill.decoders.engine.windows import WindowLane
+from draftmill.decoders.kernels.find import find_choice, find_notes
 
 # At most one new sample in this many joins the others: more of them fill a forward of their own.
 _FEW_PROMPTS: Final = 4

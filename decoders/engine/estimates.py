@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.base import Outcome, Request
-from decoders.common_settings import DecoderChoice, Estimate
-from decoders.draws.score_masks import MaskedGroup
-from decoders.engine.asks import Decoding, GivenRows, Offer, Score
-from decoders.engine.packing import Ints
-from decoders.engine.samples import Sample, Spent
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.common_settings import DecoderChoice, Estimate
+from draftmill.decoders.draws.score_masks import MaskedGroup
+from draftmill.decoders.engine.asks import Decoding, GivenRows, Offer, Score
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.samples import Sample, Spent
 
 
 class Grouping(NamedTuple):

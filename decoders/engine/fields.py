@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.draws.keys import split_key
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.memory import Account
-from decoders.engine.packing import Ints
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import split_key
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.packing import Ints
 
 
 class NoiseField:

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from decoders.engine.asks import ASKED, COUNT, FIELDS, FIRST_PROMISE, RANK, Answer, Ask, promise
-from decoders.engine.lanes import Lane, Started
-from decoders.engine.packing import Ints
-from decoders.engine.pieces import ran_ahead
-from decoders.engine.samples import Sample
-from decoders.engine.transfers import Laps
+from draftmill.decoders.engine.asks import ASKED, COUNT, FIELDS, FIRST_PROMISE, RANK, Answer, Ask, promise
+from draftmill.decoders.engine.lanes import Lane, Started
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.pieces import ran_ahead
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.transfers import Laps
 
 
 @dataclass(slots=True, eq=False)

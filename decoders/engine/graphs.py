@@ -24,8 +24,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from decoders.engine.parcels import Parcel, Sent
-from decoders.kernels.switch import is_on
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.kernels.switch import is_on
 
 _log = logging.getLogger(__name__)
 VARIABLE: Final = "DRAFTMILL_GRAPHS"

@@ -18,8 +18,8 @@ from typing import Final
 
 import numpy as np
 
-from decoders.engine.cost import CostTable
-from decoders.engine.ledger import Ledger
+from draftmill.decoders.engine.cost import CostTable
+from draftmill.decoders.engine.ledger import Ledger
 
 SIZES: Final = (0, 2, 4, 8, 16, 32)
 MOST_AUTO: Final = SIZES[-1]

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decoders.base import ModelInfo
-from decoders.engine.asks import NO_DRAFT
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.rings import Places
-from decoders.engine.row_laws import RowLaws
-from decoders.engine.transfers import marks
-from decoders.kernels.find import Choice
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.engine.asks import NO_DRAFT
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.rings import Places
+from draftmill.decoders.engine.row_laws import RowLaws
+from draftmill.decoders.engine.transfers import marks
+from draftmill.decoders.kernels.find import Choice
 
 
 class KernelDraws:

@@ -13,17 +13,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from decoders.base import ModelInfo
-from decoders.common_settings import Sampling
-from decoders.engine.algorithm import Notes
-from decoders.engine.notes import MEASURES, worth_of
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.rings import Places
-from decoders.engine.row_laws import RowLaws
-from decoders.engine.transfers import marks
-from decoders.kernels.find import Note
-from decoders.kernels.notes_reference import Wanted
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.algorithm import Notes
+from draftmill.decoders.engine.notes import MEASURES, worth_of
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.rings import Places
+from draftmill.decoders.engine.row_laws import RowLaws
+from draftmill.decoders.engine.transfers import marks
+from draftmill.decoders.kernels.find import Note
+from draftmill.decoders.kernels.notes_reference import Wanted
 
 
 def can_tell(sampling: Sampling, notes: Notes) -> bool:

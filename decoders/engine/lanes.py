@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.engine.asks import FAR
-from decoders.engine.drawn import Drawn, Read, as_sent
-from decoders.engine.graphs import Graphs, Work
-from decoders.engine.memory import give
-from decoders.engine.packing import Asked, Ints, Table
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.samples import Sample
-from decoders.engine.transfers import Clock, Coming, put
+from draftmill.decoders.engine.asks import FAR
+from draftmill.decoders.engine.drawn import Drawn, Read, as_sent
+from draftmill.decoders.engine.graphs import Graphs, Work
+from draftmill.decoders.engine.memory import give
+from draftmill.decoders.engine.packing import Asked, Ints, Table
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.transfers import Clock, Coming, put
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import Offer, Search
-from decoders.engine.budget import DraftBudget
-from decoders.engine.cost import CostTable
-from decoders.engine.jacobi_size import JacobiSizes
-from decoders.engine.samples import Sample
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import Offer, Search
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.cost import CostTable
+from draftmill.decoders.engine.jacobi_size import JacobiSizes
+from draftmill.decoders.engine.samples import Sample
 
 
 class Lengths:

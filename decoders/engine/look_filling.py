@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from decoders.engine import look_packing as told
-from decoders.engine.look_packing import Packed
-from decoders.engine.looks import COLUMN, COUNT, MORE, POSITION
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Parcel
+from draftmill.decoders.engine import look_packing as told
+from draftmill.decoders.engine.look_packing import Packed
+from draftmill.decoders.engine.looks import COLUMN, COUNT, MORE, POSITION
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Parcel
 
 _NO_DRAFT = -1
 

@@ -13,9 +13,9 @@ from typing import Final
 
 import numpy as np
 
-from decoders.draws.keys import split_key
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.looks import (
+from draftmill.decoders.draws.keys import split_key
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.looks import (
     ASKED_FIELDS,
     BEST,
     COLUMN,
@@ -39,8 +39,8 @@ from decoders.engine.looks import (
     SPAN_FIELDS,
     Look,
 )
-from decoders.engine.packing import Ints, repeated
-from decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.packing import Ints, repeated
+from draftmill.decoders.engine.parcels import Parcel
 
 # What the device is told of a span, after its fields: the slot of its canvas, which of the forward's cache slots it writes, the
 # rows before it in that slot, and the rows before it in all.

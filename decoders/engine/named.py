@@ -12,8 +12,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.asks import COUNT, DRAFT, JUDGE, Named
-from decoders.engine.packing import Ints, Table, count_leading, repeated
+from draftmill.decoders.engine.asks import COUNT, DRAFT, JUDGE, Named
+from draftmill.decoders.engine.packing import Ints, Table, count_leading, repeated
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]

@@ -20,22 +20,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.draws import keys
-from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, residual
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.answers import NoiseAnswers
-from decoders.engine.asks import NO_DRAFT, Noted
-from decoders.engine.kernel_notes import KernelNotes, can_tell
-from decoders.engine.lanes import Lane, Reading
-from decoders.engine.memory import Account
-from decoders.engine.named import Chains, NamedRows
-from decoders.engine.notes import entropy, plain_log_p, worth
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.rings import Ring
-from decoders.engine.rolls import Draft
-from decoders.engine.setup import Setup
-from decoders.kernels.find import find_notes
+from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, residual
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.answers import NoiseAnswers
+from draftmill.decoders.engine.asks import NO_DRAFT, Noted
+from draftmill.decoders.engine.kernel_notes import KernelNotes, can_tell
+from draftmill.decoders.engine.lanes import Lane, Reading
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.named import Chains, NamedRows
+from draftmill.decoders.engine.notes import entropy, plain_log_p, worth
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.rings import Ring
+from draftmill.decoders.engine.rolls import Draft
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.kernels.find import find_notes
 
 _TOKEN, _LOG_P, _SURE = range(3)
 

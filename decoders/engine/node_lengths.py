@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decoders.engine.asks import Search
-from decoders.engine.budget import DraftBudget
-from decoders.engine.lengths import BudgetLengths
-from decoders.engine.looks import Free, NodeOffer
-from decoders.engine.samples import Sample
-from decoders.engine.survival import Counts, Numbers
+from draftmill.decoders.engine.asks import Search
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.lengths import BudgetLengths
+from draftmill.decoders.engine.looks import Free, NodeOffer
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.survival import Counts, Numbers
 
 
 class NodeBudget(DraftBudget):
@@ -49,7 +49,7 @@ class NodeBudget(DraftBudget):
 
 
 class NodeLengths(BudgetLengths):
-    """See decoders.engine.lengths.Lengths. `free` gives the columns a sample may take beside its canvas, among so many samples of
+    """See lengths.Lengths. `free` gives the columns a sample may take beside its canvas, among so many samples of
     at most this length.
     """
 

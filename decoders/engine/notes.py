@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.kernels.notes_reference import Wanted
+from draftmill.decoders.kernels.notes_reference import Wanted
 
 
 def plain_log_p(logits_RV: Tensor, token_R: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.cost import Cost
+from draftmill.decoders.engine.cost import Cost
 
 Numbers = NDArray[np.float64]
 Counts = NDArray[np.int64]

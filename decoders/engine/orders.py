@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.base import HOLE
+from draftmill.decoders.base import HOLE
 
 
 def decoding_order(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from decoders.engine.asks import (
+from draftmill.decoders.engine.asks import (
     ASKED,
     COLUMN,
     COUNT,

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.engine.packing import Ints
-from decoders.engine.transfers import put
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.transfers import put
 
 Sent = Mapping[str, Tensor]
 """What has arrived on the device, by name: int64, or float64."""

@@ -31,20 +31,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.draws.absorbing import chance_by_scores, chance_by_total, log_scale, log_scores, total_noise
-from decoders.draws.confidence import confidence
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.fields import NoiseField
-from decoders.engine.memory import Account
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Sent
-from decoders.engine.row_laws import RowLaws
-from decoders.engine.samples import Sample
-from decoders.engine.transfers import marks
-from decoders.kernels.find import find_notes
-from decoders.kernels.notes_reference import Wanted
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_total, log_scale, log_scores, total_noise
+from draftmill.decoders.draws.confidence import confidence
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.fields import NoiseField
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Sent
+from draftmill.decoders.engine.row_laws import RowLaws
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.transfers import marks
+from draftmill.decoders.kernels.find import find_notes
+from draftmill.decoders.kernels.notes_reference import Wanted
 
 SCORED: Final = ("analytic", "euler")
 UNORDERED: Final = "unordered"

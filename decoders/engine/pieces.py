@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.asks import COUNT, FAR, FIELDS, Ask, Named, wide_span
-from decoders.engine.samples import Sample
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.asks import COUNT, FAR, FIELDS, Ask, Named, wide_span
+from draftmill.decoders.engine.samples import Sample
 
 DEVICE_ROWS: Final = 2048
 """Rows of prompts in a forward on a device, unless another number is given. They take several times as long to compute as the

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from decoders.engine.algorithm import WHOLE
-from decoders.engine.packing import Ints
+from draftmill.decoders.engine.algorithm import WHOLE
+from draftmill.decoders.engine.packing import Ints
 
 
 class Common(NamedTuple):

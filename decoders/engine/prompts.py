@@ -16,12 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from decoders.base import EngineStats
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.lanes import Lane
-from decoders.engine.packing import Ints
-from decoders.engine.prefixes import Prefixes
-from decoders.engine.samples import Sample
+from draftmill.decoders.base import EngineStats
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.lanes import Lane
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.prefixes import Prefixes
+from draftmill.decoders.engine.samples import Sample
 
 LEAST_SHARED: Final = 16
 """A sample waits for another one's prompt, and columns are copied, if that saves so many rows, or all that can be saved."""

@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.draws import keys
-from decoders.draws.sampling import inverse_cdf_draw, residual
-from decoders.engine.asks import DRAFT, NO_DRAFT, SURE
-from decoders.engine.kernel_draws import KernelDraws
-from decoders.engine.lanes import Lane
-from decoders.engine.packing import Asked, Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.rings import Places, Ring
-from decoders.engine.row_laws import RowLaws
+from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.sampling import inverse_cdf_draw, residual
+from draftmill.decoders.engine.asks import DRAFT, NO_DRAFT, SURE
+from draftmill.decoders.engine.kernel_draws import KernelDraws
+from draftmill.decoders.engine.lanes import Lane
+from draftmill.decoders.engine.packing import Asked, Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.rings import Places, Ring
+from draftmill.decoders.engine.row_laws import RowLaws
 
 Work = Callable[[Sent, Tensor], Tensor]
 """(sent, hidden states or logits or distributions of rows) -> what is made of them."""

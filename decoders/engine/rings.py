@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.draws.keys import split_key
-from decoders.engine.packing import Ints, repeated
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.samples import Sample
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.keys import split_key
+from draftmill.decoders.engine.packing import Ints, repeated
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.samples import Sample
 
 Found = Callable[[Sent], Tensor]
 """Work on the device that gives noise, [R, V]."""

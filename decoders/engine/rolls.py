@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.backbones.head_files import MAX_DISTANCE
-from decoders.backbones.heads import DraftHeads
-from decoders.backbones.invariance import at_least_rows
-from decoders.engine.asks import CHAIN, Answer, Roll
-from decoders.engine.lanes import Lane
-from decoders.engine.packing import Asked, Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.samples import Sample
+from draftmill.decoders.backbones.head_files import MAX_DISTANCE
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.invariance import at_least_rows
+from draftmill.decoders.engine.asks import CHAIN, Answer, Roll
+from draftmill.decoders.engine.lanes import Lane
+from draftmill.decoders.engine.packing import Asked, Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.samples import Sample
 
 _UNKNOWN: Final = -1
 

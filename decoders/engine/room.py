@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from decoders.backbones.cache import rounded
-from decoders.engine.memory import Account
+from draftmill.decoders.backbones.cache import rounded
+from draftmill.decoders.engine.memory import Account
 
 _COLUMN_STEP: Final = 64
 # The initial slots of a cache, as far as allowed: adding them one by one would copy the cache each time.

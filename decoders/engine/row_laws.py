@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.base import RowSettings
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law, log_laws, nucleus_draw
-from decoders.engine.packing import Ints
-from decoders.kernels.choice_reference import Warp
+from draftmill.decoders.base import RowSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law, log_laws, nucleus_draw
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.kernels.choice_reference import Warp
 
 
 class RowLaws:

@@ -17,9 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
-from decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, Ask, Decoding, Spans, Wish, promise
-from decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
+from draftmill.decoders.base import EngineStats, Outcome, Request, StopText, TraceStep
+from draftmill.decoders.engine.asks import DRAFT, FAR, JUST_ONE, TARGET, Ask, Decoding, Spans, Wish, promise
+from draftmill.decoders.engine.ends import EOS, FINISHES, LENGTH, STOP, Stops
 
 FILLED: Final = "filled"
 

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import WIDE, GivenRows, Offer, Score
-from decoders.engine.engine import Engine, Turn
-from decoders.engine.estimates import Text
-from decoders.engine.lanes import Lane, Packed
-from decoders.engine.packing import Table
-from decoders.engine.parcels import Parcel
-from decoders.engine.samples import Sample
-from decoders.engine.scores import Scores
-from decoders.engine.setup import Setup
-from decoders.engine.token_lanes import TokenLane
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import WIDE, GivenRows, Offer, Score
+from draftmill.decoders.engine.engine import Engine, Turn
+from draftmill.decoders.engine.estimates import Text
+from draftmill.decoders.engine.lanes import Lane, Packed
+from draftmill.decoders.engine.packing import Table
+from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.scores import Scores
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.token_lanes import TokenLane
 
 Told = tuple[NDArray[np.float64], NDArray[np.bool_]]
 """Of each token of a canvas that is read: its log-probability, and whether it is the model's first choice."""

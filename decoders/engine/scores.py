@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.engine.lanes import Lane, Reading
-from decoders.engine.memory import Account
-from decoders.engine.packing import Ints
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.setup import Setup
+from draftmill.decoders.engine.lanes import Lane, Reading
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.packing import Ints
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.setup import Setup
 
 Scored = tuple[NDArray[np.float64], NDArray[np.bool_]]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoders.backbones.base import Model, TokenBackbone
-from decoders.backbones.heads import DraftHeads
-from decoders.base import ModelInfo
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
+from draftmill.decoders.backbones.base import Model, TokenBackbone
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

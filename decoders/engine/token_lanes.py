@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.rows import RowShape, TokenRows
-from decoders.draws.absorbing import noise_of_share
-from decoders.engine.asks import FAR
-from decoders.engine.lanes import Lane, Packed, Reading, Run, following
-from decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.rows import RowShape, TokenRows
+from draftmill.decoders.draws.absorbing import noise_of_share
+from draftmill.decoders.engine.asks import FAR
+from draftmill.decoders.engine.lanes import Lane, Packed, Reading, Run, following
+from draftmill.decoders.engine.parcels import Parcel, Sent
 
 
 class TokenLane(Lane):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from decoders.backbones.base import Backbone
-from decoders.backbones.rows import Rows, StreamShape
-from decoders.engine.lanes import Lane, Packed, Reading, Run, following
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.samples import Sample
+from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.rows import Rows, StreamShape
+from draftmill.decoders.engine.lanes import Lane, Packed, Reading, Run, following
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.samples import Sample
 
 
 class TwoStreamLane(Lane):

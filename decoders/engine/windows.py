@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
-from decoders.engine.token_lanes import TokenLane
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.token_lanes import TokenLane
 
 
 class WindowLane(TokenLane):

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.kernels.attention_kernel import add_shares, attend_tiles
-from decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.attention_kernel import add_shares, attend_tiles
+from draftmill.decoders.kernels.seen import Seen
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernel computes with; anything else is the reference's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen
 
 
 def attend(

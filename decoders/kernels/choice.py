@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.draws.keys import TARGET
-from decoders.kernels.choice_kernel import choose_rows, weigh_rows
-from decoders.kernels.choice_reference import Chosen, Warp
+from draftmill.decoders.draws.keys import TARGET
+from draftmill.decoders.kernels.choice_kernel import choose_rows, weigh_rows
+from draftmill.decoders.kernels.choice_reference import Chosen, Warp
 
 _BLOCK: Final = 2048
 

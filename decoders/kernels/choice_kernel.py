@@ -12,7 +12,7 @@ The functions of these steps are those of laws_kernel.py.
 import triton
 import triton.language as tl
 
-from decoders.kernels.laws_kernel import (
+from draftmill.decoders.kernels.laws_kernel import (
     cut_of,
     largest_of,
     law_of,

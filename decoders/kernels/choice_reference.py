@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.draws.sampling import log_laws, nucleus_draw
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import log_laws, nucleus_draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from decoders.kernels.experts_kernel import multiply_tiles
+from draftmill.decoders.kernels.experts_kernel import multiply_tiles
 
 _TORCH_MAJOR: Final = 9
 _ALIGNED: Final = 8  # numbers of bfloat16 in the 16 bytes to which rows must be aligned

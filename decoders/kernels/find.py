@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoders.kernels.choice_reference import Chosen, Warp
-from decoders.kernels.notes_reference import Wanted
-from decoders.kernels.seen import Seen
-from decoders.kernels.switch import use_kernels
+from draftmill.decoders.kernels.choice_reference import Chosen, Warp
+from draftmill.decoders.kernels.notes_reference import Wanted
+from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.switch import use_kernels
 
 
 class Attend(Protocol):
@@ -77,8 +77,8 @@ def find_attention(
     """The kernel for heads of this kind."""
     if dtype == torch.float64 or not use_kernels(device):
         return None
-    from decoders.kernels.attention import attend
-    from decoders.kernels.trial import attention_works
+    from draftmill.decoders.kernels.attention import attend
+    from draftmill.decoders.kernels.trial import attention_works
 
     works = attention_works(device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
     return attend if works else None
@@ -88,8 +88,8 @@ def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
     """The product with the weights of experts."""
     if dtype == torch.float64 or not use_kernels(device):
         return None
-    from decoders.kernels.experts import product
-    from decoders.kernels.trial import experts_work
+    from draftmill.decoders.kernels.experts import product
+    from draftmill.decoders.kernels.trial import experts_work
 
     return product if experts_work(device, dtype) else None
 
@@ -98,8 +98,8 @@ def find_choice(device: torch.device, dtype: torch.dtype) -> Choice | None:
     """What draws the tokens of a model of this dtype."""
     if dtype == torch.float64 or not use_kernels(device):
         return None
-    from decoders.kernels import choice
-    from decoders.kernels.trial import choice_works
+    from draftmill.decoders.kernels import choice
+    from draftmill.decoders.kernels.trial import choice_works
 
     return choice if choice_works(device) else None
 
@@ -108,7 +108,7 @@ def find_notes(device: torch.device, dtype: torch.dtype) -> Note | None:
     """What draws the tokens of a model of this dtype where decoders want to know how sure it is of them."""
     if dtype == torch.float64 or not use_kernels(device):
         return None
-    from decoders.kernels.notes import note
-    from decoders.kernels.trial import notes_work
+    from draftmill.decoders.kernels.notes import note
+    from draftmill.decoders.kernels.trial import notes_work
 
     return note if notes_work(device) else None

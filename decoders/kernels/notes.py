@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoders.draws.keys import ORDER, TARGET
-from decoders.kernels.choice import block_of, contiguous_rows, cuts_any
-from decoders.kernels.choice_reference import Warp
-from decoders.kernels.notes_kernel import note_rows
-from decoders.kernels.notes_reference import WANTED, Wanted
+from draftmill.decoders.draws.keys import ORDER, TARGET
+from draftmill.decoders.kernels.choice import block_of, contiguous_rows, cuts_any
+from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels.notes_kernel import note_rows
+from draftmill.decoders.kernels.notes_reference import WANTED, Wanted
 
 
 def note(

@@ -8,7 +8,7 @@
 import triton
 import triton.language as tl
 
-from decoders.kernels.laws_kernel import (
+from draftmill.decoders.kernels.laws_kernel import (
     cut_of,
     largest_of,
     law_of,

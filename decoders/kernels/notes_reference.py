@@ -21,10 +21,10 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.draws.confidence import confidence
-from decoders.draws.sampling import log_laws, nucleus_draw
-from decoders.kernels.choice_reference import Warp
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.confidence import confidence
+from draftmill.decoders.draws.sampling import log_laws, nucleus_draw
+from draftmill.decoders.kernels.choice_reference import Warp
 
 Wanted = Literal["top1", "margin", "entropy", "squares", "order", "scores"]
 WANTED: Final[tuple[Wanted, ...]] = ("top1", "margin", "entropy", "squares", "order", "scores")

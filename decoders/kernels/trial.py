@@ -12,10 +12,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
-from decoders.kernels.choice_reference import Warp
-from decoders.kernels.seen import Seen
+from draftmill.decoders.draws import noise
+from draftmill.decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
+from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels.seen import Seen
 
 _log = logging.getLogger(__name__)
 # The largest difference allowed, beside the largest number.
@@ -30,7 +30,7 @@ def attention_works(device: torch.device, dtype: torch.dtype, *, num_heads: int,
     """Whether attention by the kernel equals the reference for heads of this kind."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
-        from decoders.kernels import attention
+        from draftmill.decoders.kernels import attention
 
         query_NHd = _normal(device, 8, num_heads, width).to(dtype)
         layer_2SKWd = _normal(device, 2, 3, key_heads, 300, width).to(dtype)
@@ -60,7 +60,7 @@ def experts_work(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the product with the weights of experts equals the reference."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
-        from decoders.kernels import experts
+        from draftmill.decoders.kernels import experts
 
         rows_PD, weight_EMD = _normal(device, 70, 96).to(dtype), (_normal(device, 5, 72, 96) / 10).to(dtype)
         end_E = torch.tensor([3, 3, 40, 41, 70], dtype=torch.int32, device=device)
@@ -74,7 +74,7 @@ def choice_works(device: torch.device) -> bool:
     """Whether tokens and their log-probabilities equal the reference's."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
-        from decoders.kernels import choice
+        from draftmill.decoders.kernels import choice
 
         pairs = []
         for top_k in (None, 30):
@@ -93,7 +93,7 @@ def notes_work(device: torch.device) -> bool:
     """Whether tokens and what is told of them equal the reference's."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
-        from decoders.kernels import notes
+        from draftmill.decoders.kernels import notes
 
         pairs = []
         for top_k, warped in ((None, False), (30, True)):

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decoders.draws import keys
-from decoders.draws.schedule import LAST_TIME, time_at
-from decoders.engine.algorithm import Algorithm, Canvases
-from decoders.engine.asks import Decoding
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.looks import Look
-from decoders.masked.settings import AncestralSettings
-from decoders.masked.stepwise import root_span, runs_no_prompt
+from draftmill.decoders.draws import keys
+from draftmill.decoders.draws.schedule import LAST_TIME, time_at
+from draftmill.decoders.engine.algorithm import Algorithm, Canvases
+from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.masked.settings import AncestralSettings
+from draftmill.decoders.masked.stepwise import root_span, runs_no_prompt
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def by_time(s: Canvas, steps: int) -> Decoding:

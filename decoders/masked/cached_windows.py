@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.canvas_samples import Canvas
 
 Run = tuple[int, int]
 """The positions from the first number up to the second."""

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from decoders.base import Request
-from decoders.common_settings import DecoderChoice, Estimate
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.asks import GivenRows, wide_span
-from decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
-from decoders.masked.stepwise import runs_no_prompt
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import DecoderChoice, Estimate
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import GivenRows, wide_span
+from draftmill.decoders.engine.estimates import Draw, Grouping, Text, estimate_score, kind_of
+from draftmill.decoders.masked.stepwise import runs_no_prompt
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 
 def all_together(request: Request) -> Grouping:

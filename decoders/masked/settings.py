@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from decoders.base import ModelInfo, ModelKind
-from decoders.common_settings import DecoderChoice, Settings
+from draftmill.decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.common_settings import DecoderChoice, Settings
 
 _PREDICTORS: Final = {"mdlm": ("ddpm",), "sedd": ("analytic", "euler")}
 
@@ -40,7 +40,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "masked"
     tasks: ClassVar = ("infill", "complete", "score")
-    scorer: ClassVar = "decoders.masked.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("llada", "mdlm")
     scores_any: ClassVar = True
     kind: Literal["stepwise"]
@@ -63,7 +63,7 @@ class StepwiseSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:algorithm"
+        return "draftmill.decoders.masked.stepwise:algorithm"
 
 
 class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
@@ -79,7 +79,7 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.ssd:algorithm"
+        return "draftmill.decoders.masked.ssd:algorithm"
 
 
 class ThresholdSettings(MaskedSettings, DecoderChoice):
@@ -94,7 +94,7 @@ class ThresholdSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:threshold"
+        return "draftmill.decoders.masked.stepwise:threshold"
 
 
 class FactorSettings(MaskedSettings, DecoderChoice):
@@ -109,7 +109,7 @@ class FactorSettings(MaskedSettings, DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.stepwise:factor"
+        return "draftmill.decoders.masked.stepwise:factor"
 
 
 class AncestralSettings(DecoderChoice):
@@ -120,7 +120,7 @@ class AncestralSettings(DecoderChoice):
 
     runs_on: ClassVar[ModelKind] = "ancestral"
     tasks: ClassVar = ("infill", "complete", "score")
-    scorer: ClassVar = "decoders.masked.scoring:algorithm"
+    scorer: ClassVar = "draftmill.decoders.masked.scoring:algorithm"
     estimates: ClassVar = ("mdlm", "llada")
     scores_any: ClassVar = True
     kind: Literal["ancestral"]
@@ -130,7 +130,7 @@ class AncestralSettings(DecoderChoice):
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        return "decoders.masked.ancestral:algorithm"
+        return "draftmill.decoders.masked.ancestral:algorithm"
 
     def check_model(self, info: ModelInfo) -> None:
         """See DecoderChoice."""

@@ -36,17 +36,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from decoders.engine.algorithm import Algorithm, Canvases
-from decoders.engine.asks import SEARCH, Decoding
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.looks import Free, Look, NodeOffer, Pick
-from decoders.masked.cached_windows import Caching, Windows
-from decoders.masked.settings import SelfSpeculativeSettings
-from decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
-from decoders.masked.stepwise import caching_of, runs_no_prompt
+from draftmill.decoders.engine.algorithm import Algorithm, Canvases
+from draftmill.decoders.engine.asks import SEARCH, Decoding
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.looks import Free, Look, NodeOffer, Pick
+from draftmill.decoders.masked.cached_windows import Caching, Windows
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings
+from draftmill.decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
+from draftmill.decoders.masked.stepwise import caching_of, runs_no_prompt
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `draft_length: auto` gives to a sample."""

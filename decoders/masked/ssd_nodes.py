@@ -25,9 +25,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.looks import SIDE, SPAN_FIELDS, Pick
-from decoders.masked.cached_windows import Run
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.looks import SIDE, SPAN_FIELDS, Pick
+from draftmill.decoders.masked.cached_windows import Run
 
 Sight = list[tuple[int, int, int]]
 """What a node sees: positions [low, high) stand in the columns from the third number on."""

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from decoders.engine.algorithm import Algorithm, Canvases
-from decoders.engine.asks import Decoding
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.looks import Look
-from decoders.engine.samples import Sample
-from decoders.masked.cached_windows import Caching, Windows
-from decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
+from draftmill.decoders.engine.algorithm import Algorithm, Canvases
+from draftmill.decoders.engine.asks import Decoding
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.masked.cached_windows import Caching, Windows
+from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
 
 if TYPE_CHECKING:
-    from decoders.engine.setup import Setup
+    from draftmill.decoders.engine.setup import Setup
 
 # The end time of Dream's schedule.
 _LAST_TIME: Final = 1e-3

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import Backbone
-from decoders.backbones.rows import Rows, StreamShape
-from decoders.backbones.visibility import content_limits
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law
-from decoders.references.choosers import Rule
+from draftmill.decoders.backbones.base import Backbone
+from draftmill.decoders.backbones.rows import Rows, StreamShape
+from draftmill.decoders.backbones.visibility import content_limits
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.references.choosers import Rule
 
 
 class PlainModel:

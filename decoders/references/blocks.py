@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.rows import intervals_of, token_rows
-from decoders.base import HOLE, ModelInfo
-from decoders.blocks.router_settings import MinSpan
-from decoders.blocks.samples import KINDS
-from decoders.blocks.settings import BlockSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law
-from decoders.references.choosers import Rule
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.decoders.blocks.router_settings import MinSpan
+from draftmill.decoders.blocks.samples import KINDS
+from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.references.choosers import Rule
 
 Row = tuple[int, int, int, frozenset[int]]
 """(token, position, column, the other columns that it sees)."""

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.heads import MarkovHead, distance_index
-from decoders.backbones.rows import token_rows
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law
-from decoders.references.any_subset import Trail
-from decoders.references.choosers import Rule
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.heads import MarkovHead, distance_index
+from draftmill.decoders.backbones.rows import token_rows
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.references.any_subset import Trail
+from draftmill.decoders.references.choosers import Rule
 
 Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
 """(all tokens, rule, most drafts) -> (distributions q, drafts)."""

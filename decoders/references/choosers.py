@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, residual
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, residual
 
 
 class Chooser(Protocol):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from decoders.base import HOLE
-from decoders.references.blocks import BlockTrail, PlainBlocks
-from decoders.references.choosers import Rule
+from draftmill.decoders.base import HOLE
+from draftmill.decoders.references.blocks import BlockTrail, PlainBlocks
+from draftmill.decoders.references.choosers import Rule
 
 Drafts = list[tuple[int, Tensor]]
 """Tokens, and the distributions that they were drawn from."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoders.base import HOLE
-from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
-from decoders.draws.schedule import LAST_TIME, time_at
-from decoders.references.causal import PlainMasked
+from draftmill.decoders.base import HOLE
+from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
+from draftmill.decoders.draws.schedule import LAST_TIME, time_at
+from draftmill.decoders.references.causal import PlainMasked
 
 Strike = Callable[[int, int, float], bool]
 """(position, step, chance) -> whether the mask is revealed in this step."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoders.backbones.rows import Rows
+from draftmill.decoders.backbones.rows import Rows
 
 
 class TableBackbone:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from decoders.backbones.rows import TokenRows, seen_columns
+from draftmill.decoders.backbones.rows import TokenRows, seen_columns
 
 
 class TokenTable:

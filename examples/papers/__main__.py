@@ -16,13 +16,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftmill.jobs.analysis.comparison import figures_of
+from draftmill.jobs.codes import OK
+from draftmill.storage.errors import UserError
 from examples.papers.claims import PAPERS, Paper
 from examples.papers.figures import Results
 from examples.papers.inputs import write_humaneval_lines
 from examples.papers.page import Answer, CaseRow, Section, page
-from jobs.analysis.comparison import figures_of
-from jobs.codes import OK
-from storage.errors import UserError
 
 HERE = Path(__file__).parent
 INPUT = Path("runs/papers/inputs/humaneval_lines.jsonl")
@@ -62,8 +62,8 @@ def command_of(preset: str, settings: Sequence[str]) -> str:
 
 def run_preset(preset: str, settings: Sequence[str], *, local: bool) -> None:
     """Run or resume one preset; SystemExit with the sweep's code where it is not 0."""
-    from jobs.commands.run import RunOptions
-    from jobs.commands.sweep import sweep
+    from draftmill.jobs.commands.run import RunOptions
+    from draftmill.jobs.commands.sweep import sweep
 
     print(f"\n== {command_of(preset, settings)}", flush=True)
     code = sweep(str(file_of(preset)), settings, RunOptions(local=local))

@@ -11,8 +11,8 @@ from typing import Literal
 
 import numpy as np
 
+from draftmill.jobs.analysis.statistics import Interval
 from examples.papers.figures import Figure, Forwards, Mean, Metric, Ratio, SameText, WithinTokens
-from jobs.analysis.statistics import Interval
 
 Verdict = Literal["holds", "does not hold", "not decided", "reported"]
 NEAR = 0.05

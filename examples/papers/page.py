@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from draftmill.jobs.analysis.statistics import Interval
 from examples.papers.claims import Claim, Paper, Verdict
-from jobs.analysis.statistics import Interval
 
 HEAD = """# The five papers in small
 

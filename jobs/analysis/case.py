@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from jobs.analysis.comparison import RunFigures, figures_of, is_binary
-from jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
-from jobs.analysis.runs import FinishedRun
-from jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
-from jobs.driving.attempts import Sessions, read_sessions
-from jobs.driving.device_time import DeviceSums
-from jobs.finished.passes import latest_rows
-from jobs.watching.estimate import Estimate, read_estimate
-from storage.errors import StoreError
+from draftmill.jobs.analysis.comparison import RunFigures, figures_of, is_binary
+from draftmill.jobs.analysis.rows import RunRows, numbers, read_rows, row_numbers
+from draftmill.jobs.analysis.runs import FinishedRun
+from draftmill.jobs.analysis.statistics import Floats, Interval, bootstrap, grouped_sums, wilson
+from draftmill.jobs.driving.attempts import Sessions, read_sessions
+from draftmill.jobs.driving.device_time import DeviceSums
+from draftmill.jobs.finished.passes import latest_rows
+from draftmill.jobs.watching.estimate import Estimate, read_estimate
+from draftmill.storage.errors import StoreError
 
 POINTS: Final = 50_000
 """The largest number of samples that the plots of points use; a larger run gives every k-th of its samples."""

@@ -9,11 +9,11 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.analysis.pairing import Pairs, pair
-from jobs.analysis.rows import By, RunRows, read_rows
-from jobs.analysis.runs import FinishedRun
-from jobs.analysis.same_work import check_same_work, same_tokenizer
-from jobs.analysis.statistics import (
+from draftmill.jobs.analysis.pairing import Pairs, pair
+from draftmill.jobs.analysis.rows import By, RunRows, read_rows
+from draftmill.jobs.analysis.runs import FinishedRun
+from draftmill.jobs.analysis.same_work import check_same_work, same_tokenizer
+from draftmill.jobs.analysis.statistics import (
     ALPHA,
     Floats,
     Interval,
@@ -23,7 +23,7 @@ from jobs.analysis.statistics import (
     mcnemar_p,
     sign_flip_p,
 )
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 Verdict = Literal["higher", "lower", "equal", "not distinguishable"]
 Test = Literal["McNemar", "sign flips"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from jobs.analysis.comparison import Comparison, Comparisons, MetricFigure, RatioFigure, RunFigures
-from jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
-from storage.errors import printable
+from draftmill.jobs.analysis.comparison import Comparison, Comparisons, MetricFigure, RatioFigure, RunFigures
+from draftmill.jobs.analysis.statistics import ALPHA, LEVEL, MIN_ROWS, RESAMPLES, Interval
+from draftmill.storage.errors import printable
 
 Table = list[list[str]]
 """A header and rows of cells."""

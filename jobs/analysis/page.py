@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from storage.errors import printable
+from draftmill.storage.errors import printable
 
 STYLE: Final = """
 :root { --ink: #1b1f24; --soft: #4d5661; --line: #d5dae0; --band: #f4f6f8; --mark: #0b5394; }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.analysis.rows import RunRows, positions, row_numbers
+from draftmill.jobs.analysis.rows import RunRows, positions, row_numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.analysis.case import WIDE, Case, Course, Spread, at_least
-from jobs.analysis.comparison_text import number
-from jobs.analysis.palette import Style, styles_of
-from jobs.analysis.statistics import LEVEL, Interval
+from draftmill.jobs.analysis.case import WIDE, Case, Course, Spread, at_least
+from draftmill.jobs.analysis.comparison_text import number
+from draftmill.jobs.analysis.palette import Style, styles_of
+from draftmill.jobs.analysis.statistics import LEVEL, Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

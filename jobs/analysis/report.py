@@ -8,21 +8,21 @@ from typing import Any, Final
 
 import yaml
 
-from jobs.analysis import page, plots
-from jobs.analysis.case import Case, read_case
-from jobs.analysis.comparison import Comparison, Comparisons, compare_runs
-from jobs.analysis.comparison_text import comparison_table, counts_text, notes, number, runs_table
-from jobs.analysis.runs import FinishedRun, Found
-from jobs.analysis.same_work import check_same_work
-from jobs.analysis.statistics import LEVEL
-from jobs.analysis.svg import inline_svg, plotting
-from jobs.driving.totals import efficiency, exactness, ratio
-from jobs.finished.summary import is_small
-from jobs.notes import counted, duration, rate_text
-from jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
-from jobs.watching.estimate import estimate_rows
-from storage.errors import UserError, printable
-from storage.runs.commit import all_exact
+from draftmill.jobs.analysis import page, plots
+from draftmill.jobs.analysis.case import Case, read_case
+from draftmill.jobs.analysis.comparison import Comparison, Comparisons, compare_runs
+from draftmill.jobs.analysis.comparison_text import comparison_table, counts_text, notes, number, runs_table
+from draftmill.jobs.analysis.runs import FinishedRun, Found
+from draftmill.jobs.analysis.same_work import check_same_work
+from draftmill.jobs.analysis.statistics import LEVEL
+from draftmill.jobs.analysis.svg import inline_svg, plotting
+from draftmill.jobs.driving.totals import efficiency, exactness, ratio
+from draftmill.jobs.finished.summary import is_small
+from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
+from draftmill.jobs.watching.estimate import estimate_rows
+from draftmill.storage.errors import UserError, printable
+from draftmill.storage.runs.commit import all_exact
 
 QUALITY_PLOTS: Final = 8
 """The number of metrics, by name, that get a plot; tables have all."""

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from jobs.analysis.runs import FinishedRun
-from jobs.finished.passes import latest_rows
-from storage.errors import StoreError
-from storage.runs.metric_files import read_metrics
+from draftmill.jobs.analysis.runs import FinishedRun
+from draftmill.jobs.finished.passes import latest_rows
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.metric_files import read_metrics
 
 COUNTS: Final = ("prompt_tokens", "new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted")
 SCORES: Final = ("logprob", "is_greedy")

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from jobs.finished.passes import Pass, finished, passes_of
-from jobs.plan.plan import Plan
-from storage.errors import DamagedRun
-from storage.runs.commit import MANIFEST
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.finished.passes import Pass, finished, passes_of
+from draftmill.jobs.plan.plan import Plan
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.runs.commit import MANIFEST
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 SWEEP = "sweep.json"
 CASES = "cases/"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
-from jobs.plan.fingerprint import changed_files, shortened
-from jobs.plan.plan import Plan
-from storage.errors import UserError
+from draftmill.actors.task import Infill, Lines, Random, Sentences, SpanFraction, Spans
+from draftmill.jobs.plan.fingerprint import changed_files, shortened
+from draftmill.jobs.plan.plan import Plan
+from draftmill.storage.errors import UserError
 
 FREE_INPUT = ("path", "limit", "keep", "columns", "since", "dedupe")
 """Keys of `input` that don't change what a sample's canvas is. Paths count by content; `columns` has rules of its own."""

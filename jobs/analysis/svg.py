@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from datetime import datetime
 
-from jobs.arguments.shared import Commands, driver_arguments, if_running_argument, run_options, spec_arguments
+from draftmill.jobs.arguments.shared import Commands, driver_arguments, if_running_argument, run_options, spec_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 def date(text: str) -> datetime:
     """A date; argparse shows the error."""
-    from jobs.spec.dated_path import read_date
+    from draftmill.jobs.spec.dated_path import read_date
 
     try:
         return read_date(text)
@@ -46,11 +46,11 @@ def periods(text: str) -> int:
 
 
 def _catchup(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.catchup import catchup
-        from jobs.spec.job_spec import load_spec
+        from draftmill.jobs.commands.catchup import catchup
+        from draftmill.jobs.spec.job_spec import load_spec
 
         return catchup(
             load_spec(arguments.spec, arguments.set),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, megabytes, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, megabytes, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -18,6 +18,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
-    from jobs.commands.compact import compact
+    from draftmill.jobs.commands.compact import compact
 
     return compact(arguments.run_dir, file_mb=arguments.file_mb, s3=s3_options(arguments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_arguments, s3_options
+from draftmill.jobs.arguments.shared import Commands, s3_arguments, s3_options
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -24,6 +24,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from jobs.commands.compare import compare
+    from draftmill.jobs.commands.compare import compare
 
     return compare(arguments.run_dirs, form=arguments.form, s3=s3_options(arguments))

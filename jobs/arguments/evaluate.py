@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jobs.arguments.shared import Commands, driver_arguments, run_options, spec_arguments
-from jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, named, seeds
-from storage.errors import UserError
+from draftmill.jobs.arguments.shared import Commands, driver_arguments, run_options, spec_arguments
+from draftmill.jobs.harness.options import REFUSED, SEEDS, EvalOptions, documents, named, seeds
+from draftmill.storage.errors import UserError
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -43,10 +43,10 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.evaluate import evaluate
+        from draftmill.jobs.commands.evaluate import evaluate
 
         return evaluate(arguments.spec, arguments.set, _eval_options(arguments), run_options(arguments))
 

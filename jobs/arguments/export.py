@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from jobs.commands.export import export
+    from draftmill.jobs.commands.export import export
 
     return export(
         arguments.run_dir,

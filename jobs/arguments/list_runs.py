@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_arguments, s3_options
+from draftmill.jobs.arguments.shared import Commands, s3_arguments, s3_options
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -17,6 +17,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from jobs.commands.list_runs import list_runs
+    from draftmill.jobs.commands.list_runs import list_runs
 
     return list_runs(arguments.folder, as_json=arguments.as_json, s3=s3_options(arguments))

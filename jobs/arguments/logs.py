@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -17,6 +17,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    from jobs.commands.logs import logs
+    from draftmill.jobs.commands.logs import logs
 
     return logs(arguments.run_dir, as_json=arguments.json, follow=arguments.follow, s3=s3_options(arguments))

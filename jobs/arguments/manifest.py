@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from jobs.arguments.shared import Commands, count, spec_arguments
+from draftmill.jobs.arguments.shared import Commands, count, spec_arguments
 
 KINDS = ("rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up")
 
@@ -101,8 +101,8 @@ def _machine_options(command: argparse.ArgumentParser) -> None:
 
 
 def _manifest(arguments: argparse.Namespace) -> int:
-    from jobs.manifests.options import Options
-    from jobs.manifests.write import manifest
+    from draftmill.jobs.manifests.options import Options
+    from draftmill.jobs.manifests.write import manifest
 
     given: dict[str, Any] = {field.name: getattr(arguments, field.name) for field in fields(Options)}
     given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}

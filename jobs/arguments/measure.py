@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, driver_arguments, run_options, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, driver_arguments, run_options, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -28,10 +28,10 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.measure import measure
+        from draftmill.jobs.commands.measure import measure
 
         return measure(
             arguments.run_dir,

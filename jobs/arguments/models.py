@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands
+from draftmill.jobs.arguments.shared import Commands
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -14,6 +14,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _models(arguments: argparse.Namespace) -> int:
-    from jobs.commands.catalog import print_catalog
+    from draftmill.jobs.commands.catalog import print_catalog
 
     return print_catalog()

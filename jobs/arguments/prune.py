@@ -7,10 +7,10 @@ import re
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from jobs.arguments.shared import Commands, s3_arguments, s3_options
+from draftmill.jobs.arguments.shared import Commands, s3_arguments, s3_options
 
 if TYPE_CHECKING:
-    from jobs.recurring.pruning import Keep
+    from draftmill.jobs.recurring.pruning import Keep
 
 DAYS = {"d": 1, "w": 7}
 """Days in each unit of an age."""
@@ -49,10 +49,10 @@ def kept(text: str) -> int | timedelta:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.prune import prune
+        from draftmill.jobs.commands.prune import prune
 
         return prune(
             arguments.base,
@@ -64,7 +64,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _keep(given: list[int | timedelta]) -> Keep:
-    from jobs.recurring.pruning import Keep
+    from draftmill.jobs.recurring.pruning import Keep
 
     counts = [one for one in given if isinstance(one, int)]
     ages = [one for one in given if isinstance(one, timedelta)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -17,6 +17,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from jobs.commands.report import report
+    from draftmill.jobs.commands.report import report
 
     return report(arguments.run_dir, arguments.out, overwrite=arguments.overwrite, s3=s3_options(arguments))

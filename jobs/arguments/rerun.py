@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, driver_arguments, run_options, s3_options, set_argument, store_arguments
+from draftmill.jobs.arguments.shared import (
+    Commands,
+    driver_arguments,
+    run_options,
+    s3_options,
+    set_argument,
+    store_arguments,
+)
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -18,9 +25,9 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _rerun(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.rerun import rerun
+        from draftmill.jobs.commands.rerun import rerun
 
         return rerun(arguments.run_dir, run_options(arguments), overrides=arguments.set, s3=s3_options(arguments))

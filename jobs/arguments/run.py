@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from jobs.arguments.shared import (
+from draftmill.jobs.arguments.shared import (
     Commands,
     date_argument,
     dated_spec,
@@ -27,11 +27,11 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():  # the imports take a while, too
-        from jobs.commands.run import run_job
-        from jobs.spec.job_spec import load_spec
+        from draftmill.jobs.commands.run import run_job
+        from draftmill.jobs.spec.job_spec import load_spec
 
         spec = dated_spec(load_spec(arguments.spec, arguments.set), arguments.logical_date)
         return run_job(spec, replace(run_options(arguments), if_running=arguments.if_running))

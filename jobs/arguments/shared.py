@@ -7,12 +7,12 @@ import math
 import os
 from typing import TYPE_CHECKING, TypeAlias
 
-from storage.errors import UserError
-from storage.stores.verbs import S3Options
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.verbs import S3Options
 
 if TYPE_CHECKING:
-    from jobs.commands.run import RunOptions
-    from jobs.spec.job_spec import JobSpec
+    from draftmill.jobs.commands.run import RunOptions
+    from draftmill.jobs.spec.job_spec import JobSpec
 
 GRACE_VARIABLE = "DRAFTMILL_GRACE_SECONDS"
 
@@ -51,7 +51,7 @@ def if_running_argument(command: argparse.ArgumentParser) -> None:
 
 def dated_spec(spec: JobSpec, logical_date: str | None) -> JobSpec:
     """The spec with the logical date of the command line, if there is one; UserError if it is none, or has no use."""
-    from jobs.spec.job_spec import with_logical_date
+    from draftmill.jobs.spec.job_spec import with_logical_date
 
     return spec if logical_date is None else with_logical_date(spec, logical_date)
 
@@ -120,7 +120,7 @@ def megabytes(text: str) -> int:
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:
     """The options of driver_arguments as the commands take them; UserError if two of them exclude each other."""
-    from jobs.commands.run import RunOptions
+    from draftmill.jobs.commands.run import RunOptions
 
     if arguments.local and arguments.ray_address is not None:
         raise UserError("--local runs without Ray; allowed: only one of the two options", field="--ray-address")

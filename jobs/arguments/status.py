@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -15,6 +15,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from jobs.commands.status import status
+    from draftmill.jobs.commands.status import status
 
     return status(arguments.run_dir, s3=s3_options(arguments))

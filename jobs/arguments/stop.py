@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, date_argument, s3_arguments, s3_options, seconds, set_argument
-from jobs.arguments.submit import address_argument
+from draftmill.jobs.arguments.shared import Commands, date_argument, s3_arguments, s3_options, seconds, set_argument
+from draftmill.jobs.arguments.submit import address_argument
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    from jobs.commands.stop import stop
+    from draftmill.jobs.commands.stop import stop
 
     return stop(
         arguments.target,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from jobs.arguments.shared import GRACE_VARIABLE, Commands, date_argument, seconds, spec_arguments
+from draftmill.jobs.arguments.shared import GRACE_VARIABLE, Commands, date_argument, seconds, spec_arguments
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 
@@ -60,8 +60,8 @@ def address_argument(command: argparse.ArgumentParser, default: str = f"${ADDRES
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from jobs.commands.submit import address_of, submit
-    from jobs.submitting.request import Wishes, requirements
+    from draftmill.jobs.commands.submit import address_of, submit
+    from draftmill.jobs.submitting.request import Wishes, requirements
 
     address = address_of(arguments.address, os.environ.get(ADDRESS_VARIABLE))
     wishes = Wishes(

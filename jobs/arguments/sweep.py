@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, driver_arguments, run_options, set_argument
+from draftmill.jobs.arguments.shared import Commands, driver_arguments, run_options, set_argument
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -20,9 +20,9 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
-    from jobs.driving.driver import interruptible
+    from draftmill.jobs.driving.driver import interruptible
 
     with interruptible():
-        from jobs.commands.sweep import sweep
+        from draftmill.jobs.commands.sweep import sweep
 
         return sweep(arguments.sweep, arguments.set, run_options(arguments), dry_run=arguments.dry_run)

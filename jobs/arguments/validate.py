@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, date_argument, dated_spec, spec_arguments
+from draftmill.jobs.arguments.shared import Commands, date_argument, dated_spec, spec_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _validate(arguments: argparse.Namespace) -> int:
-    from jobs.commands.validate import validate
-    from jobs.spec.job_spec import load_spec
+    from draftmill.jobs.commands.validate import validate
+    from draftmill.jobs.spec.job_spec import load_spec
 
     return validate(dated_spec(load_spec(arguments.spec, arguments.set), arguments.logical_date))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jobs.arguments.shared import Commands, count, s3_options, store_arguments
+from draftmill.jobs.arguments.shared import Commands, count, s3_options, store_arguments
 
 
 def add(commands: Commands, common: argparse.ArgumentParser) -> None:
@@ -16,6 +16,6 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from jobs.commands.verify import verify
+    from draftmill.jobs.commands.verify import verify
 
     return verify(arguments.run_dir, s3=s3_options(arguments), invariance=arguments.invariance)

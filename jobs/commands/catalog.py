@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from actors.models import builtin_models
-from decoders.backbones.families.table import FAMILIES
-from decoders.settings import DECODERS, decoders_of
-from jobs.codes import OK
+from draftmill.actors.models import builtin_models
+from draftmill.decoders.backbones.families.table import FAMILIES
+from draftmill.decoders.settings import DECODERS, decoders_of
+from draftmill.jobs.codes import OK
 
 
 def print_catalog() -> int:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
-from jobs.commands.run import RunOptions, run_job
-from jobs.driving.session import ray_session
-from jobs.notes import counted
-from jobs.recurring.catching_up import Due, dates_of
-from jobs.spec.dated_path import written
-from jobs.spec.job_spec import JobSpec, with_logical_date
-from storage.errors import DamagedRun, StoreError, UserError
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.notes import counted
+from draftmill.jobs.recurring.catching_up import Due, dates_of
+from draftmill.jobs.spec.dated_path import written
+from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
+from draftmill.storage.errors import DamagedRun, StoreError, UserError
 
 SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
 """The exit code of several runs is the first of these that one of them has."""

@@ -19,17 +19,17 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.codes import INTERRUPTED, OK
-from jobs.driving.driver import StopFlag
-from jobs.driving.lease_keeper import kept_lease
-from jobs.finished.passes import Pass, finished, latest_rows, passes_of
-from jobs.notes import counted
-from jobs.plan.fingerprint import code_version
-from storage.errors import DamagedRun, StoreError
-from storage.parquet import parquet_groups, parquet_writer
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+import draftmill
+from draftmill.jobs.codes import INTERRUPTED, OK
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from draftmill.jobs.notes import counted
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.parquet import parquet_groups, parquet_writer
+from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 FOLDER = "compact/"
 MANIFEST = f"{FOLDER}_manifest.json"
@@ -124,7 +124,7 @@ def write_compact(
     """
     plan, source = passes[0].plan, source_of(passes, file_bytes)
     version = plan.results["schema_version"]
-    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(version), "code_version": code_version()}
+    metadata = {"fingerprint": plan.fingerprint, "schema_version": str(version), "code_version": draftmill.__version__}
     parts = Parts(plan.schema, metadata | {"passes": str(len(passes))}, file_bytes)
     files = []
     for number, part in enumerate(parts.of(latest_rows(passes))):

@@ -7,12 +7,20 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from jobs.commands.compact import FOLDER, MANIFEST, CompactFile, CompactManifest, described, read_compact, source_of
-from jobs.finished.passes import Pass, PassRows, latest_rows
-from storage.errors import StoreError
-from storage.parquet import parquet_groups, parquet_metadata
-from storage.runs.records import schema_of
-from storage.stores.verbs import Store
+from draftmill.jobs.commands.compact import (
+    FOLDER,
+    MANIFEST,
+    CompactFile,
+    CompactManifest,
+    described,
+    read_compact,
+    source_of,
+)
+from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows
+from draftmill.storage.errors import StoreError
+from draftmill.storage.parquet import parquet_groups, parquet_metadata
+from draftmill.storage.runs.records import schema_of
+from draftmill.storage.stores.verbs import Store
 
 
 def check_compact(store: Store, passes: Sequence[Pass]) -> tuple[str | None, list[str]]:

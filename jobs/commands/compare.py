@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Literal
 
-from jobs.analysis.comparison import compare_runs
-from jobs.analysis.comparison_text import as_data, as_markdown, as_text
-from jobs.analysis.runs import find_runs
-from jobs.codes import OK
-from storage.stores.verbs import S3Options
+from draftmill.jobs.analysis.comparison import compare_runs
+from draftmill.jobs.analysis.comparison_text import as_data, as_markdown, as_text
+from draftmill.jobs.analysis.runs import find_runs
+from draftmill.jobs.codes import OK
+from draftmill.storage.stores.verbs import S3Options
 
 Form = Literal["text", "json", "markdown"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jobs.commands.forecast import Trial, TrialSample
-from jobs.driving.attempts import read_sessions
-from jobs.plan.fingerprint import results_key
-from jobs.plan.prepare import Prepared
-from jobs.recurring.earlier_cost import earlier_estimate
-from jobs.spec.job_spec import JobSpec
-from jobs.watching.cost import hours_text, money_text, purposes_text
-from jobs.watching.estimate import Estimate, estimate_from, per_million_text
-from storage.stores.verbs import Store
+from draftmill.jobs.commands.forecast import Trial, TrialSample
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.plan.fingerprint import results_key
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.recurring.earlier_cost import earlier_estimate
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.watching.cost import hours_text, money_text, purposes_text
+from draftmill.jobs.watching.estimate import Estimate, estimate_from, per_million_text
+from draftmill.storage.stores.verbs import Store
 
 TRIAL = "the trial on this machine, without loading and idle time"
 

@@ -15,19 +15,19 @@ from contextlib import ExitStack, redirect_stdout
 from importlib.util import find_spec
 from typing import Any, Final
 
-from actors.models import fetch_model
-from actors.text import load_tokenizer
-from jobs.codes import OK
-from jobs.commands.run import RunOptions, run_job
-from jobs.driving.session import ray_session
-from jobs.harness.options import EvalOptions
-from jobs.harness.runs import Runs, Unfinished
-from jobs.harness.spec import EvalSpec, read_eval_spec
-from jobs.plan.prepare import inspect
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.runs.commit import is_closed
-from storage.stores.store import open_store, tidy
+from draftmill.actors.models import fetch_model
+from draftmill.actors.text import load_tokenizer
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.driving.session import ray_session
+from draftmill.jobs.harness.options import EvalOptions
+from draftmill.jobs.harness.runs import Runs, Unfinished
+from draftmill.jobs.harness.spec import EvalSpec, read_eval_spec
+from draftmill.jobs.plan.prepare import inspect
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.stores.store import open_store, tidy
 
 EXTRA: Final = "lm-eval"
 
@@ -41,7 +41,7 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, how: RunOpti
         os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     model = _model(spec, options)
     # These modules import lm_eval.
-    from jobs.harness.tasks import Finder, check_tasks
+    from draftmill.jobs.harness.tasks import Finder, check_tasks
 
     manager = Finder(options, _unsaid if how.quiet else _said).load()
     check_tasks(manager.tasks, spec, model.info, options)
@@ -55,7 +55,7 @@ def evaluate(path: str, overrides: list[str], options: EvalOptions, how: RunOpti
 
 def _model(spec: EvalSpec, options: EvalOptions) -> Any:
     """The checkpoint's facts and its tokenizer."""
-    from jobs.harness.model import Model
+    from draftmill.jobs.harness.model import Model
 
     job = spec.any_job()
     folder = fetch_model(job.model.path, job.model.revision, adapter=job.model.adapter, s3=job.s3.options())
@@ -94,8 +94,8 @@ def _unsaid(message: str) -> None:
 def _evaluated(spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, runs: Runs) -> int:
     from lm_eval.loggers import EvaluationTracker
 
-    from jobs.harness.model import Draftmill
-    from jobs.harness.results import join, save, totals
+    from draftmill.jobs.harness.model import Draftmill
+    from draftmill.jobs.harness.results import join, save, totals
 
     chosen = options.samples or {}
     asker = Draftmill(spec, model, runs, chosen=chosen, check=lambda: _check_requests(spec, model, manager, asker))
@@ -114,7 +114,7 @@ def _evaluated(spec: EvalSpec, options: EvalOptions, model: Any, manager: Any, r
 
 def _check_requests(spec: EvalSpec, model: Any, manager: Any, asker: Any) -> None:
     """Raise UserError for a request that the model or the decoder can't do, once the tasks have built their requests."""
-    from jobs.harness.tasks import check_requests
+    from draftmill.jobs.harness.tasks import check_requests
 
     check_requests(manager.tasks, spec, model.info)
     asked = [one for task in manager.tasks.values() for one in task.instances if one.request_type == "generate_until"]
@@ -157,7 +157,7 @@ def _print_results(
 ) -> None:
     from lm_eval.utils import make_table
 
-    from jobs.harness.results import failed_first, line_of, printed
+    from draftmill.jobs.harness.results import failed_first, line_of, printed
 
     print(
         f"draftmill ({model.name}, {spec.decoder}), gen_kwargs: ({options.gen_kwargs or None}), limit: {options.limit}, "

@@ -12,17 +12,17 @@ from contextlib import ExitStack
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jobs.codes import OK
-from jobs.commands.export_openai import OPENAI_COLUMNS, OpenAISink
-from jobs.commands.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
-from jobs.commands.export_rows import CsvSink, LineSink, ParquetSink, Sink, Target
-from jobs.finished.input_order import in_input_order
-from jobs.finished.passes import Pass, finished, latest_rows, passes_of
-from jobs.plan.plan import Plan
-from storage.errors import UserError
-from storage.inputs.kept import KEEP
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.export_openai import OPENAI_COLUMNS, OpenAISink
+from draftmill.jobs.commands.export_places import ERRORS, OUT, STDOUT, check_places, errors_beside, written
+from draftmill.jobs.commands.export_rows import CsvSink, LineSink, ParquetSink, Sink, Target
+from draftmill.jobs.finished.input_order import in_input_order
+from draftmill.jobs.finished.passes import Pass, finished, latest_rows, passes_of
+from draftmill.jobs.plan.plan import Plan
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 
 FORMATS = ("openai", "jsonl", "csv", "parquet")
 ORDERS = ("plan", "input")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from actors.requests import CHAT
-from jobs.commands.export_rows import Target, json_line, plain_rows
-from storage.inputs.kept import KEEP
+from draftmill.actors.requests import CHAT
+from draftmill.jobs.commands.export_rows import Target, json_line, plain_rows
+from draftmill.storage.inputs.kept import KEEP
 
 OPENAI_COLUMNS = (
     "id", "sample", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key",

@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from jobs.commands.export_rows import Target
-from jobs.spec.places import path_problem
-from storage.errors import StoreError, UserError
-from storage.stores.verbs import AlreadyExists, S3Options
+from draftmill.jobs.commands.export_rows import Target
+from draftmill.jobs.spec.places import path_problem
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.verbs import AlreadyExists, S3Options
 
 STDOUT = "-"
 OUT, ERRORS = "--out", "--errors"
@@ -90,8 +90,8 @@ def _standard_output() -> Iterator[IO[bytes]]:
 @contextmanager
 def _object(place: str, field: str, overwrite: bool, options: S3Options) -> Iterator[Target]:
     # Imported only here: importing boto3 takes a third of a second, and an export to local disk doesn't need it.
-    from storage.stores.s3 import S3Store
-    from storage.stores.upload import Upload, abort_orphans
+    from draftmill.storage.stores.s3 import S3Store
+    from draftmill.storage.stores.upload import Upload, abort_orphans
 
     bucket, _, key = place.removeprefix(S3).partition("/")
     store = S3Store(f"{S3}{bucket}", options)

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from storage.errors import StoreError
-from storage.inputs.kept import KEEP, plain, told
-from storage.parquet import parquet_writer
+from draftmill.storage.errors import StoreError
+from draftmill.storage.inputs.kept import KEEP, plain, told
+from draftmill.storage.parquet import parquet_writer
 
 GROUP_BYTES = 32 * 2**20
 """Arrow bytes of a row group."""

@@ -9,17 +9,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from actors.canvas import Canvas
-from actors.memory import Room
-from actors.task import Complete, Infill, Task
-from actors.text import Tokenizer
-from decoders.base import HOLE, Request
-from jobs.driving.totals import exactness
-from jobs.notes import counted, duration
-from jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
-from jobs.plan.prepare import Prepared
-from jobs.spec.job_spec import JobSpec
-from storage.errors import printable
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.memory import Room
+from draftmill.actors.task import Complete, Infill, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, Request
+from draftmill.jobs.driving.totals import exactness
+from draftmill.jobs.notes import counted, duration
+from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import printable
 
 SHOWN_CHARS = 1200
 BATCH = 32

@@ -11,16 +11,16 @@ from dataclasses import replace
 import numpy as np
 import pyarrow.compute as pc
 
-from actors.messages import WorkUnit
-from actors.samples import Sample
-from actors.task import Score
-from actors.worker import build_parts
-from decoders.base import Decoder, Outcome, Request
-from jobs.plan.plan import Plan
-from jobs.plan.worker_job import make_job
-from storage.parquet import read_parquet
-from storage.runs.commit import CommittedUnit, Manifest
-from storage.stores.verbs import Store
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.samples import Sample
+from draftmill.actors.task import Score
+from draftmill.actors.worker import build_parts
+from draftmill.decoders.base import Decoder, Outcome, Request
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.storage.parquet import read_parquet
+from draftmill.storage.runs.commit import CommittedUnit, Manifest
+from draftmill.storage.stores.verbs import Store
 
 Said = tuple[list[int], list[float] | None, float | None]
 """The tokens of a sample; if they were scored also the log-probability of each, where it is known, and of all together."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from jobs.codes import OK
-from jobs.notes import counted
-from jobs.recurring.run_facts import RunFacts, facts_of
-from jobs.recurring.runs_below import FoundRun, runs_below
-from storage.errors import UserError
-from storage.stores.levels import level_of
-from storage.stores.promises import promised
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.codes import OK
+from draftmill.jobs.notes import counted
+from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
+from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.levels import level_of
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def list_runs(folder: str, *, as_json: bool = False, s3: S3Options | None = None) -> int:

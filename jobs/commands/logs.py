@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from actors.plan_table import PLAN
-from jobs.codes import OK
-from jobs.commands.status import driver_of
-from jobs.driving.events import time_text
-from jobs.finished.passes import FOLDER, require_plan
-from storage.errors import StoreError, printable
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Stat, Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.status import driver_of
+from draftmill.jobs.driving.events import time_text
+from draftmill.jobs.finished.passes import FOLDER, require_plan
+from draftmill.storage.errors import StoreError, printable
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Stat, Store
 
 POLL_S = 2.0
 

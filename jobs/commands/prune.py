@@ -6,16 +6,16 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from actors.plan_table import PLAN
-from jobs.codes import INTERRUPTED, OK
-from jobs.driving.driver import StopFlag
-from jobs.notes import counted, size_text
-from jobs.recurring.name_lease import Held, name_lease
-from jobs.recurring.pruning import Candidate, Keep, candidates, prune_run
-from storage.errors import UserError
-from storage.runs.lease import LEASE, LeaseLost
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.codes import INTERRUPTED, OK
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.notes import counted, size_text
+from draftmill.jobs.recurring.name_lease import Held, name_lease
+from draftmill.jobs.recurring.pruning import Candidate, Keep, candidates, prune_run
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.lease import LEASE, LeaseLost
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def prune(base: str, keep: Keep, *, yes: bool = False, unfinished: bool = False, s3: S3Options | None = None) -> int:

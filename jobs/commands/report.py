@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jobs.analysis.page import MADE_BY
-from jobs.analysis.report import report_page
-from jobs.analysis.runs import SWEEP, find_runs
-from jobs.codes import OK
-from storage.errors import UserError
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.analysis.page import MADE_BY
+from draftmill.jobs.analysis.report import report_page
+from draftmill.jobs.analysis.runs import SWEEP, find_runs
+from draftmill.jobs.codes import OK
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 
 OUT = "--out"
 

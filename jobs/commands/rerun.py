@@ -11,22 +11,31 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from jobs.codes import INTERRUPTED
-from jobs.commands.run import Run, RunOptions, broken_off, decode, judge, print_metrics, print_table, ready_for
-from jobs.driving.driver import StopFlag
-from jobs.driving.lease_keeper import kept_lease
-from jobs.driving.progress import Display, make_display
-from jobs.driving.site import site_of
-from jobs.finished.measure_session import measure_run
-from jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
-from jobs.notes import counted
-from jobs.plan.plan import Plan, create_plan
-from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.prepare import prepare
-from jobs.spec.job_spec import JobSpec, check_overridden
-from storage.runs.lease import LeaseHeld, LeaseLost
-from storage.stores.store import open_store, probe
-from storage.stores.verbs import S3Options
+from draftmill.jobs.codes import INTERRUPTED
+from draftmill.jobs.commands.run import (
+    Run,
+    RunOptions,
+    broken_off,
+    decode,
+    judge,
+    print_metrics,
+    print_table,
+    ready_for,
+)
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.progress import Display, make_display
+from draftmill.jobs.driving.site import site_of
+from draftmill.jobs.finished.measure_session import measure_run
+from draftmill.jobs.finished.passes import Pass, failed_rows, finished, left_failed, pass_store, passes_of, require_plan
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.plan import Plan, create_plan
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.spec.job_spec import JobSpec, check_overridden
+from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
+from draftmill.storage.stores.store import open_store, probe
+from draftmill.storage.stores.verbs import S3Options
 
 
 def rerun(run_dir: str, options: RunOptions, *, overrides: Sequence[str] = (), s3: S3Options | None = None) -> int:

@@ -15,46 +15,46 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from actors.job import Crew
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED
-from jobs.driving.attempts import AttemptsLog, read_sessions
-from jobs.driving.crew import fitting_threads
-from jobs.driving.device_time import DeviceTime
-from jobs.driving.driver import Driver, StopFlag
-from jobs.driving.driver_log import DriverLog, LoggedDisplay
-from jobs.driving.progress import Display, make_display
-from jobs.driving.session import RayDidNotStart, is_connected
-from jobs.driving.site import Site, WorkerPool, site_of
-from jobs.driving.totals import Totals
-from jobs.driving.watchers import Watcher, Watchers
-from jobs.finished.measure import measure_units
-from jobs.finished.measure_session import measure_run, say_interrupted
-from jobs.finished.metric_figures import metric_lines
-from jobs.finished.metric_ready import Ready, kept_in, ready_metrics
-from jobs.finished.passes import PRUNED, Pass, finished, left_failed, passes_of
-from jobs.finished.summary import read_summary, table_lines
-from jobs.notes import counted, size_text
-from jobs.plan.fingerprint import code_version
-from jobs.plan.plan import NothingLeft, Plan, load_plan
-from jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
-from jobs.plan.worker_job import make_job
-from jobs.recurring.earlier_cost import earlier_estimate
-from jobs.recurring.known_ids import sifting
-from jobs.recurring.name_lease import Held, IfRunning, name_lease, run_lease, when_free
-from jobs.recurring.new_inputs import base_path, new_files
-from jobs.recurring.runs_below import finished_below
-from jobs.schedule.events import Finish
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.unit_leases import Limits
-from jobs.schedule.unit_sizes import UnitSizes
-from jobs.spec.dated_path import base_of, has_date
-from jobs.spec.job_spec import JobSpec, at_date
-from jobs.spec.places import check_places
-from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
-from jobs.watching.ending import Ending, ended
-from jobs.watching.estimate import Estimate, EstimateWatcher, read_estimate
-from storage.errors import StoreError, UserError
-from storage.runs.commit import (
+import draftmill
+from draftmill.actors.job import Crew
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED
+from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
+from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.driver import Driver, StopFlag
+from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
+from draftmill.jobs.driving.progress import Display, make_display
+from draftmill.jobs.driving.session import RayDidNotStart, is_connected
+from draftmill.jobs.driving.site import Site, WorkerPool, site_of
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.driving.watchers import Watcher, Watchers
+from draftmill.jobs.finished.measure import measure_units
+from draftmill.jobs.finished.measure_session import measure_run, say_interrupted
+from draftmill.jobs.finished.metric_figures import metric_lines
+from draftmill.jobs.finished.metric_ready import Ready, kept_in, ready_metrics
+from draftmill.jobs.finished.passes import PRUNED, Pass, finished, left_failed, passes_of
+from draftmill.jobs.finished.summary import read_summary, table_lines
+from draftmill.jobs.notes import counted, size_text
+from draftmill.jobs.plan.plan import NothingLeft, Plan, load_plan
+from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare, weight_bytes
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.recurring.earlier_cost import earlier_estimate
+from draftmill.jobs.recurring.known_ids import sifting
+from draftmill.jobs.recurring.name_lease import Held, IfRunning, name_lease, run_lease, when_free
+from draftmill.jobs.recurring.new_inputs import base_path, new_files
+from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.unit_leases import Limits
+from draftmill.jobs.schedule.unit_sizes import UnitSizes
+from draftmill.jobs.spec.dated_path import base_of, has_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date
+from draftmill.jobs.spec.places import check_places
+from draftmill.jobs.spec.thresholds import hopeless, most_failed, too_many_failed
+from draftmill.jobs.watching.ending import Ending, ended
+from draftmill.jobs.watching.estimate import Estimate, EstimateWatcher, read_estimate
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import (
     SUCCESS,
     CommittedUnit,
     done_units,
@@ -65,11 +65,11 @@ from storage.runs.commit import (
     record_commit,
     write_manifest,
 )
-from storage.runs.lease import Lease, LeaseLost, this_process
-from storage.runs.unit_facts import CommittedUnits
-from storage.stores.promises import promised
-from storage.stores.store import open_store, probe, sweep
-from storage.stores.verbs import Store
+from draftmill.storage.runs.lease import Lease, LeaseLost, this_process
+from draftmill.storage.runs.unit_facts import CommittedUnits
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.store import open_store, probe, sweep
+from draftmill.storage.stores.verbs import Store
 
 SETTLE_S = 1.0
 """Wait before each last look for stray files, in a store that ignores conditional writes."""
@@ -265,7 +265,11 @@ def logged(run: Run) -> Iterator[None]:
     log.attach(run.store, run.lease.epoch, run.spec.name)
     plan = run.plan
     numbers = f"{counted(plan.units, 'unit')}, {counted(plan.rows, 'sample')}"
-    facts: dict[str, Any] = {"fingerprint": plan.fingerprint, "code_version": code_version(), "owner": this_process()}
+    facts: dict[str, Any] = {
+        "fingerprint": plan.fingerprint,
+        "code_version": draftmill.__version__,
+        "owner": this_process(),
+    }
     log.add("started", numbers, **facts)
     run.display.event("started", units=plan.units, samples=plan.rows, path=run.store.url, **facts)
     try:
@@ -344,7 +348,7 @@ def watchers_of(run: Run) -> list[Watcher]:
     if run.ending is not None and run.spec.notify:
         watchers.append(run.ending.stalls())
     if not run.options.local and is_connected():
-        from jobs.watching.metrics import MetricsWatcher
+        from draftmill.jobs.watching.metrics import MetricsWatcher
 
         watchers.append(MetricsWatcher(run.spec.name, run.spec.decoder.kind))
     return watchers

@@ -6,21 +6,21 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-from jobs.codes import OK
-from jobs.driving.attempts import read_sessions
-from jobs.driving.device_time import DeviceSums
-from jobs.driving.totals import efficiency, exactness, ratio
-from jobs.finished.metric_figures import metric_lines
-from jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
-from jobs.notes import duration, rate_text
-from jobs.plan.plan import Plan
-from jobs.watching.cost import cost_rows, mean_price
-from jobs.watching.estimate import estimate_rows, read_estimate
-from storage.errors import StoreError
-from storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
-from storage.runs.lease import LEASE, process_is_dead
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.codes import OK
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.device_time import DeviceSums
+from draftmill.jobs.driving.totals import efficiency, exactness, ratio
+from draftmill.jobs.finished.metric_figures import metric_lines
+from draftmill.jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
+from draftmill.jobs.notes import duration, rate_text
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.watching.cost import cost_rows, mean_price
+from draftmill.jobs.watching.estimate import estimate_rows, read_estimate
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import SUCCESS, done_units, is_closed, read_manifest
+from draftmill.storage.runs.lease import LEASE, process_is_dead
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:

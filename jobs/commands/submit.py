@@ -13,20 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jobs.codes import INTERRUPTED, OK
-from jobs.driving.driver import interruptible
-from jobs.notes import counted, size_text
-from jobs.plan.fingerprint import code_version
-from jobs.spec.dated_path import has_date
-from jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
-from jobs.spec.spec_file import read_mapping
-from jobs.submitting.address import FIELD, Cluster, reached
-from jobs.submitting.client import Exists, JobClient, NotReady, RayJobs, Unreachable
-from jobs.submitting.following import POLL_S, Follower
-from jobs.submitting.names import RUN, SPEC, digest_of, is_over, next_name, numbered, run_of, stem_of
-from jobs.submitting.request import Request, Wishes, request_of
-from jobs.submitting.tokens import token_headers
-from storage.errors import UserError
+import draftmill
+from draftmill.jobs.codes import INTERRUPTED, OK
+from draftmill.jobs.driving.driver import interruptible
+from draftmill.jobs.notes import counted, size_text
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date, check_overridden, with_logical_date
+from draftmill.jobs.spec.spec_file import read_mapping
+from draftmill.jobs.submitting.address import FIELD, Cluster, reached
+from draftmill.jobs.submitting.client import Exists, JobClient, NotReady, RayJobs, Unreachable
+from draftmill.jobs.submitting.following import POLL_S, Follower
+from draftmill.jobs.submitting.names import RUN, SPEC, digest_of, is_over, next_name, numbered, run_of, stem_of
+from draftmill.jobs.submitting.request import Request, Wishes, request_of
+from draftmill.jobs.submitting.tokens import token_headers
+from draftmill.storage.errors import UserError
 
 READY_S = 60.0
 """How long a cluster that has just started may take until it accepts jobs."""
@@ -67,7 +67,11 @@ def started(client: JobClient, cluster: Cluster, spec: JobSpec, request: Request
     """The name of the job that runs for the spec's run directory: one that is there already, or a new one."""
     run = run_of(spec)
     stem = stem_of(spec.name, run, spec.s3.endpoint)
-    metadata = {RUN: run, SPEC: digest_of(request.entrypoint, str(request.environment)), "draftmill": code_version()}
+    metadata = {
+        RUN: run,
+        SPEC: digest_of(request.entrypoint, str(request.environment)),
+        "draftmill": draftmill.__version__,
+    }
     while True:
         jobs = client.jobs()
         running = [job for _, job in numbered(stem, jobs) if not is_over(job)]

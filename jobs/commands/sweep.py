@@ -14,26 +14,26 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
-from jobs.commands.run import Run, RunOptions, decode
-from jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
-from jobs.commands.sweep_table import sweep_lines
-from jobs.driving.driver import TOO_MANY, StopFlag
-from jobs.driving.lease_keeper import kept_lease
-from jobs.driving.progress import Display, make_display
-from jobs.driving.session import RayDidNotStart
-from jobs.driving.site import Site, site_of
-from jobs.finished.measure import SpareMeasurers, measure_units
-from jobs.finished.passes import left_failed, passes_of
-from jobs.notes import counted
-from jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
-from jobs.spec.thresholds import too_many_failed
-from storage.errors import StoreError, UserError
-from storage.failpoints import failpoint
-from storage.runs.lease import LeaseHeld, LeaseLost
-from storage.stores.store import open_store, probe
-from storage.stores.store import sweep as delete_stray_files
-from storage.stores.verbs import NotFound, Store
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.commands.run import Run, RunOptions, decode
+from draftmill.jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
+from draftmill.jobs.commands.sweep_table import sweep_lines
+from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
+from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.progress import Display, make_display
+from draftmill.jobs.driving.session import RayDidNotStart
+from draftmill.jobs.driving.site import Site, site_of
+from draftmill.jobs.finished.measure import SpareMeasurers, measure_units
+from draftmill.jobs.finished.passes import left_failed, passes_of
+from draftmill.jobs.notes import counted
+from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
+from draftmill.jobs.spec.thresholds import too_many_failed
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
+from draftmill.storage.stores.store import open_store, probe
+from draftmill.storage.stores.store import sweep as delete_stray_files
+from draftmill.storage.stores.verbs import NotFound, Store
 
 FORMAT = 1
 
@@ -67,7 +67,7 @@ def sweep(path: str, overrides: Sequence[str], options: RunOptions, *, dry_run: 
     if any(case.spec.notify for case in cases):
         print("draftmill: a sweep sends no notices: `notify` is not used", file=sys.stderr)
     if dry_run:
-        from jobs.commands.sweep_trial import dry_run_lines
+        from draftmill.jobs.commands.sweep_trial import dry_run_lines
 
         for line in dry_run_lines(made, cases):
             print(line, flush=True)

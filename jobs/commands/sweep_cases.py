@@ -6,28 +6,28 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from actors.loading import fetch_drafter, network_keys
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
-from jobs.commands.run import ready_for
-from jobs.driving.driver import StopFlag
-from jobs.driving.lease_keeper import kept_lease
-from jobs.driving.progress import Display
-from jobs.driving.site import Site
-from jobs.finished.measure import units_to_measure
-from jobs.finished.metric_ready import Ready
-from jobs.finished.passes import passes_of
-from jobs.notes import counted
-from jobs.plan.plan import Plan, load_plan
-from jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
-from jobs.plan.shared_plan import copy_plan, plan_groups
-from jobs.plan.worker_job import place_of
-from jobs.spec.job_spec import JobSpec
-from jobs.spec.sweep_spec import Case
-from storage.errors import DamagedRun, UserError
-from storage.runs.commit import is_closed
-from storage.runs.lease import LeaseHeld
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.actors.loading import fetch_drafter, network_keys
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNUSABLE
+from draftmill.jobs.commands.run import ready_for
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.site import Site
+from draftmill.jobs.finished.measure import units_to_measure
+from draftmill.jobs.finished.metric_ready import Ready
+from draftmill.jobs.finished.passes import passes_of
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.prepare import Loaders, Prepared, make_plan, prepare, remembering
+from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
+from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.sweep_spec import Case
+from draftmill.storage.errors import DamagedRun, UserError
+from draftmill.storage.runs.commit import is_closed
+from draftmill.storage.runs.lease import LeaseHeld
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 
 SHOWN_NAMES = 5
 """Cases with the same problem that are named; the others are counted."""

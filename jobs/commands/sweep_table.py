@@ -8,16 +8,16 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from jobs.commands.sweep_cases import SweepCase
-from jobs.driving.attempts import read_sessions
-from jobs.driving.totals import ratio
-from jobs.finished.metric_figures import figure_text
-from jobs.finished.passes import left_failed, passes_of
-from jobs.finished.summary import read_summary
-from jobs.notes import counted, rate_text
-from jobs.spec.sweep_spec import Sweep
-from storage.runs.commit import done_units, read_manifest
-from storage.runs.metric_files import KEYS, read_metrics
+from draftmill.jobs.commands.sweep_cases import SweepCase
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.finished.metric_figures import figure_text
+from draftmill.jobs.finished.passes import left_failed, passes_of
+from draftmill.jobs.finished.summary import read_summary
+from draftmill.jobs.notes import counted, rate_text
+from draftmill.jobs.spec.sweep_spec import Sweep
+from draftmill.storage.runs.commit import done_units, read_manifest
+from draftmill.storage.runs.metric_files import KEYS, read_metrics
 
 COLUMNS = ("case", "samples", "tokens/s", "NFE/token", "acceptance", "failed")
 ABSENT = "-"

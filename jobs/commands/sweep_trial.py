@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from actors.shelf import Shelf
-from jobs.commands.forecast import Made, Trial, TrialSample
-from jobs.commands.sweep_cases import SweepCase, in_order, loads_of
-from jobs.commands.sweep_table import ABSENT, table
-from jobs.commands.validate import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
-from jobs.driving.totals import ratio
-from jobs.notes import counted, duration, rate_text
-from jobs.plan.plan import Plan
-from jobs.plan.shared_plan import plan_groups
-from jobs.spec.sweep_spec import Sweep, described
-from storage.errors import UserError
-from storage.runs.commit import done_units
+from draftmill.actors.shelf import Shelf
+from draftmill.jobs.commands.forecast import Made, Trial, TrialSample
+from draftmill.jobs.commands.sweep_cases import SweepCase, in_order, loads_of
+from draftmill.jobs.commands.sweep_table import ABSENT, table
+from draftmill.jobs.commands.validate import SAMPLE_ROWS, TRIAL_ROWS, TRIAL_S, first_canvases, take_sample, try_out
+from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.jobs.spec.sweep_spec import Sweep, described
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.commit import done_units
 
 ALL_TRIALS_S = 60.0
 SHORTEST_TRIAL_S = 1.0

@@ -17,36 +17,36 @@ from itertools import islice
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.canvas import Canvas, runs
-from actors.clerk import guarded
-from actors.job import Seat
-from actors.loading import build, load_networks, most_canvases
-from actors.makers import Maker
-from actors.memory import fit
-from actors.models import user_error
-from actors.rows import row_id, row_key
-from actors.shelf import Shelf
-from actors.stop_text import stops_of
-from decoders.base import HOLE, Decoder, Request
-from jobs.codes import OK
-from jobs.commands.cost_forecast import forecast_lines
-from jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
-from jobs.commands.run import ready_for
-from jobs.driving.crew import fitting_threads
-from jobs.notes import counted
-from jobs.plan.plan import lacks_a_column, make_maker, no_column
-from jobs.plan.prepare import Prepared, prepare
-from jobs.plan.survey import each_sample, survey
-from jobs.plan.worker_job import decoder_of, place_of
-from jobs.recurring.new_inputs import new_files
-from jobs.spec.dated_path import has_date
-from jobs.spec.job_spec import JobSpec, at_date
-from jobs.spec.places import check_places
-from jobs.watching.notify import check_receivers
-from storage.errors import RowError, UserError
-from storage.inputs.inputs import local_path
-from storage.inputs.reader import InputFile, Row, default_id, iterate
-from storage.stores.store import open_store
+from draftmill.actors.canvas import Canvas, runs
+from draftmill.actors.clerk import guarded
+from draftmill.actors.job import Seat
+from draftmill.actors.loading import build, load_networks, most_canvases
+from draftmill.actors.makers import Maker
+from draftmill.actors.memory import fit
+from draftmill.actors.models import user_error
+from draftmill.actors.rows import row_id, row_key
+from draftmill.actors.shelf import Shelf
+from draftmill.actors.stop_text import stops_of
+from draftmill.decoders.base import HOLE, Decoder, Request
+from draftmill.jobs.codes import OK
+from draftmill.jobs.commands.cost_forecast import forecast_lines
+from draftmill.jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
+from draftmill.jobs.commands.run import ready_for
+from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
+from draftmill.jobs.plan.prepare import Prepared, prepare
+from draftmill.jobs.plan.survey import each_sample, survey
+from draftmill.jobs.plan.worker_job import decoder_of, place_of
+from draftmill.jobs.recurring.new_inputs import new_files
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import JobSpec, at_date
+from draftmill.jobs.spec.places import check_places
+from draftmill.jobs.watching.notify import check_receivers
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate
+from draftmill.storage.stores.store import open_store
 
 SAMPLE_ROWS = 512
 TRIAL_ROWS = 64

@@ -21,20 +21,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from jobs.codes import OK, UNEXPECTED
-from jobs.commands.compact_check import check_compact
-from jobs.commands.metrics_check import check_metrics
-from jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
-from jobs.notes import counted
-from jobs.plan.plan import Plan, SampleName, names_of
-from jobs.schedule.unit_sizes import UnitSet
-from storage.errors import DamagedRun, StoreError
-from storage.parquet import parquet_metadata, read_parquet
-from storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
-from storage.runs.done import DoneUnits
-from storage.stores.promises import promised
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.codes import OK, UNEXPECTED
+from draftmill.jobs.commands.compact_check import check_compact
+from draftmill.jobs.commands.metrics_check import check_metrics
+from draftmill.jobs.finished.passes import Pass, PassRows, failed_rows, finished, passes_of
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.plan import Plan, SampleName, names_of
+from draftmill.jobs.schedule.unit_sizes import UnitSet
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.parquet import parquet_metadata, read_parquet
+from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
+from draftmill.storage.runs.done import DoneUnits
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 SHOWN = 20
 """Number of problems printed in full; the rest are only counted."""
@@ -89,8 +89,8 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
         findings.problems += problems
     _print_findings(store, plan, findings, lines)
     if invariance and not findings.problems:
-        from jobs.commands.invariance import check_invariance
-        from jobs.plan.prepare import prepare
+        from draftmill.jobs.commands.invariance import check_invariance
+        from draftmill.jobs.plan.prepare import prepare
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
         check_invariance(store, plan, manifest, samples=invariance)

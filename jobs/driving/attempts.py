@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from actors.messages import Effort, Tally
-from decoders.base import EngineStats
-from jobs.driving.device_time import DeviceSums, to_json
-from jobs.driving.line_files import LineFiles
-from jobs.driving.totals import Totals, add_effort
-from storage.errors import StoreError
-from storage.runs.commit import all_exact
-from storage.secrets import redacted
-from storage.stores.verbs import Store
+from draftmill.actors.messages import Effort, Tally
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.driving.device_time import DeviceSums, to_json
+from draftmill.jobs.driving.line_files import LineFiles
+from draftmill.jobs.driving.totals import Totals, add_effort
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import all_exact
+from draftmill.storage.secrets import redacted
+from draftmill.storage.stores.verbs import Store
 
 FLUSH_EVERY_S = 10.0
 

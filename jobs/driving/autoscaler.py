@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from jobs.driving.nodes import NodeRoom
-from jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.spec.worker_shape import WorkerShape
 
 MOST_NODES = 1000
 """Nodes of one group, or workers of a kind with `count: auto`, that are asked for at most."""

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
-from actors.makers import Maker
-from actors.tokenizer_parcel import packed
-from jobs.plan.prepare import Prepared
-from jobs.plan.survey import Survey, reading_of
-from jobs.spec.job_spec import JobSpec
-from storage.inputs.kept import KeptTypes
-from storage.inputs.reader import InputFile
+from draftmill.actors.makers import Maker
+from draftmill.actors.tokenizer_parcel import packed
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.survey import Survey, reading_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.reader import InputFile
 
 LEAST_BYTES = 64 * 2**20
 """Smaller inputs are read sooner than processes that tokenize have started. A Ray of our own must also start first, so that
@@ -50,8 +50,8 @@ def cluster_survey(prepared: Prepared, num_cpus: int, *, is_ours: bool, note: Ca
     def surveyed(
         spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        from actors.survey_items import SurveyJob
-        from actors.survey_pool import SurveyPool
+        from draftmill.actors.survey_items import SurveyJob
+        from draftmill.actors.survey_pool import SurveyPool
 
         job = SurveyJob(
             reading=reading_of(spec),

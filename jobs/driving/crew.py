@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.job import Crew, Seat
-from jobs.driving.nodes import NodeRoom, shown
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
+from draftmill.actors.job import Crew, Seat
+from draftmill.jobs.driving.nodes import NodeRoom, shown
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
 
 PARAMETERS_PER_THREAD = 25_000_000
 """Matrix products of a smaller model end before a second thread starts; on a busy machine they then wait for that thread."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from actors.job import Crew, Seat
+from draftmill.actors.job import Crew, Seat
 
 Bundles = list[dict[str, float]]
 Selectors = list[dict[str, str]]

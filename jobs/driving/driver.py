@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
-from actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
-from jobs.driving.attempts import AttemptsLog
-from jobs.driving.events import Level
-from jobs.driving.progress import Display
-from jobs.driving.totals import Totals
-from jobs.driving.watchers import Watchers
-from jobs.schedule.events import (
+from draftmill.actors.messages import Died, Failure, HomeLeaving, Leaving, PoolNews, Receipt, Reported, Up, WorkUnit
+from draftmill.jobs.driving.attempts import AttemptsLog
+from draftmill.jobs.driving.events import Level
+from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.driving.watchers import Watchers
+from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Drain,
@@ -41,10 +41,10 @@ from jobs.schedule.events import (
     WorkerLeaving,
     WorkerUp,
 )
-from jobs.schedule.scheduler import Scheduler
-from storage.failpoints import failpoint
-from storage.runs.commit import CommittedUnit
-from storage.runs.unit_facts import CommittedUnits
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.runs.commit import CommittedUnit
+from draftmill.storage.runs.unit_facts import CommittedUnits
 
 POLL_S = 0.2
 
@@ -64,7 +64,7 @@ MOST_GAP_S = 10.0
 
 
 class Workers(Protocol):
-    """What the driver needs of a pool (actors.pool.Pool)."""
+    """What the driver needs of a pool (draftmill.actors.pool.Pool)."""
 
     def start(self, name: str) -> None: ...
 

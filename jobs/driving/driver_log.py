@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jobs.driving.events import Level, event_line
-from jobs.driving.line_files import LineFiles
-from jobs.driving.progress import Display, progress_facts
-from jobs.driving.totals import Totals
-from storage.errors import StoreError
-from storage.stores.verbs import Store
+from draftmill.jobs.driving.events import Level, event_line
+from draftmill.jobs.driving.line_files import LineFiles
+from draftmill.jobs.driving.progress import Display, progress_facts
+from draftmill.jobs.driving.totals import Totals
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.verbs import Store
 
 FLUSH_EVERY_S = 10.0
 PROGRESS_EVERY_S = 60.0

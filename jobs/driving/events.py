@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
-from storage.secrets import presentable
+from draftmill.storage.secrets import presentable
 
 Level = Literal["info", "warning", "error"]
 

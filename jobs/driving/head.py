@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 ANSWER_S = 20.0
 """A head on a busy machine may need some seconds; another kind of server fails at once, or never answers."""

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from storage.errors import StoreError, UserError
-from storage.runs.lease import Lease, LeaseLost, acquire, this_process
-from storage.stores.store import tidy
-from storage.stores.verbs import Store
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.lease import Lease, LeaseLost, acquire, this_process
+from draftmill.storage.stores.store import tidy
+from draftmill.storage.stores.verbs import Store
 
 TTL_S = 60.0
 RENEWALS_PER_TTL = 4

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jobs.driving.events import JsonStream, Level
-from jobs.driving.totals import Totals, ratio
-from jobs.notes import Notes, Unnoted, counted, duration, rate_text, size_text
-from storage.secrets import presentable
+from draftmill.jobs.driving.events import JsonStream, Level
+from draftmill.jobs.driving.totals import Totals, ratio
+from draftmill.jobs.notes import Notes, Unnoted, counted, duration, rate_text, size_text
+from draftmill.storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
 BAR = 16

@@ -19,15 +19,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jobs.driving.head import check_head
-from jobs.driving.nodes import NodeRoom
-from jobs.driving.own_cluster import own_address
-from storage.errors import StoreError, UserError
+import draftmill
+from draftmill.jobs.driving.head import check_head
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.own_cluster import own_address
+from draftmill.storage.errors import StoreError, UserError
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The folder that holds the packages: the checkout, or the environment's site-packages."""
-
-PACKAGES = ("jobs", "actors", "decoders", "storage", "infra")
+ROOT = Path(draftmill.__file__).parents[1]
+"""The folder that holds our package: the checkout, or the environment's site-packages."""
 
 CONNECT_S = 5.0
 
@@ -203,14 +202,14 @@ def _connect(address: str) -> None:
 
 
 def _shipped_code() -> dict[str, Any]:
-    """Ship the packages as one folder, without anything else next to them (an environment, runs, data)."""
+    """Ship our package as one folder, without anything else next to it (an environment, runs, data)."""
     # Ray matches the folder itself as ".", which must not be excluded.
-    excludes = ["/[!.]*", "/.?*", *(f"!/{name}{rest}" for name in PACKAGES for rest in ("", "/**")), "__pycache__"]
+    excludes = ["/[!.]*", "/.?*", "!/draftmill", "!/draftmill/**", "__pycache__"]
     return {"working_dir": str(ROOT), "excludes": excludes}
 
 
 def _code_is_there() -> bool:
-    """Whether this process is a submitted job whose workers get its folder or image, with our packages; Ray refuses a second."""
+    """Whether this process is a submitted job whose workers get its folder or image, with our package; Ray refuses a second."""
     try:
         mine = json.loads(os.environ.get(JOB_CONFIG, "{}")).get("runtime_env") or {}
     except (ValueError, AttributeError):
@@ -266,7 +265,7 @@ def cluster_nodes() -> list[NodeRoom]:
     """The nodes of the Ray we are connected to, without those that will be removed."""
     import ray
 
-    from actors.notices import draining
+    from draftmill.actors.notices import draining
 
     leaving = draining()
     return [

@@ -12,29 +12,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.job import Crew, Job, Seat
-from jobs.driving.autoscaler import possible_nodes
-from jobs.driving.cluster_survey import cluster_survey, pays
-from jobs.driving.crew import crew, lacking
-from jobs.driving.demand import Demand, request_of_ray
-from jobs.driving.driver import Workers
-from jobs.driving.nodes import NodeRoom, num_cpus
-from jobs.driving.progress import Display
-from jobs.driving.session import (
+from draftmill.actors.job import Crew, Job, Seat
+from draftmill.jobs.driving.autoscaler import possible_nodes
+from draftmill.jobs.driving.cluster_survey import cluster_survey, pays
+from draftmill.jobs.driving.crew import crew, lacking
+from draftmill.jobs.driving.demand import Demand, request_of_ray
+from draftmill.jobs.driving.driver import Workers
+from draftmill.jobs.driving.nodes import NodeRoom, num_cpus
+from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.session import (
     check_reachable,
     cluster_nodes,
     local_nodes,
     ray_is_ours_to_start,
     ray_session,
 )
-from jobs.plan.prepare import Prepared
-from jobs.plan.survey import Survey, survey
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
-    from actors.pool import Spare
-    from actors.shelf import Shelf
+    from draftmill.actors.pool import Spare
+    from draftmill.actors.shelf import Shelf
 
 BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
@@ -164,8 +164,8 @@ class LocalSite:
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site."""
-        from actors.local_pool import LocalPool
-        from actors.shelf import Shelf
+        from draftmill.actors.local_pool import LocalPool
+        from draftmill.actors.shelf import Shelf
 
         if self._keep and self._shelf is None:
             self._shelf = Shelf()
@@ -266,7 +266,7 @@ class RaySite:
 
     def pool(self, job: Job, crew: Crew) -> WorkerPool:
         """See Site. Workers without a job that have other resources are ended: they would occupy the new ones' place."""
-        from actors.pool import RayPool, end_workers
+        from draftmill.actors.pool import RayPool, end_workers
 
         if self._start is not None and (early := self._start.take_workers()):
             self._spare = early
@@ -285,7 +285,7 @@ class RaySite:
     def end_spare(self) -> None:
         """See Site."""
         if self._spare:
-            from actors.pool import end_workers
+            from draftmill.actors.pool import end_workers
 
             end_workers(actor for _, actor in self._spare)
         self._spare = []
@@ -337,7 +337,7 @@ class _Start:
         try:
             self._session.__enter__()
             self._is_up = True
-            from actors.pool import early_workers
+            from draftmill.actors.pool import early_workers
 
             self._workers = early_workers(self._crew, *self._needs)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it again

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from actors.messages import Effort, Receipt, Tally, TurnReport
-from decoders.base import EngineStats
-from jobs.driving.device_time import DeviceTime
-from storage.runs.commit import all_exact
+from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.storage.runs.commit import all_exact
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from actors.messages import Failure, Receipt, TurnReport
-from jobs.driving.totals import Totals
-from jobs.schedule.scheduler import Scheduler
+from draftmill.actors.messages import Failure, Receipt, TurnReport
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.schedule.scheduler import Scheduler
 
 
 class Watcher:

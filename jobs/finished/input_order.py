@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from jobs.plan.plan import Plan
+from draftmill.jobs.plan.plan import Plan
 
 ROW_BITS = 40
 """A place in the input is the file's number, and the row's number in the lower 40 bits: enough for 10^12 rows in a file."""

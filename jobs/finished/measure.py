@@ -10,22 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actors.job import Seat
-from actors.measuring import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
-from actors.metrics.base import Stopping
-from jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
-from jobs.driving.progress import Display
-from jobs.driving.site import Site
-from jobs.driving.totals import ratio
-from jobs.finished.metric_ready import Ready, check_columns
-from jobs.finished.passes import Pass, finished
-from jobs.notes import counted, duration
-from jobs.plan.fingerprint import code_version
-from jobs.plan.worker_job import absolute
-from jobs.spec.job_spec import JobSpec
-from storage.errors import StoreError
-from storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
-from storage.stores.verbs import S3Options, Store
+import draftmill
+from draftmill.actors.job import Seat
+from draftmill.actors.measuring import MeasureJob, UnitMeasured, UnitMeasurer, UnitToMeasure
+from draftmill.actors.metrics.base import Stopping
+from draftmill.jobs.driving.driver import CLOSING_S, POLL_S, StopFlag
+from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.site import Site
+from draftmill.jobs.driving.totals import ratio
+from draftmill.jobs.finished.metric_ready import Ready, check_columns
+from draftmill.jobs.finished.passes import Pass, finished
+from draftmill.jobs.notes import counted, duration
+from draftmill.jobs.plan.worker_job import absolute
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.metric_files import MetricSet, measured_units, metric_sets, record_set
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class SpareMeasurers:
     def end(self) -> None:
         """End the actors."""
         if self.actors:
-            from actors.pool import end_workers
+            from draftmill.actors.pool import end_workers
 
             end_workers(self.actors)
         self.actors = []
@@ -182,7 +182,7 @@ def _job_of(store: Store, passes: Sequence[Pass], ready: Ready, s3: S3Options) -
         store_url=absolute(store.url),
         s3=s3,
         fingerprint=passes[0].plan.fingerprint,
-        code_version=code_version(),
+        code_version=draftmill.__version__,
         metrics=ready.metrics,
         reference=ready.reference,
         joiner=ready.joiner,
@@ -226,7 +226,7 @@ def _measure_on_ray(
     *,
     spare: SpareMeasurers,
 ) -> None:
-    from actors.measure_pool import MeasurePool
+    from draftmill.actors.measure_pool import MeasurePool
 
     pool = MeasurePool(job, replace(seat, threads=max(1, seat.threads)), count, units, spare.take(seat))
     pool.start()

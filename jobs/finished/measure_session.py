@@ -7,23 +7,23 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from jobs.driving.driver import StopFlag
-from jobs.driving.lease_keeper import kept_lease
-from jobs.driving.progress import make_display
-from jobs.driving.session import RayDidNotStart
-from jobs.driving.site import site_of
-from jobs.finished.measure import measure_units, units_to_measure
-from jobs.finished.metric_ready import Ready
-from jobs.finished.passes import finished, passes_of
-from jobs.spec.job_spec import JobSpec
-from storage.errors import StoreError
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost
-from storage.stores.store import sweep
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.lease_keeper import kept_lease
+from draftmill.jobs.driving.progress import make_display
+from draftmill.jobs.driving.session import RayDidNotStart
+from draftmill.jobs.driving.site import site_of
+from draftmill.jobs.finished.measure import measure_units, units_to_measure
+from draftmill.jobs.finished.metric_ready import Ready
+from draftmill.jobs.finished.passes import finished, passes_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost
+from draftmill.storage.stores.store import sweep
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 class Options(Protocol):
-    """How to run (jobs.commands.run.RunOptions)."""
+    """How to run (draftmill.jobs.commands.run.RunOptions)."""
 
     @property
     def ray_address(self) -> str | None: ...

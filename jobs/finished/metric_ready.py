@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.job import ModelPlace
-from actors.metrics.overlaps import PACKAGES
-from actors.metrics.own import load_function
-from actors.metrics.registry import ReadyMetric
-from actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
-from actors.models import fetch_model, model_hash, tokenizer_hash, user_error
-from actors.text import has_tokenizer
-from jobs.plan.plan import Plan
-from jobs.plan.worker_job import where
-from jobs.spec.job_spec import JobSpec
-from jobs.spec.metric_rules import metric_problem, reference_of
-from storage.errors import UserError
-from storage.runs.metric_files import MeasuredMetric, MetricSet
-from storage.stores.verbs import S3Options
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.metrics.overlaps import PACKAGES
+from draftmill.actors.metrics.own import load_function
+from draftmill.actors.metrics.registry import ReadyMetric
+from draftmill.actors.metrics.settings import Judge, Metric, OwnMetric, PassAtK, expanded, needs_reference
+from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.text import has_tokenizer
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.worker_job import where
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.metric_rules import metric_problem, reference_of
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.metric_files import MeasuredMetric, MetricSet
+from draftmill.storage.stores.verbs import S3Options
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Metrics that can be measured; `reference` and `joiner` as in actors.measuring.MeasureJob."""
+    """Metrics that can be measured; `reference` and `joiner` as in draftmill.actors.measuring.MeasureJob."""
 
     metrics: tuple[ReadyMetric, ...]
     reference: str | None
@@ -131,7 +131,7 @@ def _own(metric: OwnMetric, field: str) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     place = f"{field}.model"
     folder = fetch_model(metric.model, metric.revision, s3=s3, field=place)
@@ -152,7 +152,7 @@ def _judge(metric: Judge, field: str, s3: S3Options) -> tuple[dict[str, Any], di
 
 
 def _programs(metric: PassAtK, field: str, spec: JobSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    from actors.sandbox.self_test import find_sandbox
+    from draftmill.actors.sandbox.self_test import find_sandbox
 
     found = find_sandbox(metric.sandbox, field=f"{field}.sandbox")
     return {}, {"sandbox": found.kind, "samples": samples_of(spec)}

@@ -18,14 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.plan_table import ROW_SCHEMA
-from jobs.plan.plan import Plan, load_plan, names_of
-from jobs.spec.sweep_spec import CASES, RECORD
-from storage.errors import StoreError, UserError
-from storage.runs.commit import Manifest, read_manifest
-from storage.runs.records import read_results
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.jobs.plan.plan import Plan, load_plan, names_of
+from draftmill.jobs.spec.sweep_spec import CASES, RECORD
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import Manifest, read_manifest
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 FOLDER = "passes/"
 

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.messages import Tally
-from jobs.driving.attempts import Sessions
-from jobs.driving.totals import efficiency, exactness, ratio
-from jobs.notes import counted, duration, rate_text
-from jobs.watching.cost import cost_rows, mean_price
-from jobs.watching.estimate import Estimate, estimate_rows
-from storage.errors import printable
-from storage.runs.commit import Manifest
-from storage.runs.records import read_results
-from storage.stores.verbs import Store
+from draftmill.actors.messages import Tally
+from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.driving.totals import efficiency, exactness, ratio
+from draftmill.jobs.notes import counted, duration, rate_text
+from draftmill.jobs.watching.cost import cost_rows, mean_price
+from draftmill.jobs.watching.estimate import Estimate, estimate_rows
+from draftmill.storage.errors import printable
+from draftmill.storage.runs.commit import Manifest
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.verbs import Store
 
 COUNTED = (
     "prompt_tokens",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 END: Final = "END_OF_THE_GIVEN_ANSWER "
 """Marks the end of a begun answer while the template renders it; the trailing space shows whether the template trims."""

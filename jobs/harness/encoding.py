@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
 
 Ids = tuple[int, ...]
 

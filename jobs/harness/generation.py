@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from decoders.common_settings import Sampling
-from storage.errors import UserError
+from draftmill.decoders.common_settings import Sampling
+from draftmill.storage.errors import UserError
 
 MOST: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """The names of the maximum number of tokens; the first one that is given counts, as in lm_eval."""

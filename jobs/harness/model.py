@@ -11,15 +11,15 @@ from typing import Any, Final
 
 from lm_eval.api.model import LM
 
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from jobs.harness.conversations import rendered
-from jobs.harness.encoding import Encoder, Scored
-from jobs.harness.generation import Generation, generation_of
-from jobs.harness.rows import Asked, Instance, Rows, numbered
-from jobs.harness.runs import Done, Row, Runs
-from jobs.harness.spec import EvalSpec
-from storage.errors import UserError
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.harness.conversations import rendered
+from draftmill.jobs.harness.encoding import Encoder, Scored
+from draftmill.jobs.harness.generation import Generation, generation_of
+from draftmill.jobs.harness.rows import Asked, Instance, Rows, numbered
+from draftmill.jobs.harness.runs import Done, Row, Runs
+from draftmill.jobs.harness.spec import EvalSpec
+from draftmill.storage.errors import UserError
 
 SUMS: Final = ("new_tokens", "nfe", "nfe_draft", "iterations", "proposed", "accepted", "device_s", "total_s")
 """What is added up over the windows of a rolling text."""

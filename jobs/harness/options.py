@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 Seeds = tuple[int | None, int | None, int | None, int | None]
 """Seeds of Python's `random`, of numpy, of torch and of the choice of few-shot examples; None leaves one as it is."""

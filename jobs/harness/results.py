@@ -17,10 +17,10 @@ from typing import Any, Final
 from lm_eval.api.task import Task
 from lm_eval.loggers import EvaluationTracker
 
-from jobs.harness.model import Notes
-from jobs.harness.rows import document
-from storage.errors import StoreError
-from storage.stores.verbs import Store
+from draftmill.jobs.harness.model import Notes
+from draftmill.jobs.harness.rows import document
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.verbs import Store
 
 KEY: Final = "draftmill"
 """The key of a sample, and of the results, that holds what lm_eval does not know."""

@@ -16,16 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actors.plan_table import PLAN
-from jobs.codes import OK
-from jobs.finished.passes import latest_rows, passes_of
-from jobs.harness.rows import Rows
-from jobs.harness.spec import EvalSpec, Kind
-from jobs.plan.fingerprint import digest
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.stores.store import open_store
-from storage.stores.verbs import AlreadyExists
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.codes import OK
+from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.jobs.harness.rows import Rows
+from draftmill.jobs.harness.spec import EvalSpec, Kind
+from draftmill.jobs.plan.fingerprint import digest
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import AlreadyExists
 
 LETTERS: Final = 12
 """Hexadecimal digits of a job's name."""
@@ -57,7 +57,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The jobs of one evaluation; `run` runs a job and returns its exit code (jobs.commands.run)."""
+    """The jobs of one evaluation; `run` runs a job and returns its exit code (draftmill.jobs.commands.run)."""
 
     spec: EvalSpec
     run: Callable[[JobSpec], int]

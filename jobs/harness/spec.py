@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from decoders.settings import DECODERS, scorer_of
-from jobs.harness.generation import Generation
-from jobs.spec.dated_path import has_date
-from jobs.spec.job_spec import JobSpec, check_spec
-from jobs.spec.spec_errors import kind_changed
-from jobs.spec.spec_file import apply_override, read_mapping
-from storage.errors import UserError
+from draftmill.decoders.settings import DECODERS, scorer_of
+from draftmill.jobs.harness.generation import Generation
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.spec.spec_errors import kind_changed
+from draftmill.jobs.spec.spec_file import apply_override, read_mapping
+from draftmill.storage.errors import UserError
 
 Kind = Literal["complete", "score"]
 

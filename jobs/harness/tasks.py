@@ -14,12 +14,12 @@ from typing import Any, Final
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
-from decoders.base import ModelInfo
-from decoders.settings import DECODERS
-from jobs.harness.options import EvalOptions
-from jobs.harness.spec import EvalSpec, Kind
-from jobs.plan.prepare import check_task
-from storage.errors import UserError, brief
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.harness.options import EvalOptions
+from draftmill.jobs.harness.spec import EvalSpec, Kind
+from draftmill.jobs.plan.prepare import check_task
+from draftmill.storage.errors import UserError, brief
 
 FIELD: Final = "--tasks"
 
@@ -176,7 +176,7 @@ def check_kind(kind: Kind, name: str, request: str, spec: EvalSpec, info: ModelI
 
 
 def _task_of(kind: Kind, spec: EvalSpec) -> Any:
-    from actors.task import Complete, Score
+    from draftmill.actors.task import Complete, Score
 
     return Complete(kind="complete") if kind == "complete" else Score(kind="score")
 

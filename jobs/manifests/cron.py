@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import posixpath
 
-from jobs.manifests.commented import comment
-from jobs.manifests.job import GRACE_S, KILL_S, Job
-from jobs.manifests.one_machine import check_places, run_words
-from jobs.manifests.quoting import crontab
-from storage.errors import UserError
+from draftmill.jobs.manifests.commented import comment
+from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job
+from draftmill.jobs.manifests.one_machine import check_places, run_words
+from draftmill.jobs.manifests.quoting import crontab
+from draftmill.storage.errors import UserError
 
 MAX_COMMAND = 990
 """Bytes of a command in the crontab of Debian's cron: 1000 with its end."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.codes import TOO_MANY_FAILED, UNUSABLE
-from jobs.manifests.commented import Comments, documents
-from jobs.manifests.job import GRACE_S, Job
-from jobs.manifests.pods import (
+from draftmill.jobs.codes import TOO_MANY_FAILED, UNUSABLE
+from draftmill.jobs.manifests.commented import Comments, documents
+from draftmill.jobs.manifests.job import GRACE_S, Job
+from draftmill.jobs.manifests.pods import (
     FILE_MOUNT,
     FOLDER,
     SPEC,
@@ -19,8 +19,8 @@ from jobs.manifests.pods import (
     pod_annotations,
     pod_comments,
 )
-from jobs.manifests.quoting import shell
-from storage.errors import UserError
+from draftmill.jobs.manifests.quoting import shell
+from draftmill.storage.errors import UserError
 
 DEFAULT_CLUSTER = "draftmill"
 RESOURCES = {"cpu": "500m", "memory": "1Gi"}

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.manifests.commented import document
-from jobs.manifests.options import Options, check_options
-from jobs.manifests.quoting import check_printable
-from jobs.manifests.visible import check_folder, refuse_memory
-from jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
-from jobs.spec.spec_file import apply_override, parse, read_mapping
-from storage.errors import UserError
+from draftmill.jobs.manifests.commented import document
+from draftmill.jobs.manifests.options import Options, check_options
+from draftmill.jobs.manifests.quoting import check_printable
+from draftmill.jobs.manifests.visible import check_folder, refuse_memory
+from draftmill.jobs.spec.job_spec import JobSpec, load_spec, with_logical_date
+from draftmill.jobs.spec.spec_file import apply_override, parse, read_mapping
+from draftmill.storage.errors import UserError
 
 GRACE_S = 45
 """Seconds from the first SIGTERM to the end of a driver: `--grace-seconds`. Whoever sends SIGKILL waits longer."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from jobs.manifests.job import Job
-from jobs.manifests.visible import check_folder, refuse_unseen
-from storage.errors import UserError
+from draftmill.jobs.manifests.job import Job
+from draftmill.jobs.manifests.visible import check_folder, refuse_unseen
+from draftmill.storage.errors import UserError
 
 HOW = "a folder that all nodes of the cluster share, as an absolute path (--shared-path FOLDER)"
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, get_args
 
-from jobs.manifests.quoting import check_printable
-from jobs.manifests.schedule import Schedule, check_time_zone, parse_schedule
-from jobs.spec.dated_path import read_date, written
-from storage.errors import UserError
+from draftmill.jobs.manifests.quoting import check_printable
+from draftmill.jobs.manifests.schedule import Schedule, check_time_zone, parse_schedule
+from draftmill.jobs.spec.dated_path import read_date, written
+from draftmill.storage.errors import UserError
 
 Kind = Literal["rayjob", "raycronjob", "raycluster", "cronjob", "slurm", "cron", "systemd", "ray-up"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.manifests.commented import Path
-from jobs.manifests.job import GRACE_S, KILL_S, Job, spec_text
-from jobs.manifests.options import OWN_CLUSTER, option_name
-from jobs.manifests.visible import check_folder, on_s3, refuse_unseen
-from storage.errors import UserError
+from draftmill.jobs.manifests.commented import Path
+from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job, spec_text
+from draftmill.jobs.manifests.options import OWN_CLUSTER, option_name
+from draftmill.jobs.manifests.visible import check_folder, on_s3, refuse_unseen
+from draftmill.storage.errors import UserError
 
 FOLDER = "/etc/draftmill"
 SPEC = f"{FOLDER}/spec.yaml"

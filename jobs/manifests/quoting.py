@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 """Words that all of these programs read as they are."""

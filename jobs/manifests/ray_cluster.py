@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from jobs.manifests.commented import Path, documents
-from jobs.manifests.job import Job
-from jobs.manifests.pods import (
+from draftmill.jobs.manifests.commented import Path, documents
+from draftmill.jobs.manifests.job import Job
+from draftmill.jobs.manifests.pods import (
     FILE_MOUNT,
     FOLDER,
     SPEC,
@@ -21,8 +21,8 @@ from jobs.manifests.pods import (
     pod_comments,
     volumes,
 )
-from jobs.manifests.quoting import shell
-from jobs.manifests.shape import Shape, shapes_of
+from draftmill.jobs.manifests.quoting import shell
+from draftmill.jobs.manifests.shape import Shape, shapes_of
 
 RUN = ["draftmill", "run", SPEC, "--ray-address", "auto", "--if-running", "skip"]
 """The driver's command. Its words need no quotes: KubeRay and Ray each pass it through a shell."""

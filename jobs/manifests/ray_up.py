@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.manifests.commented import Comments, documents
-from jobs.manifests.job import Job
-from jobs.manifests.pods import DEFAULT_IMAGE
-from jobs.manifests.quoting import shell
-from jobs.manifests.shape import Shape, one_shape
-from jobs.manifests.visible import check_folder, refuse_unseen
-from storage.errors import UserError
+from draftmill.jobs.manifests.commented import Comments, documents
+from draftmill.jobs.manifests.job import Job
+from draftmill.jobs.manifests.pods import DEFAULT_IMAGE
+from draftmill.jobs.manifests.quoting import shell
+from draftmill.jobs.manifests.shape import Shape, one_shape
+from draftmill.jobs.manifests.visible import check_folder, refuse_unseen
+from draftmill.storage.errors import UserError
 
 HOW = "a folder that all machines share, as an absolute path (--shared-path FOLDER)"
 PORT = 6379

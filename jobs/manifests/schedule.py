@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 OPTION = "--schedule"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jobs.manifests.job import Job
-from jobs.manifests.options import option_name
-from jobs.notes import counted
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
+from draftmill.jobs.manifests.job import Job
+from draftmill.jobs.manifests.options import option_name
+from draftmill.jobs.notes import counted
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 
-from jobs.manifests.commented import comment
-from jobs.manifests.job import GRACE_S, Job
-from jobs.manifests.options import size_bytes
-from jobs.manifests.quoting import shell
-from jobs.manifests.shape import Shape, one_shape
-from jobs.manifests.visible import check_folder, local_places, refuse_node_local
+from draftmill.jobs.manifests.commented import comment
+from draftmill.jobs.manifests.job import GRACE_S, Job
+from draftmill.jobs.manifests.options import size_bytes
+from draftmill.jobs.manifests.quoting import shell
+from draftmill.jobs.manifests.shape import Shape, one_shape
+from draftmill.jobs.manifests.visible import check_folder, local_places, refuse_node_local
 
 USR1_S = 120
 """Seconds before the time limit at which Slurm tells the script; the driver needs GRACE_S of them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import pwd
 
-from jobs.manifests.commented import comment
-from jobs.manifests.job import GRACE_S, KILL_S, Job
-from jobs.manifests.one_machine import check_places, run_words
-from jobs.manifests.quoting import check_printable, systemd, systemd_path
-from jobs.manifests.visible import check_folder
+from draftmill.jobs.manifests.commented import comment
+from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job
+from draftmill.jobs.manifests.one_machine import check_places, run_words
+from draftmill.jobs.manifests.quoting import check_printable, systemd, systemd_path
+from draftmill.jobs.manifests.visible import check_folder
 
 RESTART_S = 60
 """Seconds between a failure and the next try."""

@@ -7,9 +7,9 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator
 
-from jobs.spec.job_spec import JobSpec
-from jobs.spec.places import places_of
-from storage.errors import UserError
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.spec.places import places_of
+from draftmill.storage.errors import UserError
 
 NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch/local")
 """Folders that each machine of a Slurm cluster has for itself."""
@@ -37,7 +37,7 @@ def _metric_places(spec: JobSpec) -> Iterator[tuple[str, str]]:
 
 
 def _is_local(path: str) -> bool:
-    """Whether a model's path means a folder or file of this machine, by the rule of actors.models: what exists is local."""
+    """Whether a model's path means a folder or file of this machine, as actors/models.py decides: what exists is local."""
     if path in NOT_PATHS:
         return False
     return os.path.exists(os.path.expanduser(path)) or not HUB_ID.fullmatch(path)

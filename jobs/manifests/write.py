@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from jobs.codes import OK
-from jobs.manifests.cron import cron
-from jobs.manifests.cronjob import cronjob
-from jobs.manifests.job import Job, read_job
-from jobs.manifests.options import Options
-from jobs.manifests.ray_cluster import raycluster, raycronjob, rayjob
-from jobs.manifests.ray_up import ray_up
-from jobs.manifests.slurm import slurm
-from jobs.manifests.systemd import service, timer
-from storage.errors import UserError
+from draftmill.jobs.codes import OK
+from draftmill.jobs.manifests.cron import cron
+from draftmill.jobs.manifests.cronjob import cronjob
+from draftmill.jobs.manifests.job import Job, read_job
+from draftmill.jobs.manifests.options import Options
+from draftmill.jobs.manifests.ray_cluster import raycluster, raycronjob, rayjob
+from draftmill.jobs.manifests.ray_up import ray_up
+from draftmill.jobs.manifests.slurm import slurm
+from draftmill.jobs.manifests.systemd import service, timer
+from draftmill.storage.errors import UserError
 
 MAKERS: Mapping[str, Callable[[Job], str]] = {
     "rayjob": rayjob,

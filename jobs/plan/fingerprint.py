@@ -6,14 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from actors.task import Infill
-from decoders.base import ModelInfo
-from jobs.spec.job_spec import JobSpec
-from storage.inputs.reader import InputFile
-from storage.runs.records import SCHEMA_VERSION
+from draftmill.actors.task import Infill
+from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.runs.records import SCHEMA_VERSION
 
 _NO_IDENTITY = ("uri", "delimiter")
 """Fields of an input file that are not part of its identity: its location, and a setting that the fingerprint covers anyway."""
@@ -123,14 +122,6 @@ def shortened(items: Sequence[str]) -> str:
     """The first SHOWN items, and the number of the others."""
     more = f"; and {len(items) - SHOWN} more" if len(items) > SHOWN else ""
     return "; ".join(items[:SHOWN]) + more
-
-
-def code_version() -> str:
-    """The installed version of draftmill."""
-    try:
-        return version("draftmill")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from actors.beginnings import Grouped, grouped_by_beginning
+from draftmill.actors.beginnings import Grouped, grouped_by_beginning
 
 UNIT_TOKENS = 2**19
 """Maximum tokens of a unit; bounds the memory and time of what is committed, retried and bisected together."""

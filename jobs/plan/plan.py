@@ -18,38 +18,38 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actors.makers import Maker, maker_for
-from actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
-from actors.rows import row_id
-from actors.survey_items import HASH
-from actors.surveying import SURVEYED
-from actors.task import Complete, Infill, Score, Task
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
-from jobs.notes import counted
-from jobs.plan.duplicates import DuplicateFinder, Place
-from jobs.plan.fingerprint import (
+import draftmill
+from draftmill.actors.makers import Maker, maker_for
+from draftmill.actors.plan_table import PLAN, PlannedRow, PlanTable, parts_of
+from draftmill.actors.rows import row_id
+from draftmill.actors.survey_items import HASH
+from draftmill.actors.surveying import SURVEYED
+from draftmill.actors.task import Complete, Infill, Score, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.duplicates import DuplicateFinder, Place
+from draftmill.jobs.plan.fingerprint import (
     Hashes,
     changed_files,
-    code_version,
     common,
     differences,
     fingerprint,
     results_key,
     shortened,
 )
-from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.survey import Survey, each_sample, survey
-from jobs.schedule.unit_sizes import UnitSize
-from jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
-from storage.errors import UserError, brief, listed
-from storage.failpoints import failpoint
-from storage.inputs.fields import field_of
-from storage.inputs.kept import KeptTypes, written
-from storage.inputs.kept import read as read_kept
-from storage.inputs.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
-from storage.runs.records import SCHEMA_VERSION, schema_of
-from storage.stores.verbs import AlreadyExists, NotFound, Store
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.survey import Survey, each_sample, survey
+from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.spec.job_spec import NEWER_INPUT_KEYS, JobSpec, check_spec
+from draftmill.storage.errors import UserError, brief, listed
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.fields import field_of
+from draftmill.storage.inputs.kept import KeptTypes, written
+from draftmill.storage.inputs.kept import read as read_kept
+from draftmill.storage.inputs.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
+from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
+from draftmill.storage.stores.verbs import AlreadyExists, NotFound, Store
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
@@ -395,7 +395,7 @@ def _content(
         "format": FORMAT,
         "fingerprint": fingerprint(results),
         "schema_version": SCHEMA_VERSION,
-        "code_version": code_version(),
+        "code_version": draftmill.__version__,
         "pass": pass_,
         "totals": totals,
         "results": results,

@@ -15,11 +15,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from actors.beginnings import BEGINNING
-from actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, PlanPart, epoch_of, part_bytes, part_name
-from jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, by_beginning, cut, longest_first, window_rows
-from storage.failpoints import failpoint
-from storage.stores.verbs import Store
+from draftmill.actors.beginnings import BEGINNING
+from draftmill.actors.plan_table import FOLDER, ROW_SCHEMA, TABLE_SCHEMA, PlanPart, epoch_of, part_bytes, part_name
+from draftmill.jobs.plan.packing import WINDOW_TOKENS, auto_unit_rows, by_beginning, cut, longest_first, window_rows
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.stores.verbs import Store
 
 PART_UNITS = 256
 """Units per part: keeps a part's footer, which a worker reads whole, to a few hundred kilobytes."""

@@ -11,26 +11,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from actors.fim import fills_in_middle, template_of
-from actors.loading import check_drafter, fetch_drafter
-from actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
-from actors.plan_table import PLAN
-from actors.row_settings import RowRules
-from actors.stop_text import end_ids
-from actors.task import Complete, Infill, Task
-from actors.text import Tokenizer, load_tokenizer
-from decoders.base import ModelInfo
-from decoders.settings import DECODERS, check_model
-from jobs.notes import Notes, Unnoted, counted, size_text
-from jobs.plan.fingerprint import Hashes, results_key
-from jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
-from jobs.plan.survey import Survey, survey
-from jobs.plan.worker_job import place_of
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.inputs.contents import hashed, num_bytes_to_hash, recognised
-from storage.inputs.reader import InputFile, list_inputs
-from storage.stores.verbs import Store
+from draftmill.actors.fim import fills_in_middle, template_of
+from draftmill.actors.loading import check_drafter, fetch_drafter
+from draftmill.actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
+from draftmill.actors.plan_table import PLAN
+from draftmill.actors.row_settings import RowRules
+from draftmill.actors.stop_text import end_ids
+from draftmill.actors.task import Complete, Infill, Task
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.settings import DECODERS, check_model
+from draftmill.jobs.notes import Notes, Unnoted, counted, size_text
+from draftmill.jobs.plan.fingerprint import Hashes, results_key
+from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
+from draftmill.jobs.plan.survey import Survey, survey
+from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
+from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.stores.verbs import Store
 
 HEAD_FIELD = "decoder.head"
 ROWS_PER_NOTE = 1_000_000
@@ -143,7 +143,7 @@ def weight_bytes(folder: Path) -> int:
 
 def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
     """Describe the checkpoint; checks that its family supports the task and the decoder."""
-    from decoders.backbones.checkpoint import check_split, inspect_model
+    from draftmill.decoders.backbones.checkpoint import check_split, inspect_model
 
     try:
         info = inspect_model(folder, family=spec.model.family, mask_id=spec.model.mask_id)
@@ -160,7 +160,7 @@ def inspect(spec: JobSpec, folder: Path) -> ModelInfo:
 
 def check_task(task: Task, info: ModelInfo) -> None:
     """Raise UserError if no decoder for the model's family supports the task."""
-    from decoders.backbones.families.table import FAMILIES
+    from draftmill.decoders.backbones.families.table import FAMILIES
 
     kinds = {one.runs_on for one in DECODERS.values() if task.kind in one.tasks}
     if info.kind not in kinds:

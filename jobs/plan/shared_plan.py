@@ -12,20 +12,20 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from actors.fim import fills_in_middle
-from actors.makers import shares_beginnings
-from actors.plan_table import part_name
-from actors.requests import body_of
-from actors.task import Score
-from decoders.settings import DECODERS
-from jobs.plan.fingerprint import digest, results_key
-from jobs.plan.plan import Plan, store_plan
-from jobs.plan.plan_writer import discard_parts
-from jobs.plan.prepare import Prepared
-from storage.errors import UserError
-from storage.failpoints import failpoint
-from storage.inputs.reader import InputFile, iterate
-from storage.stores.verbs import Store
+from draftmill.actors.fim import fills_in_middle
+from draftmill.actors.makers import shares_beginnings
+from draftmill.actors.plan_table import part_name
+from draftmill.actors.requests import body_of
+from draftmill.actors.task import Score
+from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.plan.fingerprint import digest, results_key
+from draftmill.jobs.plan.plan import Plan, store_plan
+from draftmill.jobs.plan.plan_writer import discard_parts
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.storage.errors import UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.reader import InputFile, iterate
+from draftmill.storage.stores.verbs import Store
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
 """Keys of `sampling` that no canvas depends on."""

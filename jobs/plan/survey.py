@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 
-from actors.makers import Maker
-from actors.plan_table import ROW_SCHEMA
-from actors.surveying import BATCH_ROWS, Piece, Reading, surveyed
-from jobs.spec.job_spec import JobSpec
-from storage.inputs.kept import KeptTypes
-from storage.inputs.reader import InputFile
+from draftmill.actors.makers import Maker
+from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.surveying import BATCH_ROWS, Piece, Reading, surveyed
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.inputs.kept import KeptTypes
+from draftmill.storage.inputs.reader import InputFile
 
 MOST_THREADS = 16
 """Tokenizing releases the interpreter's lock. Reading and counting rows hold it, so more threads would be idle."""
@@ -29,7 +29,7 @@ class Survey(Protocol):
     def __call__(
         self, spec: JobSpec, maker: Maker, inputs: Sequence[InputFile], kept: KeptTypes | None = None
     ) -> Iterator[pa.Table]:
-        """See `survey`; the tables of a cluster also have the column actors.survey_items.HASH."""
+        """See `survey`; the tables of a cluster also have the column draftmill.actors.survey_items.HASH."""
         ...
 
 

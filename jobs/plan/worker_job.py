@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actors.job import Job, ModelPlace
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
-from decoders.settings import DecoderSettings
-from jobs.plan.plan import Plan
-from jobs.spec.job_spec import JobSpec
-from storage.inputs.input_file import InputFile
+from draftmill.actors.job import Job, ModelPlace
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings, SpeculativeSettings
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.inputs.input_file import InputFile
 
 
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from jobs.plan.plan import load_plan
-from jobs.recurring.ledger import done_inputs
-from jobs.recurring.new_inputs import difference
-from jobs.recurring.run_facts import State, facts_of
-from jobs.recurring.runs_below import DatedRun, finished_below, runs_of
-from jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.stores.store import open_store
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.recurring.ledger import done_inputs
+from draftmill.jobs.recurring.new_inputs import difference
+from draftmill.jobs.recurring.run_facts import State, facts_of
+from draftmill.jobs.recurring.runs_below import DatedRun, finished_below, runs_of
+from draftmill.jobs.spec.dated_path import base_of, floored, following, has_date, period_of, with_date
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
 
 MOST_DATES = 10_000
 

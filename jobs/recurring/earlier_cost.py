@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.driving.attempts import read_sessions
-from jobs.plan.plan import Plan, load_plan
-from jobs.recurring.runs_below import runs_of
-from jobs.spec.job_spec import JobSpec
-from jobs.watching.estimate import Estimate, estimate_from
-from storage.errors import StoreError, UserError
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.recurring.runs_below import runs_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.watching.estimate import Estimate, estimate_from
+from draftmill.storage.errors import StoreError, UserError
 
 NEWEST = 3
 """Finished runs that are looked at, from the newest on."""

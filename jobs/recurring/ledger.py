@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from jobs.plan.plan import load_plan
-from jobs.recurring.runs_below import FoundRun
-from storage.errors import StoreError
-from storage.failpoints import failpoint
-from storage.inputs.reader import InputFile
-from storage.parquet import parquet_metadata, read_parquet, write_parquet
-from storage.stores.promises import promised
-from storage.stores.verbs import Store
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.recurring.runs_below import FoundRun
+from draftmill.storage.errors import StoreError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.verbs import Store
 
 FOLDER = "_ledger/"
 FORMAT = "1"

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Literal
 
-from actors.plan_table import PLAN
-from jobs.codes import INTERRUPTED, OK
-from jobs.driving.lease_keeper import TTL_S, kept_lease
-from storage.errors import UserError
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder, pid_here
-from storage.stores.verbs import Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.codes import INTERRUPTED, OK
+from draftmill.jobs.driving.lease_keeper import TTL_S, kept_lease
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, holder, pid_here
+from draftmill.storage.stores.verbs import Store
 
 IfRunning = Literal["skip", "wait", "fail"]
 

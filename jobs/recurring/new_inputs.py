@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from actors.plan_table import PLAN
-from jobs.notes import counted
-from jobs.plan.prepare import Loaders
-from jobs.recurring.ledger import done_inputs, table_of
-from jobs.recurring.runs_below import finished_below
-from jobs.spec.dated_path import base_of
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.inputs.contents import hashed
-from storage.inputs.inputs import NothingThere
-from storage.inputs.reader import InputFile, list_inputs
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.notes import counted
+from draftmill.jobs.plan.prepare import Loaders
+from draftmill.jobs.recurring.ledger import done_inputs, table_of
+from draftmill.jobs.recurring.runs_below import finished_below
+from draftmill.jobs.spec.dated_path import base_of
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.contents import hashed
+from draftmill.storage.inputs.inputs import NothingThere
+from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 
 
 @dataclass(frozen=True, slots=True)

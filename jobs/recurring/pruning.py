@@ -14,20 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from actors.plan_table import PLAN
-from jobs.finished.passes import PRUNED, left_failed, passes_of
-from jobs.recurring.known_ids import IDS, ok_ids
-from jobs.recurring.name_lease import run_lease
-from jobs.recurring.run_facts import RunFacts, facts_of
-from jobs.recurring.runs_below import FoundRun, runs_below
-from jobs.spec.dated_path import read_date, written
-from storage.errors import UserError
-from storage.failpoints import failpoint
-from storage.parquet import write_parquet
-from storage.runs.commit import SUCCESS
-from storage.runs.lease import LEASE
-from storage.stores.store import remove_empty_folders
-from storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
+from draftmill.jobs.recurring.known_ids import IDS, ok_ids
+from draftmill.jobs.recurring.name_lease import run_lease
+from draftmill.jobs.recurring.run_facts import RunFacts, facts_of
+from draftmill.jobs.recurring.runs_below import FoundRun, runs_below
+from draftmill.jobs.spec.dated_path import read_date, written
+from draftmill.storage.errors import UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.parquet import write_parquet
+from draftmill.storage.runs.commit import SUCCESS
+from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.stores.store import remove_empty_folders
+from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
 
 FOLDERS = ("data/", "traces/", "commits/", "compact/", "metrics/", "passes/", "plan/", "attempts/", "log/")
 """What a run consists of beside its bookkeeping. Anything else in its folder is not ours, and stays."""

@@ -7,17 +7,17 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from actors.plan_table import PLAN
-from jobs.driving.attempts import read_sessions
-from jobs.finished.passes import PRUNED, left_failed, passes_of
-from jobs.plan.plan import Plan, load_plan
-from jobs.recurring.runs_below import FoundRun
-from jobs.spec.dated_path import read_date, written
-from jobs.spec.thresholds import hopeless, too_many_failed
-from storage.errors import DamagedRun, StoreError
-from storage.runs.commit import done_units
-from storage.runs.lease import holder
-from storage.stores.verbs import S3Options
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.finished.passes import PRUNED, left_failed, passes_of
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.recurring.runs_below import FoundRun
+from draftmill.jobs.spec.dated_path import read_date, written
+from draftmill.jobs.spec.thresholds import hopeless, too_many_failed
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.runs.commit import done_units
+from draftmill.storage.runs.lease import holder
+from draftmill.storage.stores.verbs import S3Options
 
 State = Literal["finished", "failed", "running", "interrupted", "damaged"]
 """failed: too many samples failed (exit code 3). interrupted: not finished, and no driver works on it."""

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 
-from actors.plan_table import PLAN
-from jobs.spec.dated_path import base_of, below_base, date_in, depth_of
-from storage.runs.commit import MANIFEST, SUCCESS
-from storage.runs.lease import LEASE
-from storage.stores.levels import Level, level_of
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Stat, Store
+from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS
+from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Stat, Store
 
 MOST_LEVELS = 12
 """How deep runs are searched for; a folder tree below that is not one of runs."""

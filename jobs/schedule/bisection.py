@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.messages import Verdict
+from draftmill.actors.messages import Verdict
 
 STRIKES = 2
 """Failures of a row on its own before it is condemned."""

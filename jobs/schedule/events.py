@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.messages import FailureKind, WorkUnit
+from draftmill.actors.messages import FailureKind, WorkUnit
 
 
 @dataclass(frozen=True, slots=True)

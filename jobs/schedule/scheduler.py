@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from actors.messages import Verdict
-from jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
-from jobs.schedule.events import (
+from draftmill.actors.messages import Verdict
+from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
+from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Drain,
@@ -48,10 +48,10 @@ from jobs.schedule.events import (
     WorkerLeaving,
     WorkerUp,
 )
-from jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
-from jobs.schedule.staffing import Staffing
-from jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
-from jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.speeds import Outlook, fitting_unit, is_silent, outlook
+from draftmill.jobs.schedule.staffing import Staffing
+from draftmill.jobs.schedule.unit_leases import COPIES, Limits, Unit, UnitLease, UnitLedger, Worker
+from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
 DEFAULT = Limits()
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from jobs.schedule.unit_leases import UnitLedger, Worker
-from jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.unit_leases import UnitLedger, Worker
+from draftmill.jobs.schedule.waiting import Waiting
 
 EARLY_PART: Final = 0.8
 LATE_PART: Final = 0.9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jobs.schedule.unit_leases import Limits
+from draftmill.jobs.schedule.unit_leases import Limits
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from actors.messages import MOST_UNITS, Verdict, WorkUnit
-from jobs.schedule.bisection import Inquest, Range
-from jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
-from jobs.schedule.waiting import Waiting
+from draftmill.actors.messages import MOST_UNITS, Verdict, WorkUnit
+from draftmill.jobs.schedule.bisection import Inquest, Range
+from draftmill.jobs.schedule.unit_sizes import UnitSet, UnitSize, UnitSizes
+from draftmill.jobs.schedule.waiting import Waiting
 
 AHEAD = 1
 """Leases per worker on units whose samples still wait for slots: the reserve from which it refills slots."""

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Set
 
-from jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
 
 __all__ = ["LAST_UNITS", "UnitSize", "Waiting", "first_of_last"]
 

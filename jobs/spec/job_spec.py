@@ -14,20 +14,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from actors.metrics.settings import Metrics
-from actors.task import Columns, Side, Task, as_tuple
-from decoders.common_settings import Sampling, Settings
-from decoders.settings import DecoderSettings
-from jobs.spec.dated_path import has_date, read_date, with_date, written
-from jobs.spec.metric_rules import kept_names, metric_problem, reference_of
-from jobs.spec.notify_settings import Receivers
-from jobs.spec.places import place_problem
-from jobs.spec.spec_errors import kind_changed, spec_error
-from jobs.spec.spec_file import apply_change, apply_override, read_mapping
-from jobs.spec.task_rules import task_problem, truncate_problem
-from jobs.spec.worker_shape import Shapes, WorkerShape
-from storage.errors import UserError
-from storage.stores.verbs import S3Options
+from draftmill.actors.metrics.settings import Metrics
+from draftmill.actors.task import Columns, Side, Task, as_tuple
+from draftmill.decoders.common_settings import Sampling, Settings
+from draftmill.decoders.settings import DecoderSettings
+from draftmill.jobs.spec.dated_path import has_date, read_date, with_date, written
+from draftmill.jobs.spec.metric_rules import kept_names, metric_problem, reference_of
+from draftmill.jobs.spec.notify_settings import Receivers
+from draftmill.jobs.spec.places import place_problem
+from draftmill.jobs.spec.spec_errors import kind_changed, spec_error
+from draftmill.jobs.spec.spec_file import apply_change, apply_override, read_mapping
+from draftmill.jobs.spec.task_rules import task_problem, truncate_problem
+from draftmill.jobs.spec.worker_shape import Shapes, WorkerShape
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.verbs import S3Options
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(ge=1)]

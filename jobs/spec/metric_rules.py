@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from actors.metrics.settings import Metric, PassAtK, clashing, expanded, needs_reference
-from actors.task import Columns, Infill, Marker, Sentences, Task
+from draftmill.actors.metrics.settings import Metric, PassAtK, clashing, expanded, needs_reference
+from draftmill.actors.task import Columns, Infill, Marker, Sentences, Task
 
 Problem = tuple[str, str]
 

@@ -8,9 +8,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from actors.task import as_tuple
-from decoders.common_settings import Settings
-from storage.secrets import redacted
+from draftmill.actors.task import as_tuple
+from draftmill.decoders.common_settings import Settings
+from draftmill.storage.secrets import redacted
 
 Event = Literal["finish", "failure", "stall", "interrupt"]
 

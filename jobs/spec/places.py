@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jobs.spec.dated_path import EXAMPLE, date_problem, with_date
-from storage.errors import UserError
-from storage.inputs.inputs import expanded, glob_pattern
+from draftmill.jobs.spec.dated_path import EXAMPLE, date_problem, with_date
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.inputs import expanded, glob_pattern
 
 MAX_PATH_BYTES = 4096
 MAX_NAME_BYTES = 255

@@ -13,7 +13,7 @@ from typing import Any, Final, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 MOST = 5
 """Number of problems shown; the rest are only counted."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 MAX_BYTES = 4 * 2**20
 MAX_INT_BITS = 1024

@@ -21,11 +21,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.spec.dated_path import has_date
-from jobs.spec.job_spec import JobSpec, check_changed
-from jobs.spec.places import path_problem
-from jobs.spec.spec_file import apply_change, read_mapping, split_override
-from storage.errors import UserError
+from draftmill.jobs.spec.dated_path import has_date
+from draftmill.jobs.spec.job_spec import JobSpec, check_changed
+from draftmill.jobs.spec.places import path_problem
+from draftmill.jobs.spec.spec_file import apply_change, read_mapping, split_override
+from draftmill.storage.errors import UserError
 
 KEYS: Final = ("name", "base", "cases", "grid", "metrics", "output")
 MOST_CASES: Final = 1000

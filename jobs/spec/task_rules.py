@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from actors.task import (
+from draftmill.actors.task import (
     Columns,
     Complete,
     Given,
@@ -22,8 +22,8 @@ from actors.task import (
     Spans,
     Task,
 )
-from decoders.common_settings import DecoderChoice
-from decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.settings import DECODERS, DecoderSettings, decoders_for, decoders_of
 
 _READ_BY_ALL = ("id", "reference", "seed", "tokens")
 _COMPLETE_COLUMNS = ("prompt", "text", "messages")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from jobs.spec.job_spec import ErrorSettings
+from draftmill.jobs.spec.job_spec import ErrorSettings
 
 FEW: Final = 5
 FEW_SHARE: Final = 0.05

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from actors.task import as_tuple
-from decoders.common_settings import Settings
+from draftmill.actors.task import as_tuple
+from draftmill.decoders.common_settings import Settings
 
 Positive = Annotated[int, Field(ge=1)]
 

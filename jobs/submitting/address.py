@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from jobs.driving.session import check_reachable
-from jobs.submitting.tokens import MODE, TOKEN, TOKEN_PATH
-from storage.errors import UserError
+from draftmill.jobs.driving.session import check_reachable
+from draftmill.jobs.submitting.tokens import MODE, TOKEN, TOKEN_PATH
+from draftmill.storage.errors import UserError
 
 FIELD = "--address"
 PORT = 8265

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from jobs.submitting.address import FIELD, Cluster
-from storage.errors import StoreError, UserError
+from draftmill.jobs.submitting.address import FIELD, Cluster
+from draftmill.storage.errors import StoreError, UserError
 
 ANSWER_S = 60.0
 """Seconds that one request may take; the upload of a package is the longest."""

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
-from jobs.submitting.client import JobClient, Unreachable
-from jobs.submitting.names import is_over
-from storage.errors import StoreError
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.submitting.client import JobClient, Unreachable
+from draftmill.jobs.submitting.names import is_over
+from draftmill.storage.errors import StoreError
 
 POLL_S = 1.0
 SILENT_S = 60.0

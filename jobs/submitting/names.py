@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from jobs.plan.worker_job import absolute
-from jobs.spec.job_spec import JobSpec
+from draftmill.jobs.plan.worker_job import absolute
+from draftmill.jobs.spec.job_spec import JobSpec
 
 RUN = "draftmill.run"
 SPEC = "draftmill.spec"

@@ -1,4 +1,4 @@
-"""What a submitted job takes along: our packages and a folder of the user's, as one zip file. Equal content gives equal files.
+"""What a submitted job takes along: our package and a folder of the user's, as one zip file. Equal content gives equal files.
 
 Ray keeps packages by their hash, so an unchanged one is not sent again.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.driving.session import PACKAGES, ROOT
-from jobs.notes import size_text
-from storage.errors import UserError
+from draftmill.jobs.driving.session import ROOT
+from draftmill.jobs.notes import size_text
+from draftmill.storage.errors import UserError
 
 MAX_BYTES = 200 * 2**20
 """The largest package: the head node holds it in memory. Larger inputs and models belong into a bucket or on shared storage."""
@@ -26,7 +26,8 @@ EXCLUDES = (
 """Never shipped: what is made again, and files that usually hold secrets."""
 
 IGNORE_FILES = (".gitignore", ".rayignore")
-BUILTIN = "decoders/builtin"
+PACKAGE = "draftmill"
+BUILTIN = f"{PACKAGE}/decoders/builtin"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,13 @@ class Shipment:
 
 
 def code_files(data: Any, root: Path = ROOT) -> dict[str, Path]:
-    """Our packages by name, with those builtin models that the spec's mapping names."""
+    """The files of our package by name, with those builtin models that the spec's mapping names."""
     named = {value.removeprefix("builtin:") for value in _strings(data) if value.startswith("builtin:")}
     found: dict[str, Path] = {}
-    for package in PACKAGES:
-        for path in sorted((root / package).rglob("*")):
+    for folder, _, files in os.walk(root / PACKAGE, followlinks=True):  # a checkout's package has links
+        for path in (Path(folder, file) for file in files if "__pycache__" not in folder):
             name = path.relative_to(root).as_posix()
-            is_unneeded = name.startswith(f"{BUILTIN}/") and name.split("/")[2] not in named
-            if path.is_file() and "__pycache__" not in path.parts and not is_unneeded:
+            if not name.startswith(f"{BUILTIN}/") or name.removeprefix(f"{BUILTIN}/").split("/")[0] in named:
                 found[name] = path
     return found
 
@@ -79,12 +79,10 @@ def folder_files(folder: Path, excludes: Sequence[str] = ()) -> dict[str, Path]:
 
 def shipment(code: Mapping[str, Path], folder: Mapping[str, Path], *, max_bytes: int = MAX_BYTES) -> Shipment:
     """Both together. UserError if they are too large, or if the folder has files of its own under names of the code."""
-    clash = sorted(
-        name for name in folder if name.split("/")[0] in PACKAGES and not _same(folder[name], code.get(name))
-    )
+    clash = sorted(name for name in folder if name.split("/")[0] == PACKAGE and not _same(folder[name], code.get(name)))
     if code and clash:
         raise UserError(
-            f"{clash[0]!r} would mix with draftmill's own package {clash[0].split('/')[0]!r}, which is shipped too; "
+            f"{clash[0]!r} would mix with draftmill's own package, which is shipped too; "
             "use --code installed if the cluster has draftmill, or exclude it (--exclude)",
             field="--working-dir",
         )

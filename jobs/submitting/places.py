@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 
 _WILD = re.compile(r"[*?\[{]")
 _FREE = {"model.path": (), "model.adapter": (), "model.tokenizer": ("auto", "none"), "decoder.head": ("auto", "none")}

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import yaml
 
-from jobs.submitting.package import Shipment, code_files, folder_files, shipment
-from jobs.submitting.places import Reach, placed
-from storage.errors import UserError
+from draftmill.jobs.submitting.package import Shipment, code_files, folder_files, shipment
+from draftmill.jobs.submitting.places import Reach, placed
+from draftmill.storage.errors import UserError
 
 MARGIN_S = 15.0
 """Seconds between the driver's grace period and its end by force."""
@@ -75,7 +75,7 @@ def request_of(data: Mapping[str, Any], wishes: Wishes) -> Request:
 
 def entrypoint(spec: str, wishes: Wishes, *, ships: bool) -> str:
     """The command: writes the spec to a file of its own and becomes the driver, so that signals reach it."""
-    command = "python -m jobs.cli" if ships else "draftmill"
+    command = "python -m draftmill.jobs.cli" if ships else "draftmill"
     options = shlex.join(["--ray-address", "auto", "--grace-seconds", f"{wishes.grace_s:g}", *wishes.run])
     return (
         f"folder=$(mktemp -d) && cat > \"$folder/job.yaml\" <<'{_END}' && "

@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from jobs.driving.lease_keeper import TTL_S
-from jobs.submitting.client import JobClient, NoSuchJob
-from jobs.submitting.names import RUN, is_over
-from storage.errors import StoreError, UserError
-from storage.runs.lease import LeaseHeld, holder, pid_here
-from storage.stores.verbs import Store
+from draftmill.jobs.driving.lease_keeper import TTL_S
+from draftmill.jobs.submitting.client import JobClient, NoSuchJob
+from draftmill.jobs.submitting.names import RUN, is_over
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.lease import LeaseHeld, holder, pid_here
+from draftmill.storage.stores.verbs import Store
 
 POLL_S = 0.5
 SPARE_S = 30.0

@@ -5,7 +5,7 @@ Money has no currency here: it is in whatever unit `workers.price_per_hour` is.
 
 from __future__ import annotations
 
-from jobs.driving.device_time import HOUR_S, DeviceSums
+from draftmill.jobs.driving.device_time import HOUR_S, DeviceSums
 
 MILLION = 1_000_000
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
-from jobs.driving.device_time import HOUR_S
-from jobs.driving.driver_log import DriverLog
-from jobs.driving.events import JsonStream, Level, say_in_events, time_text
-from jobs.driving.totals import Totals
-from jobs.spec.job_spec import JobSpec
-from jobs.watching.cost import money_text
-from jobs.watching.notify import StallWatcher, check_receivers, send
-from jobs.watching.run_facts import run_facts
-from storage.errors import DamagedRun, UserError
-from storage.secrets import presentable
-from storage.stores.verbs import Store
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.driving.device_time import HOUR_S
+from draftmill.jobs.driving.driver_log import DriverLog
+from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.jobs.watching.cost import money_text
+from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
+from draftmill.jobs.watching.run_facts import run_facts
+from draftmill.storage.errors import DamagedRun, UserError
+from draftmill.storage.secrets import presentable
+from draftmill.storage.stores.verbs import Store
 
 INTERRUPTED_S = 3.0
 """Most seconds that notices of an interruption may take: the machine may be about to go."""

@@ -11,15 +11,15 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import Receipt
-from jobs.driving.device_time import HOUR_S, DeviceSums
-from jobs.driving.events import now_text
-from jobs.driving.totals import Totals
-from jobs.driving.watchers import Watcher
-from jobs.schedule.scheduler import Scheduler
-from jobs.watching.cost import MILLION, hours_text, money_text
-from storage.errors import StoreError
-from storage.stores.verbs import Store
+from draftmill.actors.messages import Receipt
+from draftmill.jobs.driving.device_time import HOUR_S, DeviceSums
+from draftmill.jobs.driving.events import now_text
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.driving.watchers import Watcher
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.watching.cost import MILLION, hours_text, money_text
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.verbs import Store
 
 NAME = "log/estimate.json"
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.messages import Failure, Receipt, TurnReport
-from jobs.driving.totals import Totals
-from jobs.driving.watchers import Watcher
-from jobs.schedule.scheduler import Scheduler
+from draftmill.actors.messages import Failure, Receipt, TurnReport
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.driving.watchers import Watcher
+from draftmill.jobs.schedule.scheduler import Scheduler
 
 EVERY_S = 1.0
 """Seconds between two reports to Ray."""

@@ -22,12 +22,12 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
-from jobs.driving.totals import Totals
-from jobs.driving.watchers import Watcher
-from jobs.schedule.scheduler import Scheduler
-from jobs.spec.notify_settings import VARIABLE, NotifySettings
-from storage.errors import UserError
-from storage.secrets import HIDDEN, presentable
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.driving.watchers import Watcher
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.spec.notify_settings import VARIABLE, NotifySettings
+from draftmill.storage.errors import UserError
+from draftmill.storage.secrets import HIDDEN, presentable
 
 TRIES = 3
 """Attempts to reach a webhook, within its time."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jobs.driving.attempts import read_sessions
-from jobs.plan.plan import load_plan
-from jobs.watching.cost import MILLION, mean_price, purposes_of
-from jobs.watching.estimate import read_estimate, to_json
-from storage.errors import StoreError, UserError
-from storage.runs.commit import done_units, read_manifest
-from storage.stores.verbs import Store
+from draftmill.jobs.driving.attempts import read_sessions
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.watching.cost import MILLION, mean_price, purposes_of
+from draftmill.jobs.watching.estimate import read_estimate, to_json
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.commit import done_units, read_manifest
+from draftmill.storage.stores.verbs import Store
 
 
 def run_facts(store: Store) -> dict[str, Any]:

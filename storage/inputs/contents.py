@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from storage.errors import UserError
-from storage.inputs.input_file import FIELD, InputFile
-from storage.inputs.inputs import STDLIB, local_path
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.inputs import STDLIB, local_path
 
 _CHUNK_BYTES = 2**20
 _MOST_THREADS = 4

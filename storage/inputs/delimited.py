@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 
-from storage.errors import UserError
-from storage.inputs.input_file import FIELD
-from storage.inputs.lines import BOM, Reader, Start, skip_line, too_long_message
-from storage.inputs.rows import MAX_ROW_BYTES, Row, failed
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.input_file import FIELD
+from draftmill.storage.inputs.lines import BOM, Reader, Start, skip_line, too_long_message
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, failed
 
 
 @dataclass(frozen=True, slots=True)

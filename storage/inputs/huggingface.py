@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
-from storage.errors import UserError
-from storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.input_file import FIELD, InputFile
 
 _OPTIONS = ("split", "config", "revision")
 

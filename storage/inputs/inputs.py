@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from storage.errors import StoreError, UserError
-from storage.inputs.input_file import FIELD, InputFile
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Stat
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Stat
 
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384
@@ -93,7 +93,7 @@ def _list_one(path: str, s3: S3Options | None) -> list[InputFile]:
     if path.startswith("builtin:"):
         raise UserError(f"{path!r} is not a builtin input; allowed: {STDLIB}", field=FIELD)
     if path.startswith("hf://"):
-        from storage.inputs.huggingface import list_dataset
+        from draftmill.storage.inputs.huggingface import list_dataset
 
         return list_dataset(path, list_inputs)
     if path.startswith("s3://"):

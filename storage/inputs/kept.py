@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from storage.errors import RowError
-from storage.inputs.fields import field_of
-from storage.parquet import read_parquet, write_parquet
+from draftmill.storage.errors import RowError
+from draftmill.storage.inputs.fields import field_of
+from draftmill.storage.parquet import read_parquet, write_parquet
 
 KEEP = "keep"
 """The last column of a run whose spec has `input.keep`: a struct of these columns of the inputs."""
@@ -245,7 +245,7 @@ def _comes_back(found: pa.DataType) -> bool:
 
 
 def names_read(names: Iterable[str]) -> dict[str, str]:
-    """The kept columns as readers take them (storage.inputs.reader.iterate)."""
+    """The kept columns as readers take them (draftmill.storage.inputs.reader.iterate)."""
     return {f"{KEEP}.{name}": name for name in names}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any
 
-from storage.inputs.rows import MAX_ROW_BYTES, Row, failed
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, failed
 
 BOM = b"\xef\xbb\xbf"
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from storage.inputs.rows import MAX_ROW_BYTES
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES
 
 PORTION_BYTES = MAX_ROW_BYTES
 """At most the size limit of a row: a longer row is then a separate portion."""

@@ -14,20 +14,20 @@ from threading import Lock
 
 import pyarrow as pa
 
-from storage.errors import StoreError, UserError
-from storage.inputs.delimited import csv_reader, header_of, other_delimiter
-from storage.inputs.fields import lifted, types_in
-from storage.inputs.input_file import FIELD, InputFile
-from storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
-from storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
-from storage.inputs.row_groups import Columns
-from storage.inputs.rows import Row, default_id, failed
-from storage.inputs.slices import WHOLE, Slice
-from storage.inputs.sources import blocks_at, open_bytes, open_stream
-from storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
-from storage.inputs.tables import pick_table_rows, table_rows, table_schema
-from storage.stores.object_parts import BLOCK_BYTES, Block, ahead
-from storage.stores.verbs import S3Options
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.delimited import csv_reader, header_of, other_delimiter
+from draftmill.storage.inputs.fields import lifted, types_in
+from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.inputs import STDLIB, STDLIB_CHUNK_CHARS, TABLE_FORMATS, list_inputs
+from draftmill.storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece_reader, txt_rows, whole_rows
+from draftmill.storage.inputs.row_groups import Columns
+from draftmill.storage.inputs.rows import Row, default_id, failed
+from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.inputs.sources import blocks_at, open_bytes, open_stream
+from draftmill.storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
+from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
+from draftmill.storage.stores.object_parts import BLOCK_BYTES, Block, ahead
+from draftmill.storage.stores.verbs import S3Options
 
 __all__ = [
     "InputFile",

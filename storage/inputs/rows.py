@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from storage.errors import RowError, UserError, printable
-from storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.errors import RowError, UserError, printable
+from draftmill.storage.inputs.input_file import FIELD, InputFile
 
 MAX_ROW_BYTES = 64 * 2**20
 """The longest line or text file that becomes a row, decompressed; a longer one is a failed row."""

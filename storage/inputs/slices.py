@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.inputs.input_file import InputFile
-from storage.inputs.row_groups import group_sizes
-from storage.inputs.sources import open_bytes
-from storage.stores.verbs import S3Options
+from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.row_groups import group_sizes
+from draftmill.storage.inputs.sources import open_bytes
+from draftmill.storage.stores.verbs import S3Options
 
 READ_BYTES = 2**20
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.errors import StoreError, UserError
-from storage.inputs.input_file import FIELD, InputFile
-from storage.inputs.inputs import local_path
-from storage.inputs.rows import damaged
-from storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
-from storage.stores.store import open_store
-from storage.stores.verbs import NotFound, S3Options, Store
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.input_file import FIELD, InputFile
+from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.rows import damaged
+from draftmill.storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import NotFound, S3Options, Store
 
 BUFFER_BYTES = 2**20
 UNPACKED_BYTES = 2**30

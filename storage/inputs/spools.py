@@ -13,10 +13,10 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import IO, Any
 
-from storage.errors import StoreError, UserError
-from storage.inputs.input_file import InputFile
-from storage.inputs.sources import open_stream
-from storage.stores.verbs import S3Options
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.sources import open_stream
+from draftmill.storage.stores.verbs import S3Options
 
 KEPT_BYTES = 4 * 2**30
 """Bytes of temporary files per reading process."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.inputs.fields import lifted_batch
-from storage.inputs.input_file import InputFile
-from storage.inputs.inputs import local_path
-from storage.inputs.last_read import Batches, Stretches
-from storage.inputs.lines import too_long_message
-from storage.inputs.portions import portions, row_bytes
-from storage.inputs.row_groups import (
+from draftmill.storage.inputs.fields import lifted_batch
+from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.inputs import local_path
+from draftmill.storage.inputs.last_read import Batches, Stretches
+from draftmill.storage.inputs.lines import too_long_message
+from draftmill.storage.inputs.portions import portions, row_bytes
+from draftmill.storage.inputs.row_groups import (
     BATCH_ROWS,
     DAMAGE,
     Columns,
@@ -27,11 +27,11 @@ from storage.inputs.row_groups import (
     num_groups,
     present,
 )
-from storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
-from storage.inputs.slices import WHOLE, Slice
-from storage.inputs.sources import open_bytes
-from storage.soundness import THREADS, sound
-from storage.stores.verbs import S3Options
+from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
+from draftmill.storage.inputs.slices import WHOLE, Slice
+from draftmill.storage.inputs.sources import open_bytes
+from draftmill.storage.soundness import THREADS, sound
+from draftmill.storage.stores.verbs import S3Options
 
 _ARROW_FILE = b"ARROW1"
 _STRETCHES = Stretches()
@@ -69,7 +69,7 @@ def table_schema(file: InputFile, s3: S3Options | None) -> pa.Schema:
         if file.format == "parquet":
             return group_schema(file, s3)
         if file.format == "hf":
-            from storage.inputs.huggingface import load
+            from draftmill.storage.inputs.huggingface import load
 
             return load(file).features.arrow_schema
         with _arrow_source(file, s3) as source:
@@ -87,7 +87,7 @@ def _batches(
         for group in range(*(groups or (0, num_groups(file, s3)))):
             yield from group_batches(file, group, columns, s3)
     elif file.format == "hf":
-        from storage.inputs.huggingface import load
+        from draftmill.storage.inputs.huggingface import load
 
         dataset = load(file)
         for first in range(0, len(dataset), BATCH_ROWS):
@@ -165,7 +165,7 @@ def _single_row(batch: pa.RecordBatch, number: int) -> Row:
 
 
 def _pick_dataset(file: InputFile, rows: Sequence[int], columns: Columns) -> Iterator[Row]:
-    from storage.inputs.huggingface import load
+    from draftmill.storage.inputs.huggingface import load
 
     dataset = load(file)
     inside = [row for row in rows if row < len(dataset)]

@@ -23,16 +23,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from storage.errors import DamagedRun, StoreError
-from storage.failpoints import failpoint
-from storage.inputs.kept import KEEP
-from storage.parquet import parquet_metadata, read_parquet, write_parquet
-from storage.runs.done import DoneUnits
-from storage.runs.lease import Lease, LeaseLost
-from storage.runs.manifest import MANIFEST, SUCCESS, Manifest, all_exact, manifest_body, read_manifest, unit_numbers
-from storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
-from storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
-from storage.stores.verbs import AlreadyExists, Body, Conflict, Stat, Store
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
+from draftmill.storage.runs.done import DoneUnits
+from draftmill.storage.runs.lease import Lease, LeaseLost
+from draftmill.storage.runs.manifest import (
+    MANIFEST,
+    SUCCESS,
+    Manifest,
+    all_exact,
+    manifest_body,
+    read_manifest,
+    unit_numbers,
+)
+from draftmill.storage.runs.records import SCHEMA, SCHEMA_VERSION, damaged
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts, unit_name
+from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, Stat, Store
 
 __all__ = [
     "MANIFEST",

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from storage.errors import DamagedRun, StoreError
-from storage.failpoints import failpoint
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.stores.verbs import AlreadyExists, Conflict, NotFound, Stat, Store
 
 LEASE = "_lease.json"
 

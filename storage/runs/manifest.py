@@ -15,9 +15,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import DamagedRun
-from storage.runs.unit_facts import CommittedUnit, UnitFacts
-from storage.stores.verbs import Body, FileBody, Store
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.runs.unit_facts import CommittedUnit, UnitFacts
+from draftmill.storage.stores.verbs import Body, FileBody, Store
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

@@ -22,12 +22,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.errors import DamagedRun, StoreError
-from storage.failpoints import failpoint
-from storage.parquet import parquet_metadata, read_parquet, write_parquet
-from storage.runs.commit import ForeignUnit
-from storage.stores.promises import promised
-from storage.stores.verbs import AlreadyExists, Store
+from draftmill.storage.errors import DamagedRun, StoreError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
+from draftmill.storage.runs.commit import ForeignUnit
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.verbs import AlreadyExists, Store
 
 KEYS: Final = pa.schema([pa.field("id", pa.string(), nullable=False), pa.field("sample", pa.int32(), nullable=False)])
 """The first columns of every file; all others are float64, null where a row has no value."""

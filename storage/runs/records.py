@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.errors import DamagedRun
-from storage.inputs.kept import KEEP
-from storage.parquet import read_parquet
-from storage.stores.promises import promised
-from storage.stores.verbs import Store
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.parquet import read_parquet
+from draftmill.storage.stores.promises import promised
+from draftmill.storage.stores.verbs import Store
 
 SCHEMA_VERSION = 5
 _ADDED = {

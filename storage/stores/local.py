@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from storage.errors import StoreError, UserError
-from storage.failpoints import failpoint
-from storage.stores.levels import Level
-from storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
 
 try:
     import fcntl

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from storage.errors import StoreError
-from storage.stores.verbs import Store
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.verbs import Store
 
 T = TypeVar("T")
 R = TypeVar("R")

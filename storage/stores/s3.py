@@ -30,11 +30,11 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from storage.errors import StoreError, UserError
-from storage.failpoints import failpoint
-from storage.secrets import presentable
-from storage.stores.levels import Level
-from storage.stores.verbs import AlreadyExists, Body, Conflict, FileBody, NotFound, S3Options, Stat
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.failpoints import failpoint
+from draftmill.storage.secrets import presentable
+from draftmill.storage.stores.levels import Level
+from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, FileBody, NotFound, S3Options, Stat
 
 TOKEN = "write-token"
 ATTEMPTS = 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 
-from storage.errors import StoreError, UserError
-from storage.stores.local import LocalStore
-from storage.stores.memory import MemoryStore
-from storage.stores.verbs import AlreadyExists, S3Options, Store
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.local import LocalStore
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Store
 
 
 def open_store(url: str, *, s3: S3Options | None = None) -> Store:
@@ -23,7 +23,7 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
         return MemoryStore(rest)
     if scheme == "s3":
         # Importing boto3 takes a third of a second, which a job on local disk can save.
-        from storage.stores.s3 import S3Store
+        from draftmill.storage.stores.s3 import S3Store
 
         return S3Store(url, s3 or S3Options())
     raise UserError(f"{url!r} is not a place to store: use a local path, s3://bucket/prefix or memory://NAME")

@@ -21,9 +21,9 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from storage.errors import StoreError, UserError
-from storage.stores.s3 import TOKEN, S3Store, sha256, status_of
-from storage.stores.verbs import AlreadyExists
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.s3 import TOKEN, S3Store, sha256, status_of
+from draftmill.storage.stores.verbs import AlreadyExists
 
 PART_BYTES = 16 * 2**20
 MAX_PARTS = 10_000

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from storage.errors import StoreError
+from draftmill.storage.errors import StoreError
 
 
 @dataclass(frozen=True, slots=True)

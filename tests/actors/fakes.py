@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from actors.messages import Receipt, Verdict, WorkUnit
-from actors.runner import UnitRunner
-from actors.samples import Sample, tally_of
-from actors.worker import Turns
-from decoders.base import HOLE, EngineStats, Outcome, Request
-from storage.errors import RowError
+from draftmill.actors.messages import Receipt, Verdict, WorkUnit
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.samples import Sample, tally_of
+from draftmill.actors.worker import Turns
+from draftmill.decoders.base import HOLE, EngineStats, Outcome, Request
+from draftmill.storage.errors import RowError
 
 ENDLESS = 98
 LOSES_DEVICE = 97

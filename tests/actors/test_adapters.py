@@ -13,14 +13,14 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from actors import made_folders
-from actors.adapters import check_files
-from actors.merge_adapter import MergeRefused, merge
-from actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
-from decoders.base import ModelInfo
-from jobs.plan.fingerprint import Hashes, results_key
-from jobs.spec.job_spec import check_spec
-from storage.errors import UserError
+from draftmill.actors import made_folders
+from draftmill.actors.adapters import check_files
+from draftmill.actors.merge_adapter import MergeRefused, merge
+from draftmill.actors.models import BUILTIN, adapter_hash, fetch_model, model_hash
+from draftmill.decoders.base import ModelInfo
+from draftmill.jobs.plan.fingerprint import Hashes, results_key
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import in_a_row, load, play, save_random, theirs
 
 TOKENS = [5, 17, 3, 60, 1, 8, 21]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.beginnings import LEAST, LEVELS, STRIDE, beginnings, grouped, grouped_by_beginning
-from actors.makers import shares_beginnings
-from actors.task import Complete, Infill, Random, Score
-from decoders.base import ModelInfo
+from draftmill.actors.beginnings import LEAST, LEVELS, STRIDE, beginnings, grouped, grouped_by_beginning
+from draftmill.actors.makers import shares_beginnings
+from draftmill.actors.task import Complete, Infill, Random, Score
+from draftmill.decoders.base import ModelInfo
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.canvas import Canvas, CanvasMaker, Size, finish_row, runs
-from actors.task import Columns, Infill
-from decoders.base import HOLE
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, CanvasMaker, Size, finish_row, runs
+from draftmill.actors.task import Columns, Infill
+from draftmill.decoders.base import HOLE
+from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 
 TEXT = "def f(x):\n    return x\n\nfor value in values:\n        total += value\n"

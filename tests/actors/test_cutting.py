@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cutting import cut_ids, cut_text, prompt_room
-from actors.prompts import PromptMaker
-from actors.task import Columns, Complete, Score, Side
-from storage.errors import RowError
+from draftmill.actors.cutting import cut_ids, cut_text, prompt_room
+from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.task import Columns, Complete, Score, Side
+from draftmill.storage.errors import RowError
 from tests.actors.test_prompts import BEGIN, beginning, chat_folder, chatting, made, prompt
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from tokenizers import pre_tokenizers
 
-from actors.text import load_tokenizer
-from storage.errors import UserError
+from draftmill.actors.text import load_tokenizer
+from draftmill.storage.errors import UserError
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>")
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
-from actors.messages import Failure, Receipt
-from actors.runner import UnitRunner
-from decoders.base import Request
+from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
+from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.runner import UnitRunner
+from draftmill.decoders.base import Request
 from tests.actors.fakes import FakeClerk, FakeDecoder, lose_device, work
 
 MEMORY = [
@@ -84,7 +84,7 @@ def test_a_chain_that_leads_back_to_itself_ends():
 
 def test_errors_are_told_apart_without_torch():
     code = (
-        "import sys; from actors.faults import ran_out_of_memory, let_go; error = RuntimeError('CUDA out of memory');"
+        "import sys; from draftmill.actors.faults import ran_out_of_memory, let_go; error = RuntimeError('CUDA out of memory');"
         "assert ran_out_of_memory(error); let_go(error); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -161,7 +161,7 @@ def test_memory_of_a_real_device_runs_out_and_comes_back():
 def test_an_assertion_on_a_real_device_is_a_lost_device():
     code = """
 import torch
-from actors.faults import lost_device
+from draftmill.actors.faults import lost_device
 try:
     torch.zeros(4, device="cuda")[torch.tensor([9], device="cuda")].sum().item()
 except Exception as error:

@@ -12,17 +12,17 @@ import pytest
 from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Core
 
-from actors.canvas import Canvas
-from actors.fim import template_of
-from actors.fim_maker import FimMaker
-from actors.infilling import Infilling, TextPart, cut, together
-from actors.makers import maker_for
-from actors.task import Columns, Fim, Infill
-from actors.text import Tokenizer
-from decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from storage.errors import RowError, UserError
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.fim import template_of
+from draftmill.actors.fim_maker import FimMaker
+from draftmill.actors.infilling import Infilling, TextPart, cut, together
+from draftmill.actors.makers import maker_for
+from draftmill.actors.task import Columns, Fim, Infill
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, ModelInfo, Outcome, Request, TraceStep
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.storage.errors import RowError, UserError
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 

@@ -14,12 +14,12 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
-from actors.makers import maker_for
-from actors.task import Columns, Infill
-from actors.text import Tokenizer
-from decoders.base import HOLE, ModelInfo
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
+from draftmill.actors.makers import maker_for
+from draftmill.actors.task import Columns, Infill
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, ModelInfo
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
 
 INFO = ModelInfo("llama", 200_000, None, None, "causal", 1)
 INFILL = Infill.model_validate({"kind": "infill", "mask": {"kind": "marker"}})

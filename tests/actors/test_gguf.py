@@ -17,14 +17,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from actors.gguf_convert import ConversionRefused, convert, narrowed
-from actors.gguf_files import by_hand, gguf_folder, weights_hash
-from actors.made_folders import content_hash, made_once, read_source
-from actors.models import fetch_model, model_hash, tokenizer_hash
-from actors.text import load_tokenizer
-from decoders.backbones.checkpoint import read_config, stop_ids
-from decoders.backbones.load import load_weights
-from storage.errors import UserError
+from draftmill.actors.gguf_convert import ConversionRefused, convert, narrowed
+from draftmill.actors.gguf_files import by_hand, gguf_folder, weights_hash
+from draftmill.actors.made_folders import content_hash, made_once, read_source
+from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash
+from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.backbones.checkpoint import read_config, stop_ids
+from draftmill.decoders.backbones.load import load_weights
+from draftmill.storage.errors import UserError
 from tests.decoders.backbones.causal_models import LLAMA3_ROPE, in_a_row, load, play, save_random
 from tests.runs.gguf_of_tests import WORDS, write_gguf
 
@@ -288,7 +288,7 @@ def test_a_folder_that_could_not_be_finished_is_made_again(tmp_path: Path) -> No
 
 
 def test_the_caller_of_a_conversion_needs_no_torch() -> None:
-    code = "import sys, actors.models; sys.exit(int('torch' in sys.modules or 'gguf' in sys.modules))"
+    code = "import sys, draftmill.actors.models; sys.exit(int('torch' in sys.modules or 'gguf' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from actors.job import Crew, Job, Seat
-from actors.messages import Died, Receipt, Reported, Up, WorkUnit
-from actors.pool import RayPool, is_running
-from jobs.driving.progress import Silence
-from jobs.plan.plan import Plan
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.worker_job import make_job
-from jobs.spec.job_spec import JobSpec
-from storage.stores.store import open_store
+from draftmill.actors.job import Crew, Job, Seat
+from draftmill.actors.messages import Died, Receipt, Reported, Up, WorkUnit
+from draftmill.actors.pool import RayPool, is_running
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.stores.store import open_store
 from tests.actors.group_processes import followers
 from tests.runs.causal_jobs import job_spec, results_of, run_here, save_model
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from actors.fim import Template
-from actors.infilling import Infilling
-from actors.messages import Receipt, WorkUnit
-from actors.runner import UnitRunner
-from actors.samples import Sample
-from decoders.base import HOLE, Request
-from decoders.draws.keys import hole_key
+from draftmill.actors.fim import Template
+from draftmill.actors.infilling import Infilling
+from draftmill.actors.messages import Receipt, WorkUnit
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.samples import Sample
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.draws.keys import hole_key
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 
 TEMPLATE = Template((), 90, 91, 92, suffix_first=False, ends=(90, 91, 92))

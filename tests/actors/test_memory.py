@@ -11,28 +11,28 @@ import psutil
 import pytest
 import torch
 
-from actors import memory
-from actors.memory import fit, free_bytes, limit_gpu
-from actors.messages import Failure, Receipt
-from actors.models import fetch_model
-from actors.runner import UnitRunner
-from actors.worker import build_runner
-from decoders.backbones.checkpoint import inspect_model
-from decoders.backbones.load import load_backbone, pick_device
-from decoders.base import HOLE, Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from decoders.engine.setup import Setup
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
-from jobs.driving.crew import crew
-from jobs.driving.nodes import NodeRoom
-from jobs.driving.progress import Silence
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.worker_job import make_job
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
-from storage.stores.store import open_store
+from draftmill.actors import memory
+from draftmill.actors.memory import fit, free_bytes, limit_gpu
+from draftmill.actors.messages import Failure, Receipt
+from draftmill.actors.models import fetch_model
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.worker import build_runner
+from draftmill.decoders.backbones.checkpoint import inspect_model
+from draftmill.decoders.backbones.load import load_backbone, pick_device
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
+from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 from tests.decoders.support import token_info
 from tests.runs.causal_jobs import job_spec
@@ -169,7 +169,7 @@ def test_a_sample_that_the_memory_can_not_hold_is_failed_as_that_and_its_neighbo
 
 @pytest.mark.parametrize("name", ["ar-tiny", "xlnet-tiny"])
 def test_a_real_models_cache_takes_the_bytes_that_its_account_says(name: str):
-    from actors.models import builtin_models, fetch_model
+    from draftmill.actors.models import builtin_models, fetch_model
 
     if name not in builtin_models():
         name = next(one for one in builtin_models() if one.startswith(name.split("-", maxsplit=1)[0]) or "asarm" in one)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from actors import models
-from actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
-from actors.text import load_tokenizer
-from storage.errors import UserError
-from storage.stores.memory import MemoryStore
-from storage.stores.verbs import S3Options
+from draftmill.actors import models
+from draftmill.actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
+from draftmill.actors.text import load_tokenizer
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.verbs import S3Options
 
 ASARM = BUILTIN / "asarm-tiny"
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from actors.job import Crew
-from actors.messages import Leaving, PoolNews, Up
-from actors.pool import RayPool
-from jobs.driving.crew import crew
-from jobs.driving.session import cluster_nodes
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
+from draftmill.actors.job import Crew
+from draftmill.actors.messages import Leaving, PoolNews, Up
+from draftmill.actors.pool import RayPool
+from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.session import cluster_nodes
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

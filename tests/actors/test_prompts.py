@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Core
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from actors.canvas import Canvas, Size
-from actors.prompts import PromptMaker
-from actors.task import Columns, Complete, Score
-from actors.text import Tokenizer, load_tokenizer
-from decoders.base import HOLE
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, Size
+from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.task import Columns, Complete, Score
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.decoders.base import HOLE
+from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 
 BEGIN, END = 1, 2

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.canvas import Canvas
-from actors.results import decoded
-from actors.samples import Sample, tally_of
-from actors.stop_text import stop_strings
-from actors.task import Complete, Infill, Score
-from actors.text import Tokenizer
-from decoders.base import HOLE, Outcome, Request
-from storage.runs.records import SCHEMA, table_from_rows
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.results import decoded
+from draftmill.actors.samples import Sample, tally_of
+from draftmill.actors.stop_text import stop_strings
+from draftmill.actors.task import Complete, Infill, Score
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.storage.runs.records import SCHEMA, table_from_rows
 from tests.actors.fakes import outcome
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from actors.prompts import PromptMaker
-from actors.requests import CHAT, COMPLETIONS
-from actors.row_settings import Asked, RowRules
-from actors.rows import row_key
-from actors.task import Columns, Complete, Infill, Score, Task
-from actors.text import Tokenizer
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import NeverStops
-from storage.errors import RowError
-from storage.inputs.lines import openai_request
+from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.requests import CHAT, COMPLETIONS
+from draftmill.actors.row_settings import Asked, RowRules
+from draftmill.actors.rows import row_key
+from draftmill.actors.task import Columns, Complete, Infill, Score, Task
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import NeverStops
+from draftmill.storage.errors import RowError
+from draftmill.storage.inputs.lines import openai_request
 from tests.actors.test_prompts import chat_folder, chatting  # noqa: F401 - fixtures
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 

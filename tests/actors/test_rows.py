@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from actors.rows import row_id, row_key, text_of
-from actors.task import Columns
-from decoders.draws.noise import sample_key
-from storage.errors import RowError
+from draftmill.actors.rows import row_id, row_key, text_of
+from draftmill.actors.task import Columns
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.storage.errors import RowError
 
 
 def test_an_id_is_taken_where_there_is_one() -> None:

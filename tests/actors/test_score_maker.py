@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.canvas import Canvas, CanvasMaker, Size
-from actors.score_maker import ScoreMaker
-from actors.task import Columns, Infill, Score
-from actors.text import Tokenizer
-from decoders.base import HOLE
-from storage.errors import RowError
+from draftmill.actors.canvas import Canvas, CanvasMaker, Size
+from draftmill.actors.score_maker import ScoreMaker
+from draftmill.actors.task import Columns, Infill, Score
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import HOLE
+from draftmill.storage.errors import RowError
 from tests.actors.tokenizers_for_tests import byte_level, model_info, word_pieces
 
 TEXT = "def f(x):\n    y = x\n    return y\n"

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from actors.beginnings import LEAST
-from actors.samples import Sample
-from actors.seating import in_order
+from draftmill.actors.beginnings import LEAST
+from draftmill.actors.samples import Sample
+from draftmill.actors.seating import in_order
 
 
 def samples_of(*canvases):

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from actors.job import ModelPlace
-from actors.loading import Networks, load_networks
-from actors.shelf import Shelf
-from decoders.any_subset.settings import AssdSettings
-from decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
-from storage.stores.verbs import S3Options
+from draftmill.actors.job import ModelPlace
+from draftmill.actors.loading import Networks, load_networks
+from draftmill.actors.shelf import Shelf
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.causal.settings import ModelDrafterSettings, SpeculativeSettings
+from draftmill.storage.stores.verbs import S3Options
 
 BUILTIN = Path(__file__).parents[2] / "decoders" / "builtin"
 
@@ -65,7 +65,7 @@ def test_what_is_not_wanted_is_gone_before_anything_is_loaded(
     shelf = Shelf()
     before = weakref.ref(take(shelf, folders[0]).backbone)
     gone: list[bool] = []
-    from decoders.backbones import load
+    from draftmill.decoders.backbones import load
 
     original = load.load_backbone
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models
 
-from actors.stop_text import StopStrings
-from actors.text import Tokenizer
+from draftmill.actors.stop_text import StopStrings
+from draftmill.actors.text import Tokenizer
 from tests.actors.tokenizers_for_tests import byte_level, word_pieces
 
 

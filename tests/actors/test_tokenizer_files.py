@@ -13,10 +13,10 @@ from tokenizers import AddedToken, Regex, pre_tokenizers, processors
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
-from actors import text
-from actors.text import Tokenizer, load_tokenizer
-from actors.tokenizer_files import NotPlain, read_files
-from storage.errors import UserError
+from draftmill.actors import text
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.tokenizer_files import NotPlain, read_files
+from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level
 
 BUILTIN = Path(text.__file__).parents[1] / "decoders" / "builtin" / "ar-tiny"

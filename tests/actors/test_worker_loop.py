@@ -7,11 +7,11 @@ import threading
 import numpy as np
 import pytest
 
-from actors.messages import Failure, Receipt, WorkUnit
-from actors.row_limit import QUIET_STEPS, RowLimit
-from actors.runner import UnitRunner
-from decoders.base import Request
-from storage.errors import StoreError
+from draftmill.actors.messages import Failure, Receipt, WorkUnit
+from draftmill.actors.row_limit import QUIET_STEPS, RowLimit
+from draftmill.actors.runner import UnitRunner
+from draftmill.decoders.base import Request
+from draftmill.storage.errors import StoreError
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
 
 

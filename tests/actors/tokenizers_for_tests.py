@@ -7,8 +7,8 @@ from functools import cache
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 
-from actors.text import Tokenizer
-from decoders.base import ModelInfo
+from draftmill.actors.text import Tokenizer
+from draftmill.decoders.base import ModelInfo
 
 CORPUS = ["def f(x):\n    return x\n", "for value in values:\n        total += value\n", "The cat sat. A dog ran! Why?"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<cls>", "<sep>", "<pad>", "<mask>"]

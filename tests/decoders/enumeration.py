@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoders.backbones.heads import DraftHeads
-from decoders.base import Outcome, Request
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.draws import noise
-from decoders.draws.sampling import log_law, residual
-from decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
-from decoders.engine.engine import Engine
-from decoders.engine.lanes import Lane, Reading
-from decoders.engine.named import NamedRows
-from decoders.engine.packing import Asked
-from decoders.engine.parcels import Parcel, Sent
-from decoders.engine.rolls import Draft, Rolling
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
-from decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
-from decoders.registry import algorithm_of
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import log_law, residual
+from draftmill.decoders.engine.asks import DRAFT, LOOSE, NO_DRAFT, SURE, TARGET, Answer, Noted, Weights
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.lanes import Lane, Reading
+from draftmill.decoders.engine.named import NamedRows
+from draftmill.decoders.engine.packing import Asked
+from draftmill.decoders.engine.parcels import Parcel, Sent
+from draftmill.decoders.engine.rolls import Draft, Rolling
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
+from draftmill.decoders.registry import algorithm_of
 from tests.decoders.regions import RegionChooser
 
 Law = dict[tuple[int, ...], float]

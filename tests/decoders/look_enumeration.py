@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decoders.base import Request
-from decoders.common_settings import DecoderChoice
-from decoders.draws import noise
-from decoders.engine.engine import Engine
-from decoders.engine.picks import Masks, Picks
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
-from decoders.references.choosers import Chooser, enumerate_law
-from decoders.registry import algorithm_of
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.picks import Masks, Picks
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.choosers import Chooser, enumerate_law
+from draftmill.decoders.registry import algorithm_of
 from tests.decoders.enumeration import Law, decoded
 from tests.decoders.regions import Regions
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from decoders.draws import noise
-from decoders.references.choosers import Chooser
+from draftmill.decoders.draws import noise
+from draftmill.decoders.references.choosers import Chooser
 
 Points = NDArray[np.float64]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from decoders.engine.graphs import Work
-from decoders.kernels import attention_reference, choice_reference, notes_reference
+from draftmill.decoders.engine.graphs import Work
+from draftmill.decoders.kernels import attention_reference, choice_reference, notes_reference
 
 
 class Replaying:
@@ -20,7 +20,7 @@ class Replaying:
         self.num_captured = 0
 
     def capture(self, work: Callable[[], Work]) -> tuple[Callable[[], None], Work]:
-        """See decoders.engine.graphs.Recorder."""
+        """See draftmill.decoders.engine.graphs.Recorder."""
         self.num_captured += 1
         found = work()
 
@@ -36,15 +36,17 @@ class Replaying:
 def use_references(monkeypatch: Any) -> None:
     """Let models and draws use the references of the kernels, as they use the kernels on a GPU."""
     for module in ("transformer", "xlnet"):
-        monkeypatch.setattr(f"decoders.backbones.{module}.find_attention", lambda *_, **__: attention_reference.attend)
-    monkeypatch.setattr("decoders.engine.answers.find_choice", lambda *_: choice_reference)
+        monkeypatch.setattr(
+            f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attention_reference.attend
+        )
+    monkeypatch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: choice_reference)
     for module in ("named_answers", "picks"):
-        monkeypatch.setattr(f"decoders.engine.{module}.find_notes", lambda *_: notes_reference.note)
+        monkeypatch.setattr(f"draftmill.decoders.engine.{module}.find_notes", lambda *_: notes_reference.note)
 
 
 def use_graphs(monkeypatch: Any) -> Replaying:
     """Capture and replay on this CPU, or on a pretended GPU."""
     use_references(monkeypatch)
     recorder = Replaying()
-    monkeypatch.setattr("decoders.engine.graphs.find_recorder", lambda device: recorder)
+    monkeypatch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: recorder)
     return recorder

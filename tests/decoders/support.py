@@ -6,12 +6,12 @@ from collections import Counter
 import numpy as np
 import torch
 
-from decoders.backbones.heads import DraftHeads
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Estimate, Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, build_scorer
 
 
 def table_info(vocab_size, suppressed=()):

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import decoders.builtin
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.registry import find_heads
+import draftmill.decoders.builtin
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.registry import find_heads
 from tests.decoders.support import decode, texts
 
-FOLDER = Path(decoders.builtin.__path__[0]) / "asarm-tiny"
+FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "asarm-tiny"
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"drafter": "ngram"},

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import decoders.builtin
-from actors.stop_text import StopStrings
-from actors.text import load_tokenizer
-from decoders.backbones.load import inspect_model, load_backbone, stop_ids
-from decoders.base import Request
-from decoders.causal.settings import (
+import draftmill.decoders.builtin
+from draftmill.actors.stop_text import StopStrings
+from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.backbones.load import inspect_model, load_backbone, stop_ids
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
@@ -24,13 +24,13 @@ from decoders.causal.settings import (
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
 from tests.decoders.support import decode, pairwise, texts
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 TARGET, DRAFTER = BUILTIN / "ar-tiny", BUILTIN / "ar-micro"
 AR = AutoregressiveSettings(kind="autoregressive")
 MODEL, NGRAM = ModelDrafterSettings(kind="model", path="builtin:ar-micro"), NgramDrafterSettings(kind="ngram")

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.any_subset.settings import AnySubsetSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings
-from decoders.draws.schedule import NOISE_EPS
-from decoders.draws.score_masks import Mask
-from decoders.engine import estimates
-from decoders.masked.settings import AncestralSettings, StepwiseSettings
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings
+from draftmill.decoders.draws.schedule import NOISE_EPS
+from draftmill.decoders.draws.score_masks import Mask
+from draftmill.decoders.engine import estimates
+from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.support import score
 
 MASKS: dict[int, tuple[Any, float]] = {}

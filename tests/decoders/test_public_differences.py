@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.masked.settings import StepwiseSettings, ThresholdSettings
+from draftmill.decoders.base import Request
+from draftmill.decoders.masked.settings import StepwiseSettings, ThresholdSettings
 from tests.decoders.backbones.masked_models import load, look
 from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all

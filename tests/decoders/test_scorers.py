@@ -7,12 +7,12 @@ from typing import Any, get_args
 import pytest
 from pydantic import TypeAdapter
 
-from actors.loading import most_canvases
-from actors.task import Score
-from decoders.base import ModelKind
-from decoders.common_settings import DecoderChoice
-from decoders.registry import _named
-from decoders.settings import DECODERS, DecoderSettings, scorer_of
+from draftmill.actors.loading import most_canvases
+from draftmill.actors.task import Score
+from draftmill.decoders.base import ModelKind
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.registry import _named
+from draftmill.decoders.settings import DECODERS, DecoderSettings, scorer_of
 
 MINIMAL: dict[str, dict[str, Any]] = {"specdiff": {"drafter": {"path": "m"}}}
 

@@ -9,18 +9,18 @@ from typing import Any, cast
 import numpy as np
 from pydantic import TypeAdapter
 
-import decoders.builtin
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import JOB_SETTINGS, Outcome, Request, RowSettings
-from decoders.common_settings import Estimate, Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, build_scorer, find_heads
-from decoders.settings import DecoderSettings
+import draftmill.decoders.builtin
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import JOB_SETTINGS, Outcome, Request, RowSettings
+from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
+from draftmill.decoders.settings import DecoderSettings
 from tests.device.pretend import KINDS, Counts, pretending
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 GOLDEN = Path(__file__).parents[1] / "data"
 OWN = [JOB_SETTINGS, RowSettings(temperature=0.0), RowSettings(temperature=1.4, top_p=0.5)]
 SLOTS, LENGTH, NEW = 4, 30, 14

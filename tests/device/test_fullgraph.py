@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from decoders.backbones.load import load_backbone
-from decoders.backbones.moe import Mixture
-from decoders.backbones.rows import Rows, StreamShape, TokenRows, numbered, token_rows
-from decoders.draws import noise
-from decoders.kernels.choice_reference import Warp, choose
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.moe import Mixture
+from draftmill.decoders.backbones.rows import Rows, StreamShape, TokenRows, numbered, token_rows
+from draftmill.decoders.draws import noise
+from draftmill.decoders.kernels.choice_reference import Warp, choose
 from tests.device.steps import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from decoders.engine.graphs import Work
+from draftmill.decoders.engine.graphs import Work
 from tests.decoders.replaying import Replaying, use_graphs
 from tests.device import pretend
 from tests.device.pretend import KINDS
@@ -70,7 +70,7 @@ def test_a_captured_step_is_one_transfer_down_one_graph_and_one_record(
     name: str, acceptance: str, monkeypatch: Any
 ) -> None:
     use_graphs(monkeypatch)
-    monkeypatch.setattr("decoders.engine.graphs.find_recorder", lambda device: OneLaunch())
+    monkeypatch.setattr("draftmill.decoders.engine.graphs.find_recorder", lambda device: OneLaunch())
     requests, limit = MANY.get(name, 5), (LIMITS if acceptance == "coupled" else RATIO)[name]
     found = run(name, requests=requests, acceptance=acceptance)
     monkeypatch.undo()

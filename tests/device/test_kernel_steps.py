@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from decoders.kernels import attention_reference, choice_reference, notes_reference
+from draftmill.decoders.kernels import attention_reference, choice_reference, notes_reference
 from tests.device.pretend import as_one_launch
 from tests.device.steps import run, run_on_cpu
 from tests.device.test_steps import CUTS, LIMITS
@@ -34,10 +34,12 @@ def kernels(monkeypatch):
     attend = as_one_launch(attention_reference.attend)
     choice = SimpleNamespace(**{name: as_one_launch(getattr(choice_reference, name)) for name in ("choose", "weigh")})
     for module in ("transformer", "xlnet"):
-        monkeypatch.setattr(f"decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
-    monkeypatch.setattr("decoders.engine.answers.find_choice", lambda *_: choice)
+        monkeypatch.setattr(f"draftmill.decoders.backbones.{module}.find_attention", lambda *_, **__: attend)
+    monkeypatch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: choice)
     for module in ("picks", "named_answers"):
-        monkeypatch.setattr(f"decoders.engine.{module}.find_notes", lambda *_: as_one_launch(notes_reference.note))
+        monkeypatch.setattr(
+            f"draftmill.decoders.engine.{module}.find_notes", lambda *_: as_one_launch(notes_reference.note)
+        )
 
 
 def test_prompts_run_beside_the_others_where_attention_reads_rows(kernels, monkeypatch):

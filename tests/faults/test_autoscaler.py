@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from storage.failpoints import VARIABLE
+from draftmill.storage.failpoints import VARIABLE
 from tests.faults.test_crash import drive
 from tests.faults.test_node_loss import happened, is_undisturbed
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec

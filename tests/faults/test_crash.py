@@ -21,7 +21,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.runs.jobs_of_tests import forked, rows_of, soak, unequal, write_rows, write_spec
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]

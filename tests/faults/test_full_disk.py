@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from jobs.commands import run as jobs_run
-from jobs.schedule.unit_leases import Limits
-from storage.runs.commit import done_units
-from storage.stores import local
-from storage.stores.local import TEMPORARY
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.schedule.unit_leases import Limits
+from draftmill.storage.runs.commit import done_units
+from draftmill.storage.stores import local
+from draftmill.storage.stores.local import TEMPORARY
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 

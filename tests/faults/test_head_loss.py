@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from storage.failpoints import VARIABLE
+from draftmill.jobs.cli import main
+from draftmill.storage.failpoints import VARIABLE
 from tests.faults.test_node_loss import NODE, ROWS, begun, is_undisturbed
 from tests.runs.jobs_of_tests import write_rows
 from tests.runs.local_pool import without_ray

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from storage.failpoints import VARIABLE
+from draftmill.jobs.cli import main
+from draftmill.storage.failpoints import VARIABLE
 from tests.faults.test_crash import drive
 from tests.runs.jobs_of_tests import forked, rows_of, write_rows, write_spec
 from tests.runs.local_pool import without_ray

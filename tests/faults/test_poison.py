@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from actors.clerk import RowClerk
-from actors.job import Job
-from actors.pool import RayPool
-from actors.runner import UnitRunner
-from actors.worker import Turns, build_runner
-from decoders.base import Request
-from jobs.cli import main
-from jobs.commands import run as jobs_run
-from jobs.schedule.unit_leases import Limits
+from draftmill.actors.clerk import RowClerk
+from draftmill.actors.job import Job
+from draftmill.actors.pool import RayPool
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.worker import Turns, build_runner
+from draftmill.decoders.base import Request
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.schedule.unit_leases import Limits
 from tests.actors.fakes import FakeDecoder
 from tests.actors.tokenizers_for_tests import model_info
 from tests.runs.jobs_of_tests import rows_of, soak, write_spec
@@ -128,8 +128,8 @@ def test_a_row_that_kills_its_worker_or_never_ends_is_found_and_its_unit_is_ok(
     rows = write_poison(tmp_path / "rows.jsonl", fate, rows=8)
     output = {"path": str(tmp_path / "run"), "unit_rows": 2}
     spec = write_spec(tmp_path, rows=rows, output=output, errors={"max_rate": 0.5})
-    monkeypatch.setattr("actors.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
-    monkeypatch.setattr("actors.pool.early_workers", lambda *_: [])  # they would be of the usual class
+    monkeypatch.setattr("draftmill.actors.pool.RayPool", partial(RayPool, worker_class=DeadlyWorker))
+    monkeypatch.setattr("draftmill.actors.pool.early_workers", lambda *_: [])  # they would be of the usual class
     limits = Limits(deaths=1, lease_s=3.0 if fate == ENDLESS else 600.0)  # fewer workers have to die
     monkeypatch.setattr(jobs_run, "limits_of", lambda spec: limits)
     assert main(["run", str(spec), "--quiet"]) == 0

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from jobs.schedule.unit_leases import Unit, UnitLedger
+from draftmill.jobs.schedule.unit_leases import Unit, UnitLedger
 from tests.runs.jobs_of_tests import soak
 from tests.simulation.disk import Broken, Handle
 from tests.simulation.schedules import drawn_job, play, simulated

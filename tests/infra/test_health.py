@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.health import problem
+from draftmill.infra.health import problem
 
 
 def process(proc: Path, pid: int, state: str, *command: str, name: str = "python") -> None:

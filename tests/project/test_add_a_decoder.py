@@ -19,6 +19,7 @@ STEP = re.compile(r"<!-- (new|append|insert): (\S+) -->\n```\w+\n(.*?)```\n", re
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with the steps done."""
     folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(ROOT / "draftmill", folder / "draftmill", symlinks=True)
     for name in ("jobs", "actors", "decoders", "storage", "infra"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     (folder / "tests" / "decoders" / "causal").mkdir(parents=True)
@@ -61,7 +62,7 @@ def test_its_test_passes(project: Path) -> None:
 
 
 def test_the_rest_of_the_project_knows_it(project: Path) -> None:
-    said = run(project, "-m", "jobs.cli", "models")
+    said = run(project, "-m", "draftmill.jobs.cli", "models")
     family = next(line for line in said.splitlines() if line.split()[:1] == ["llama"])
     assert family.endswith(", repeat") or ", repeat," in family
     assert re.search(r"repeat +Drafts copies of the last token\.\n +settings: length", said)

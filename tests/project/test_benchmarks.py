@@ -11,12 +11,12 @@ from benchmarks import block_diffusion
 from benchmarks.block_diffusion import ONE, TWO
 from benchmarks.block_runs import decoders_of, load, measure, one_by_one, quality
 from benchmarks.public_causal import PublicCausal
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import decode, run_all, texts, token_info

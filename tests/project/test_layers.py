@@ -1,4 +1,4 @@
-"""The layout holds: imports go one way, the wheel has the five packages and their data, docs/map.md and links are current."""
+"""The layout holds: imports go one way, the wheel has one package and its data, docs/map.md and links are current."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from docs.make_map import first_line, make_map, rooms
 
 ROOT = Path(__file__).resolve().parents[2]
-WHEEL_PACKAGES = ["jobs", "actors", "decoders", "storage", "infra"]
+FOLDERS = ["jobs", "actors", "decoders", "storage", "infra"]
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").rglob("*.md"),
@@ -29,33 +29,37 @@ CONTRACTS = {contract["name"] for contract in PYPROJECT["tool"]["importlinter"][
 ROOMS = "the rooms of decoders: imports go down, families know nothing of each other"
 LAYERS = "jobs > actors | infra > decoders | storage"
 BREACHES = [
-    ("decoders/settings.py", "import storage", LAYERS),
-    ("decoders/settings.py", "import actors", LAYERS),
-    ("storage/__init__.py", "import decoders", LAYERS),
-    ("storage/__init__.py", "import jobs", LAYERS),
-    ("actors/__init__.py", "import jobs", LAYERS),
-    ("actors/__init__.py", "import infra", LAYERS),
-    ("infra/__init__.py", "import jobs", LAYERS),
+    ("decoders/settings.py", "import draftmill.storage", LAYERS),
+    ("decoders/settings.py", "import draftmill.actors", LAYERS),
+    ("storage/__init__.py", "import draftmill.decoders", LAYERS),
+    ("storage/__init__.py", "import draftmill.jobs", LAYERS),
+    ("actors/__init__.py", "import draftmill.jobs", LAYERS),
+    ("actors/__init__.py", "import draftmill.infra", LAYERS),
+    ("infra/__init__.py", "import draftmill.jobs", LAYERS),
     ("decoders/backbones/heads.py", "import ray", "decoders know nothing of Ray, stores or jobs"),
     ("decoders/backbones/heads.py", "import boto3", "decoders know nothing of Ray, stores or jobs"),
     ("storage/__init__.py", "import torch", "storage knows nothing of models"),
-    ("decoders/settings.py", "import decoders.backbones.heads", "the decoders' nouns and settings load without torch"),
+    (
+        "decoders/settings.py",
+        "import draftmill.decoders.backbones.heads",
+        "the decoders' nouns and settings load without torch",
+    ),
     ("decoders/causal/jacobi.py", "import torch", "decoders are plain Python"),
     ("jobs/plan/plan.py", "import torch", "the driver imports no torch and no transformers"),
-    ("actors/rows.py", "import decoders.draws.noise", "the driver imports no torch and no transformers"),
-    ("decoders/causal/jacobi.py", "import decoders.masked.stepwise", ROOMS),
-    ("decoders/blocks/settings.py", "import decoders.settings", ROOMS),
-    ("decoders/engine/lengths.py", "import decoders.causal.speculative", ROOMS),
-    ("decoders/draws/noise.py", "import decoders.backbones.cache", ROOMS),
-    ("decoders/kernels/attention.py", "import decoders.backbones.cache", ROOMS),
-    ("decoders/kernels/choice.py", "import decoders.engine.samples", ROOMS),
-    ("decoders/backbones/cache.py", "import decoders.draws.noise", "models know nothing of draws and drafts"),
-    ("decoders/registry.py", "import decoders.references.causal", "the product never imports the references"),
+    ("actors/rows.py", "import draftmill.decoders.draws.noise", "the driver imports no torch and no transformers"),
+    ("decoders/causal/jacobi.py", "import draftmill.decoders.masked.stepwise", ROOMS),
+    ("decoders/blocks/settings.py", "import draftmill.decoders.settings", ROOMS),
+    ("decoders/engine/lengths.py", "import draftmill.decoders.causal.speculative", ROOMS),
+    ("decoders/draws/noise.py", "import draftmill.decoders.backbones.cache", ROOMS),
+    ("decoders/kernels/attention.py", "import draftmill.decoders.backbones.cache", ROOMS),
+    ("decoders/kernels/choice.py", "import draftmill.decoders.engine.samples", ROOMS),
+    ("decoders/backbones/cache.py", "import draftmill.decoders.draws.noise", "models know nothing of draws and drafts"),
+    ("decoders/registry.py", "import draftmill.decoders.references.causal", "the product never imports the references"),
     ("jobs/schedule/scheduler.py", "import time", "the scheduler knows no Ray, clock, disk or threads"),
     ("jobs/schedule/waiting.py", "import threading", "the scheduler knows no Ray, clock, disk or threads"),
-    ("jobs/plan/plan.py", "import jobs.driving.totals", "the rooms of jobs: imports go down"),
+    ("jobs/plan/plan.py", "import draftmill.jobs.driving.totals", "the rooms of jobs: imports go down"),
     ("actors/metrics/settings.py", "import torch", "the driver imports no torch and no transformers"),
-    ("storage/stores/s3.py", "import storage.inputs.rows", "the rooms of storage: imports go down"),
+    ("storage/stores/s3.py", "import draftmill.storage.inputs.rows", "the rooms of storage: imports go down"),
     ("jobs/__init__.py", "import recipes", "what the wheel holds imports nothing that stays in the checkout"),
 ]
 
@@ -83,10 +87,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sources")
     shutil.copy(ROOT / "pyproject.toml", folder)
     for package in PYPROJECT["tool"]["importlinter"]["root_packages"]:
-        for source in (ROOT / package).rglob("*.py"):
-            target = folder / source.relative_to(ROOT)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source, target)
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "builtin"))
     return folder
 
 
@@ -98,7 +99,7 @@ def test_import_layers_hold() -> None:
 
 @pytest.mark.parametrize(("file", "line", "contract"), BREACHES, ids=[f"{file}: {line}" for file, line, _ in BREACHES])
 def test_a_forbidden_import_is_found(sources: Path, file: str, line: str, contract: str) -> None:
-    path = sources / file
+    path = sources / "draftmill" / file
     before = path.read_text()
     path.write_text(f"{before}\n{line}\n")
     try:
@@ -116,7 +117,7 @@ def test_every_contract_has_a_breach() -> None:
 def test_settings_load_without_torch_and_ray() -> None:
     """What the contract says of the source holds at run time too, third-party packages included."""
     code = (
-        "import sys, decoders.base, decoders.settings; "
+        "import sys, draftmill.decoders.base, draftmill.decoders.settings; "
         "sys.exit(', '.join({'torch', 'transformers', 'ray'} & set(sys.modules)) or 0)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -134,17 +135,17 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         return set(archive.namelist())
 
 
-def test_wheel_holds_the_five_packages_and_nothing_else(wheel_names: set[str]) -> None:
-    folders = {name.split("/")[0] for name in wheel_names}
-    assert {folder for folder in folders if not folder.endswith(".dist-info")} == set(WHEEL_PACKAGES)
-    for package in WHEEL_PACKAGES:
-        assert f"{package}/__init__.py" in wheel_names
+def test_wheel_holds_one_package_with_the_five_folders(wheel_names: set[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"draftmill"}
+    assert {name.split("/")[1] for name in wheel_names if name.startswith("draftmill/")} == {*FOLDERS, "__init__.py"}
+    assert {f"draftmill/{folder}/__init__.py" for folder in FOLDERS} <= wheel_names
 
 
 def test_wheel_holds_the_builtin_models(wheel_names: set[str]) -> None:
     builtin = ROOT / "decoders" / "builtin"
     files = {
-        path.relative_to(ROOT).as_posix()
+        f"draftmill/{path.relative_to(ROOT).as_posix()}"
         for path in builtin.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 from pydantic import TypeAdapter
 
-from actors.metrics.settings import KINDS, Metrics
+from draftmill.actors.metrics.settings import KINDS, Metrics
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text()
 

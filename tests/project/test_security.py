@@ -15,20 +15,20 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from actors.clerk import RowClerk
-from actors.prompts import PromptMaker
-from actors.task import Columns, Complete
-from actors.text import load_tokenizer
-from jobs.cli import main
-from jobs.driving.progress import LineDisplay
-from jobs.spec.job_spec import check_spec
-from storage.errors import RowError, UserError
-from storage.inputs import sources
-from storage.inputs.reader import iterate, list_inputs
-from storage.secrets import HIDDEN, redacted
-from storage.stores import s3 as s3_module
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.actors.clerk import RowClerk
+from draftmill.actors.prompts import PromptMaker
+from draftmill.actors.task import Columns, Complete
+from draftmill.actors.text import load_tokenizer
+from draftmill.jobs.cli import main
+from draftmill.jobs.driving.progress import LineDisplay
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs import sources
+from draftmill.storage.inputs.reader import iterate, list_inputs
+from draftmill.storage.secrets import HIDDEN, redacted
+from draftmill.storage.stores import s3 as s3_module
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.actors.tokenizers_for_tests import model_info
 from tests.runs.causal_jobs import TOKENIZER
 from tests.runs.jobs_here import without_ray
@@ -157,7 +157,7 @@ def test_what_goes_wrong_is_told_without_secrets_and_without_escape_sequences(
     def careless() -> int:
         raise RuntimeError(f"\x1b[2J denied: {' '.join(planted.values())}")
 
-    monkeypatch.setattr("jobs.commands.catalog.print_catalog", careless)
+    monkeypatch.setattr("draftmill.jobs.commands.catalog.print_catalog", careless)
     assert main(["models"]) == 1
     LineDisplay(sys.stderr).note(f"worker died: {planted['HF_TOKEN']}\x1b[31m")
     said = capsys.readouterr().err
@@ -190,7 +190,7 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 import pytest
 from tests.runs.jobs_here import without_ray
-from jobs.cli import main
+from draftmill.jobs.cli import main
 patch = pytest.MonkeyPatch()
 without_ray(patch)
 code = main(["run", {spec!r}, "--quiet"])

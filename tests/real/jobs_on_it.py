@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import yaml
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 
 Row = dict[str, Any]
 PLACES = {"unit", "attempt", "worker", "node", "started_at", "batch_rows", "pad_fraction", "device_s"}
@@ -94,7 +94,7 @@ def kill_after(folder: Path, units: int, *, timeout_s: float = 600.0) -> int:
     """Run a job in a process of its own, kill it when so many units are committed; returns how many there are then."""
     data = folder / "run" / "data"
     process = subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", "run", str(folder / "spec.yaml"), "--quiet"],
+        [sys.executable, "-m", "draftmill.jobs.cli", "run", str(folder / "spec.yaml"), "--quiet"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

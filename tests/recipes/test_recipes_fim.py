@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.fim import template_of
-from actors.text import load_tokenizer
-from decoders.backbones.load import inspect_model
+from draftmill.actors.fim import template_of
+from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.backbones.load import inspect_model
 from recipes import absorbing, causal, corpus, fim, fim_folder, fim_quality, fim_windows, loop
 from recipes.fim_windows import text_of
 from tests.recipes.recipes_of_tests import few_files, no_report, short_schedule, small_causal_model

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from decoders.backbones.heads import DraftHeads, load_heads
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from decoders.common_settings import Sampling
-from decoders.references.causal import PlainCausal, PlainMasked
-from decoders.registry import find_heads
+from draftmill.decoders.backbones.heads import DraftHeads, load_heads
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.references.causal import PlainCausal, PlainMasked
+from draftmill.decoders.registry import find_heads
 from recipes import (
     absorbing,
     absorbing_folder,

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from actors.messages import Failure, WorkUnit
-from actors.text import Tokenizer, load_tokenizer
-from actors.worker import build_runner
-from jobs.driving.progress import Silence
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.worker_job import make_job
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.runs.records import read_results
-from storage.stores.store import open_store
+from draftmill.actors.messages import Failure, WorkUnit
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.worker import build_runner
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
 from tests.decoders.backbones.causal_models import save_random
 
 TOKENIZER = Path(__file__).parents[2] / "decoders" / "builtin" / "asarm-tiny"

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.runs.local_pool import SiteHere
 
 
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, `draftmill run` and `rerun` decode in this process."""
-    for module in ("jobs.commands.run", "jobs.commands.rerun"):
+    for module in ("draftmill.jobs.commands.run", "draftmill.jobs.commands.rerun"):
         monkeypatch.setattr(f"{module}.site_of", lambda **_: SiteHere())
 
 

@@ -14,20 +14,20 @@ import pyarrow as pa
 import pytest
 import yaml
 
-from storage.runs.commit import read_manifest
-from storage.runs.records import TIMING_COLUMNS, read_results
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 
 GOLDEN = Path(__file__).parents[1] / "data" / "xlnet_asarm"
 VOCABULARY = json.loads((GOLDEN / "config.json").read_text())["vocab_size"]
 
 
 PRELOADED = [
-    "jobs.commands.run",
-    "decoders.registry",
-    "decoders.backbones.xlnet",
-    "storage.stores.s3",
+    "draftmill.jobs.commands.run",
+    "draftmill.decoders.registry",
+    "draftmill.decoders.backbones.xlnet",
+    "draftmill.storage.stores.s3",
     "ray",
     "pandas",
     "tests.runs.local_pool",

@@ -8,18 +8,18 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
-from actors.job import Crew, Job
-from actors.local_pool import LocalPool
-from actors.runner import UnitRunner
-from actors.worker import build_runner
-from jobs.commands import rerun as jobs_rerun
-from jobs.commands import run as jobs_run
-from jobs.driving.crew import crew
-from jobs.driving.nodes import NodeRoom
-from jobs.driving.progress import Display
-from jobs.driving.site import LocalSite, WorkerPool
-from jobs.plan.prepare import Prepared
-from jobs.spec.job_spec import JobSpec
+from draftmill.actors.job import Crew, Job
+from draftmill.actors.local_pool import LocalPool
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.worker import build_runner
+from draftmill.jobs.commands import rerun as jobs_rerun
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.progress import Display
+from draftmill.jobs.driving.site import LocalSite, WorkerPool
+from draftmill.jobs.plan.prepare import Prepared
+from draftmill.jobs.spec.job_spec import JobSpec
 
 Build = Callable[..., UnitRunner]
 

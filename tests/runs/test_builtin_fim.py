@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers
 
-from actors.fim import Template, template_of
-from actors.models import BUILTIN
-from actors.text import Tokenizer, load_tokenizer
-from decoders.backbones.load import inspect_model
-from jobs.spec.job_spec import load_spec
+from draftmill.actors.fim import Template, template_of
+from draftmill.actors.models import BUILTIN
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.jobs.spec.job_spec import load_spec
 from tests.runs.causal_jobs import run_here
 
 FOLDER = BUILTIN / "fim-tiny"

@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.commands import compact
-from jobs.commands.compact import MANIFEST, Parts, read_compact
-from jobs.finished.passes import latest_rows, passes_of
-from storage.parquet import parquet_groups
-from storage.runs.records import SCHEMA, table_from_rows
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands import compact
+from draftmill.jobs.commands.compact import MANIFEST, Parts, read_compact
+from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.storage.parquet import parquet_groups
+from draftmill.storage.runs.records import SCHEMA, table_from_rows
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import COUNT, SICK, STILL_SICK, run_with
 from tests.storage.inputs.tables import result_row, unit_table

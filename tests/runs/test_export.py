@@ -16,11 +16,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from jobs.commands.export_openai import openai_answer
-from jobs.finished.passes import latest_rows, passes_of
-from storage.runs.records import SCHEMA
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands.export_openai import openai_answer
+from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.storage.runs.records import SCHEMA
+from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import ROOM, save_model
 from tests.runs.jobs_here import run, without_ray
 from tests.runs.test_rerun import STILL_SICK, run_with
@@ -184,8 +184,8 @@ def test_columns_are_chosen_and_failed_samples_set_apart(
 
 
 def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
-    from jobs.commands.export_rows import LineSink
-    from storage.runs.records import table_from_rows
+    from draftmill.jobs.commands.export_rows import LineSink
+    from draftmill.storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
 
     row = result_row(0, logprob=float("-inf"), metrics={"a": float("nan")}, token_logprobs=[0.5, float("inf")])
@@ -285,7 +285,7 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
 ) -> None:
     out = tmp_path / "all.parquet"
     out.write_text("the old one")
-    monkeypatch.setattr("jobs.commands.export_rows.ParquetSink._flush", lambda self: 1 / 0)
+    monkeypatch.setattr("draftmill.jobs.commands.export_rows.ParquetSink._flush", lambda self: 1 / 0)
     command = ["export", str(prompts / "run"), "--format", "parquet", "--out", str(out), "--overwrite"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import run_with
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from actors.clerk import RowClerk
-from jobs.cli import main
-from jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
-from storage.errors import RowError, StoreError
-from storage.runs.commit import SUCCESS
-from storage.runs.records import TIMING_COLUMNS
-from storage.stores.store import open_store
+from draftmill.actors.clerk import RowClerk
+from draftmill.jobs.cli import main
+from draftmill.jobs.finished.passes import Pass, PassRows, latest_rows, passes_of
+from draftmill.storage.errors import RowError, StoreError
+from draftmill.storage.runs.commit import SUCCESS
+from draftmill.storage.runs.records import TIMING_COLUMNS
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_here import without_ray
 from tests.runs.jobs_of_tests import write_rows, write_spec
 

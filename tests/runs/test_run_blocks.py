@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from storage.errors import UserError
-from storage.runs.records import read_results
-from storage.stores.store import open_store
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, run_here
 
 MASK, ROOM = 95, 11

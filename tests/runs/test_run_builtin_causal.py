@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from storage.runs.records import TIMING_COLUMNS
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.records import TIMING_COLUMNS
 from tests.runs.causal_jobs import job_spec, results_of, run_here
 
 pytestmark = pytest.mark.ray

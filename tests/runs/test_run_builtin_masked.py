@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from actors.models import builtin_models, fetch_model
-from decoders.backbones.load import inspect_model
+from draftmill.actors.models import builtin_models, fetch_model
+from draftmill.decoders.backbones.load import inspect_model
 from tests.runs.causal_jobs import job_spec, run_here
 
 MODEL = "builtin:mdm-tiny"

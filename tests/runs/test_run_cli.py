@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from jobs import cli
+from draftmill.jobs import cli
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -23,7 +23,11 @@ BEFORE = ("hashing the model: ", "planning: reading 1 input file, ", "starting R
 def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12))
     done = subprocess.run(
-        [sys.executable, "-m", "jobs.cli", "run", str(spec)], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     planned = "planned: 12 samples"
@@ -40,7 +44,7 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
 def test_a_run_joins_a_cluster_by_its_address(ray_session: ModuleType, tmp_path: Path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     address = ray_session.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", address, "--quiet"]
+    command = [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec), "--ray-address", address, "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "8 ok" in done.stdout
@@ -48,7 +52,7 @@ def test_a_run_joins_a_cluster_by_its_address(ray_session: ModuleType, tmp_path:
 
 def test_an_address_where_nobody_listens_is_exit_code_2(tmp_path: Path):
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
-    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
+    command = [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec), "--ray-address", "127.0.0.1:1", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2 and done.stderr.startswith("draftmill: --ray-address: nothing listens at 127.0.0.1:1")
     assert not (tmp_path / "run").exists()
@@ -64,7 +68,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_said_in_words_and_the_plan
         raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
-    monkeypatch.setattr("jobs.driving.session._init", too_busy)
+    monkeypatch.setattr("draftmill.jobs.driving.session._init", too_busy)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
     assert cli.main(["run", str(spec)]) == 1
     err = capsys.readouterr().err
@@ -88,7 +92,7 @@ def test_a_user_error_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest
 def test_something_unexpected_is_one_line_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jobs.commands.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
+    monkeypatch.setattr("draftmill.jobs.commands.catalog.print_catalog", lambda: dict[str, int]()["nothing"])
     assert cli.main(["models"]) == 1
     assert capsys.readouterr().err == "draftmill: unexpected KeyError: 'nothing' (--debug shows where)\n"
     with pytest.raises(KeyError):
@@ -104,7 +108,7 @@ def test_an_interrupt_says_go_on_only_where_there_is_something_to_go_on_with(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jobs.spec.job_spec.load_spec", interrupted)
+    monkeypatch.setattr("draftmill.jobs.spec.job_spec.load_spec", interrupted)
     assert cli.main([command, str(tmp_path / "any.yaml")]) == 4
     assert capsys.readouterr().err == f"draftmill: {said}"
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 import yaml
 
-from jobs.cli import main
-from jobs.spec.job_spec import check_spec
-from storage.errors import UserError
+from draftmill.jobs.cli import main
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import (
     LONGEST,
     ROOM,

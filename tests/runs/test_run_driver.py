@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 import pytest
 
-from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
-from actors.runner import UnitRunner
-from actors.samples import Sample, tally_of
-from jobs.driving.attempts import AttemptsLog, read_sessions
-from jobs.driving.driver import TOO_MANY, Driver, StopFlag
-from jobs.driving.progress import LineDisplay
-from jobs.driving.totals import Totals
-from jobs.schedule.events import Finish
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.unit_leases import Limits
-from jobs.schedule.unit_sizes import UnitSize
-from storage.runs.commit import commit_unit, done_units, record_commit
-from storage.runs.records import read_results, table_from_rows
-from storage.stores.memory import MemoryStore
-from storage.stores.store import open_store, probe
-from storage.stores.verbs import Body, Stat, Store
+from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Receipt, Reported, TurnReport, Up, WorkUnit
+from draftmill.actors.runner import UnitRunner
+from draftmill.actors.samples import Sample, tally_of
+from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
+from draftmill.jobs.driving.driver import TOO_MANY, Driver, StopFlag
+from draftmill.jobs.driving.progress import LineDisplay
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.unit_leases import Limits
+from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.storage.runs.commit import commit_unit, done_units, record_commit
+from draftmill.storage.runs.records import read_results, table_from_rows
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import open_store, probe
+from draftmill.storage.stores.verbs import Body, Stat, Store
 from tests.actors.fakes import FakeClerk, FakeDecoder
 
 ROWS = 4

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.messages import WorkUnit
-from actors.models import BUILTIN
-from actors.text import Tokenizer, load_tokenizer
-from actors.worker import build_parts
-from decoders.base import HOLE, Request
-from decoders.draws.keys import hole_key
-from jobs.commands.invariance import decode_alone
-from jobs.plan.plan import load_plan
-from jobs.plan.prepare import prepare
-from jobs.plan.worker_job import make_job
-from jobs.spec.job_spec import JobSpec
-from storage.errors import UserError
-from storage.runs.records import TIMING_COLUMNS
-from storage.stores.store import open_store
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.models import BUILTIN
+from draftmill.actors.text import Tokenizer, load_tokenizer
+from draftmill.actors.worker import build_parts
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.draws.keys import hole_key
+from draftmill.jobs.commands.invariance import decode_alone
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.records import TIMING_COLUMNS
+from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import job_spec, run_here
 
 # "Ċ" is how a byte-level vocabulary spells a line end.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from jobs.spec import thresholds
-from storage.runs.commit import SUCCESS, done_units
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.jobs.spec import thresholds
+from draftmill.storage.runs.commit import SUCCESS, done_units
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import rows_of, write_spec
 from tests.runs.local_pool import without_ray
 

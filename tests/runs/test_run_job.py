@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from jobs.cli import main
-from storage.runs.records import SCHEMA
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.records import SCHEMA
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 pytestmark = pytest.mark.ray

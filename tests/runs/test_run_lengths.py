@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jobs.commands.run import RunOptions, run_job
-from jobs.commands.status import status
-from jobs.commands.validate import validate
-from jobs.spec.job_spec import JobSpec
+from draftmill.jobs.commands.run import RunOptions, run_job
+from draftmill.jobs.commands.status import status
+from draftmill.jobs.commands.validate import validate
+from draftmill.jobs.spec.job_spec import JobSpec
 from tests.decoders.backbones.causal_models import random_tokens
 from tests.runs.causal_jobs import World, job_spec, make_world, results_of, run_here
 from tests.runs.local_pool import without_ray

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from ray._private.node import Node
 
-from actors.job import Seat
-from jobs.cli import main
-from jobs.driving import session
-from jobs.driving.crew import fitting_threads
+from draftmill.actors.job import Seat
+from draftmill.jobs.cli import main
+from draftmill.jobs.driving import session
+from draftmill.jobs.driving.crew import fitting_threads
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -45,7 +45,7 @@ def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
     assert main(["run", str(spec), "--local", "--quiet", "--ray-address", "127.0.0.1:1"]) == 2
     assert "--local runs without Ray" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    code = "import sys; from jobs.cli import main; code = main(sys.argv[1:]); sys.exit('ray' in sys.modules or code)"
+    code = "import sys; from draftmill.jobs.cli import main; code = main(sys.argv[1:]); sys.exit('ray' in sys.modules or code)"
     command = [sys.executable, "-c", code, "run", str(spec), "--local", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,17 @@ def test_a_local_run_needs_no_ray_and_says_so_where_more_is_asked_for(
 def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 48, longest=40)
     spec = write_spec(tmp_path, rows=rows, batching={"max_rows": 1})
-    command = [sys.executable, "-m", "jobs.cli", "run", str(spec), "--local", "--quiet", "--grace-seconds", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "draftmill.jobs.cli",
+        "run",
+        str(spec),
+        "--local",
+        "--quiet",
+        "--grace-seconds",
+        "5",
+    ]
     slow = os.environ | {"DRAFTMILL_FAILPOINTS": "worker.step=sleep:60:6"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow)
     deadline_s = time.monotonic() + 120
@@ -81,7 +91,7 @@ def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: p
 def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jobs.driving.session._init", lambda **options: None)
+    monkeypatch.setattr("draftmill.jobs.driving.session._init", lambda **options: None)
     for given, expected in ((None, "0"), ("7", "7")):
         monkeypatch.setattr("os.environ", {} if given is None else {"RAY_worker_niceness": given})
         session._start_local(None, lambda message: None)
@@ -97,7 +107,7 @@ def test_a_ray_of_our_own_starts_without_a_web_server_and_monitors_and_other_sta
     before = {name: getattr(Node, name) for name in parts}
     seen: list[object] = []
     monkeypatch.setattr(
-        "jobs.driving.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts)
+        "draftmill.jobs.driving.session._init", lambda **options: seen.extend(getattr(Node, name)() for name in parts)
     )
     monkeypatch.setattr("os.environ", {})
     session._start_local(None, lambda message: None)

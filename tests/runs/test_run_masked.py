@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.errors import UserError
+from draftmill.storage.errors import UserError
 from tests.runs.causal_jobs import job_spec, results_of, run_here
 
 MASK, END = 90, 88

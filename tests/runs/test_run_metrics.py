@@ -12,14 +12,14 @@ import pytest
 import torch
 import yaml
 
-from actors.measure_pool import MeasurePool
-from actors.metrics import registry
-from actors.sandbox.self_test import problem
-from decoders.common_settings import Sampling
-from jobs.cli import main
-from storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.actors.measure_pool import MeasurePool
+from draftmill.actors.metrics import registry
+from draftmill.actors.sandbox.self_test import problem
+from draftmill.decoders.common_settings import Sampling
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.metric_files import measured_units, read_metric_errors, read_metrics
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from tests.jobs.finished.test_measure import by_id, contents, right_but_f, write
 from tests.jobs.finished.written_runs import spec_for, write_run
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here
@@ -177,7 +177,7 @@ def test_a_sweep_loads_a_judge_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         built.append(metric.settings.kind)
         return original(metric, **options)
 
-    monkeypatch.setattr("actors.measuring.build_meter", counting)
+    monkeypatch.setattr("draftmill.actors.measuring.build_meter", counting)
     assert main(["sweep", str(judged_sweep(tmp_path)), "--local", "--quiet"]) == 0
     assert built.count("judge") == 1 and "length" in built
     assert has_all_values(tmp_path)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs.cli import main
-from jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.cli import main
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from tests.runs.causal_jobs import TOKENIZER, job_spec, run_here, save_model
 from tests.runs.jobs_here import run, without_ray
 
@@ -170,9 +170,9 @@ def test_a_changed_column_of_settings_is_another_job(folder: Path) -> None:
 
 
 def test_a_stop_string_that_text_can_never_hold_is_refused_before_anything_is_written(folder: Path) -> None:
-    from jobs.plan.prepare import prepare
-    from storage.errors import UserError
-    from storage.stores.store import open_store
+    from draftmill.jobs.plan.prepare import prepare
+    from draftmill.storage.errors import UserError
+    from draftmill.storage.stores.store import open_store
 
     task = {"kind": "complete", "stop": ["<sep>"]}
     spec = spec_of(folder, [{"id": "a", "prompt": "x"}], "unseen", task=task)

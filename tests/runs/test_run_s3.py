@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
-from storage.stores.s3 import ATTEMPTS, S3Store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS, done_units, read_manifest
+from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
+from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 from tests.storage.stores.s3_server import S3Server
 

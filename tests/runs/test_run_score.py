@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.commands.invariance import check_invariance
-from jobs.commands.validate import validate
-from jobs.plan.plan import load_plan
-from storage.runs.commit import Manifest, done_units, read_unit
-from storage.stores.store import open_store
+from draftmill.jobs.commands.invariance import check_invariance
+from draftmill.jobs.commands.validate import validate
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.storage.runs.commit import Manifest, done_units, read_unit
+from draftmill.storage.stores.store import open_store
 from tests.runs.causal_jobs import World, job_spec, make_world, run_here
 
 

@@ -16,15 +16,15 @@ import pytest
 import torch
 import yaml
 
-from actors.models import fetch_model
-from actors.text import load_tokenizer
-from decoders.backbones.base import TokenBackbone
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.backbones.rows import token_rows
-from decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
-from jobs.cli import main
-from storage.runs.records import TIMING_COLUMNS, read_results
-from storage.stores.store import open_store
+from draftmill.actors.models import fetch_model
+from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.backbones.base import TokenBackbone
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.backbones.rows import token_rows
+from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.records import TIMING_COLUMNS, read_results
+from draftmill.storage.stores.store import open_store
 
 DECODERS = {
     "asarm-tiny": "any_subset",

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from decoders.backbones.families.table import find_family
-from decoders.backbones.heads import DraftHeads
-from decoders.backbones.load import inspect_model
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from storage.errors import UserError
+from draftmill.decoders.backbones.families.table import find_family
+from draftmill.decoders.backbones.heads import DraftHeads
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.storage.errors import UserError
 from tests.conftest import ROOT
 from tests.runs.causal_jobs import LONGEST, ROOM, TOKENIZER, World, job_spec, make_world, run_here, save_model
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.spec.job_spec import JobSpec
+from draftmill.jobs.cli import main
+from draftmill.jobs.spec.job_spec import JobSpec
 from tests.actors.group_processes import followers
 from tests.decoders.backbones.causal_models import save_random
 from tests.runs.causal_jobs import TOKENIZER, job_spec, results_of, run_here, save_model

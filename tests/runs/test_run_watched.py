@@ -16,15 +16,15 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from jobs.cli import main
-from jobs.commands.logs import Read, events_of, line_of
-from jobs.driving.driver import Driver
-from jobs.driving.events import event_line
-from jobs.schedule.events import Finish
-from jobs.watching.metrics import METRICS
-from storage.runs.lease import LeaseLost
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands.logs import Read, events_of, line_of
+from draftmill.jobs.driving.driver import Driver
+from draftmill.jobs.driving.events import event_line
+from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.watching.metrics import METRICS
+from draftmill.storage.runs.lease import LeaseLost
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import rows_of, write_rows, write_spec
 
 EXPORT_S = 60.0
@@ -210,7 +210,7 @@ def test_what_goes_wrong_with_telling_of_an_end_does_not_change_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = spec_in(tmp_path, notify={"command": keeper(tmp_path)[0]})
-    with patch("jobs.watching.ending.run_facts", side_effect=RuntimeError("no facts")):
+    with patch("draftmill.jobs.watching.ending.run_facts", side_effect=RuntimeError("no facts")):
         assert main(["run", str(spec), "--local"]) == 0
         assert "the end of the run was not told to all: RuntimeError: no facts" in capsys.readouterr().err
         assert main(["run", str(spec), "--local", "--set", "input.path=nowhere.jsonl"]) == 2

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.runs.jobs_here import without_ray
 from tests.runs.jobs_of_tests import rows_of, write_rows
 from tests.runs.test_rerun import run_with
@@ -76,7 +76,7 @@ def test_a_run_of_several_samples_keeps_its_promises(done: Path, capsys: pytest.
 def test_a_dry_run_counts_samples(
     done: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.commands.validate.TRIAL_S", 0.1)
+    monkeypatch.setattr("draftmill.jobs.commands.validate.TRIAL_S", 0.1)
     assert main(["validate", str(done / "many.yaml")]) == 0
     assert "18 samples" in capsys.readouterr().out
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.commands.submit import followed
-from jobs.submitting.address import reached
-from jobs.submitting.client import RayJobs
-from storage.failpoints import VARIABLE
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands.submit import followed
+from draftmill.jobs.submitting.address import reached
+from draftmill.jobs.submitting.client import RayJobs
+from draftmill.storage.failpoints import VARIABLE
 from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of
 from tests.runs.local_pool import without_ray
 

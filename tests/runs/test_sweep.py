@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 import yaml
 
-from actors.clerk import RowClerk
-from actors.messages import WorkUnit
-from actors.text import load_tokenizer
-from jobs.cli import main
-from jobs.plan.plan import Plan, load_plan
-from jobs.plan.worker_job import make_job
-from storage.failpoints import VARIABLE
-from storage.runs.metric_files import read_metrics
-from storage.stores.s3 import S3Store
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.actors.clerk import RowClerk
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.text import load_tokenizer
+from draftmill.jobs.cli import main
+from draftmill.jobs.plan.plan import Plan, load_plan
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.storage.failpoints import VARIABLE
+from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.runs.jobs_of_tests import GOLDEN, forked, rows_of, unequal, write_rows
 
 CASES: dict[str, dict[str, Any]] = {
@@ -164,7 +164,7 @@ def test_a_sweep_says_that_it_sends_no_notices(finished: Path, capsys: pytest.Ca
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many rows were read and tokenized for planning, in batches."""
-    from actors import surveying
+    from draftmill.actors import surveying
 
     counts: list[int] = []
     original = surveying._measured
@@ -193,7 +193,7 @@ def canvases(run: Path) -> dict[str, tuple[int, list[int]]]:
     plan = plan_of(run)
     spec = plan.spec
     folder = GOLDEN if spec.model.tokenizer == "none" else Path("decoders/builtin/asarm-tiny").absolute()
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     job = make_job(spec, plan, conditional=True)
     clerk = RowClerk(
@@ -317,7 +317,7 @@ def test_a_signal_ends_a_sweep_with_code_4_and_the_next_goes_on(tmp_path: Path, 
 
 
 def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from storage.runs.lease import acquire
+    from draftmill.storage.runs.lease import acquire
 
     path = write_sweep(tmp_path, CASES)
     acquire(open_store(str(tmp_path / "out")), "elsewhere:1:1", 60.0)
@@ -329,7 +329,7 @@ def test_a_second_driver_is_refused_while_the_first_runs(tmp_path: Path, capsys:
 def test_a_case_that_another_driver_holds_is_left_to_it_and_the_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    from storage.runs.lease import acquire
+    from draftmill.storage.runs.lease import acquire
 
     path = write_sweep(tmp_path, CASES)
     held = acquire(open_store(str(tmp_path / "out" / "cases" / "k2")), "elsewhere:1:1", 60.0)
@@ -429,7 +429,7 @@ def test_metrics_of_a_sweep_are_measured_for_every_case_once(
     out = capsys.readouterr().out
     assert "left to measure, without decoding, in 2 cases: k2, plain" in out and "nothing is left to decode" in out
     with monkeypatch.context() as patch:
-        patch.setattr("jobs.commands.sweep.measure_units", lambda *_, **__: False)
+        patch.setattr("draftmill.jobs.commands.sweep.measure_units", lambda *_, **__: False)
         assert sweep(path) == 4
         assert "interrupted with" in capsys.readouterr().err
     assert sweep(path) == 0
@@ -486,8 +486,8 @@ def test_a_model_is_loaded_once_for_all_cases_that_use_it(tmp_path: Path, monkey
 def test_a_dry_run_shows_cases_loads_tokens_and_time_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jobs.commands.sweep_trial.ALL_TRIALS_S", 0.0)
-    monkeypatch.setattr("jobs.commands.sweep_trial.SHORTEST_TRIAL_S", 0.05)
+    monkeypatch.setattr("draftmill.jobs.commands.sweep_trial.ALL_TRIALS_S", 0.0)
+    monkeypatch.setattr("draftmill.jobs.commands.sweep_trial.SHORTEST_TRIAL_S", 0.05)
     path = write_sweep(tmp_path, CASES | {"zero": {"decoder.k": 0}})
     masked = sum(row.count(None) for row in (json.loads(line)["tokens"] for line in (tmp_path / "rows.jsonl").open()))
     assert sweep(path, "--dry-run") == 2

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.commands import sweep as jobs_sweep
-from storage.runs.metric_files import read_metrics
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands import sweep as jobs_sweep
+from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import GOLDEN, rows_of, unequal, write_rows
 
 pytestmark = pytest.mark.ray

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray
 

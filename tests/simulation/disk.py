@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from jobs.schedule.unit_sizes import UnitSize
-from storage.errors import StoreError
-from storage.runs.commit import MANIFEST, SUCCESS
-from storage.runs.lease import LEASE
-from storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat
+from draftmill.jobs.schedule.unit_sizes import UnitSize
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import MANIFEST, SUCCESS
+from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

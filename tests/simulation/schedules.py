@@ -10,10 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from jobs.commands import run as jobs_run
-from jobs.driving.attempts import AttemptsLog
-from jobs.driving.driver import Driver
-from storage.runs import commit as committer
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.driving.attempts import AttemptsLog
+from draftmill.jobs.driving.driver import Driver
+from draftmill.storage.runs import commit as committer
 from tests.simulation.disk import Job, check_promise
 from tests.simulation.workers import unit_file
 from tests.simulation.world import TTL_S, World
@@ -35,7 +35,7 @@ def simulated() -> Iterator[dict[str, Any]]:
             stack.enter_context(patch.object(jobs_run, name, fake))
         stack.enter_context(patch.object(committer, "_checked_file", unit_file))
         stack.enter_context(
-            patch("jobs.driving.attempts.redacted", str, create=True)
+            patch("draftmill.jobs.driving.attempts.redacted", str, create=True)
         )  # there are no secrets here, and it looks long
         yield at_work
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from actors.job import Crew
-from actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
-from jobs.driving.crew import crew
-from jobs.driving.nodes import NodeRoom
-from storage.errors import StoreError
-from storage.runs.commit import CommittedUnit, commit_unit
+from draftmill.actors.job import Crew
+from draftmill.actors.messages import Effort, Failure, PoolNews, Receipt, Reported, Tally, TurnReport, WorkUnit
+from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import CommittedUnit, commit_unit
 from tests.simulation.disk import Crash, Handle, Job, Process
 
 if TYPE_CHECKING:
@@ -75,22 +75,22 @@ class SimSite:
         return nullcontext()
 
     def crew(self, spec: Any, *, units: int) -> Crew:
-        """See jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.site.Site."""
         return crew(spec.shapes, [NodeRoom(self.world.cpus(), 0)], units=units, device="cpu")
 
     def lacking(self, spec: Any, found: Crew) -> list[str]:
-        """See jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.site.Site."""
         return []
 
     def demand(self, spec: Any) -> None:
-        """See jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.site.Site."""
 
     def pool(self, job: tuple[World, Process], crew: Crew) -> SimPool:
-        """See jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
+        """See draftmill.jobs.driving.site.Site; the job is who hires, as `make_job` is faked."""
         return SimPool(job)
 
     def retire(self, pool: SimPool) -> None:
-        """See jobs.driving.site.Site."""
+        """See draftmill.jobs.driving.site.Site."""
         pool.close()
 
 

@@ -24,16 +24,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
-from jobs.commands import run as jobs_run
-from jobs.driving.driver import StopFlag
-from jobs.driving.lease_keeper import give_back, keep_once
-from jobs.driving.progress import Silence
-from jobs.spec.job_spec import ErrorSettings
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import StoreError
-from storage.runs.commit import SUCCESS
-from storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
+from draftmill.actors.messages import Died, HomeLeaving, Leaving, PoolNews, Reported, Up
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.lease_keeper import give_back, keep_once
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.spec.job_spec import ErrorSettings
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.commit import SUCCESS
+from draftmill.storage.runs.lease import Lease, LeaseHeld, LeaseLost, acquire
 from tests.simulation.disk import Broken, Crash, Disk, Handle, Job, Process, hold
 from tests.simulation.workers import FINGERPRINT, SimPool, SimSite, Worker, reported, result_of
 
@@ -159,7 +159,7 @@ class World:
                 give_back(lease)
 
     def run_of(self, process: Process, store: Handle, lease: Lease, stop: StopFlag) -> Any:
-        """What `jobs.commands.run.decode` wants to know."""
+        """What `draftmill.jobs.commands.run.decode` wants to know."""
         spec = SimpleNamespace(
             name="simulated",
             shapes=(WorkerShape(count=self.job.workers, stall_s=STALL_S),),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.failpoints import VARIABLE, reset_failpoints
-from storage.stores.s3 import S3Store
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.storage.failpoints import VARIABLE, reset_failpoints
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 
-from storage.errors import RowError, UserError, brief, listed
-from storage.runs.lease import LeaseHeld
-from storage.stores.verbs import AlreadyExists, Stat
+from draftmill.storage.errors import RowError, UserError, brief, listed
+from draftmill.storage.runs.lease import LeaseHeld
+from draftmill.storage.stores.verbs import AlreadyExists, Stat
 
 
 def test_a_user_error_leads_with_its_field() -> None:

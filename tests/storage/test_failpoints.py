@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from storage.failpoints import VARIABLE, FailpointError, failpoint
+from draftmill.storage.failpoints import VARIABLE, FailpointError, failpoint
 
 
 def test_a_failpoint_does_nothing_unless_named(monkeypatch: pytest.MonkeyPatch, failpoints: None) -> None:
@@ -31,7 +31,7 @@ def test_a_failpoint_acts_at_the_named_hit_only(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("action", "number"), [("kill", signal.SIGKILL), ("abort", signal.SIGABRT)])
 def test_a_deadly_failpoint_ends_the_process_at_once(action: str, number: int) -> None:
-    code = "from storage.failpoints import failpoint\n"
+    code = "from draftmill.storage.failpoints import failpoint\n"
     code += "failpoint('x'); print('alive', flush=True); failpoint('x'); print('not here')"
     environment = os.environ | {VARIABLE: f"x={action}:2"}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

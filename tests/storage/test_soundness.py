@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.errors import UserError
-from storage.inputs.reader import iterate, list_inputs, read_rows
-from storage.soundness import check_sound, plain_form
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.soundness import check_sound, plain_form
 
 TEXTS = ["one", "two", None, "three"]
 
@@ -153,8 +153,8 @@ def test_a_large_row_group_of_texts_of_their_own_is_read_in_flat_memory(tmp_path
 def test_a_row_beyond_the_bound_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, coded: bool
 ) -> None:
-    monkeypatch.setattr("storage.inputs.tables.MAX_ROW_BYTES", 500)
-    monkeypatch.setattr("storage.inputs.portions.PORTION_BYTES", 500)
+    monkeypatch.setattr("draftmill.storage.inputs.tables.MAX_ROW_BYTES", 500)
+    monkeypatch.setattr("draftmill.storage.inputs.portions.PORTION_BYTES", 500)
     texts = ["a" * 400, "b" * 501, None, "c" * 500, "d" * 200, "b" * 501]
     column = pa.array(texts).dictionary_encode() if coded else pa.array(texts)
     (file,) = list_inputs(str(write(name, pa.table({"text": column}), tmp_path)))
@@ -170,9 +170,9 @@ def test_a_row_beyond_the_bound_fails_alone(
 FLIPPER = """
 import sys
 from pathlib import Path
-from storage.inputs import row_groups as groups
-from storage.errors import UserError
-from storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.inputs import row_groups as groups
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
 
 groups.SHARED_BYTES = int(sys.argv[2])
 whole, outcomes = Path(sys.argv[1]).read_bytes(), [0, 0]

@@ -14,8 +14,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 
-from decoders.backbones.families.causal import CausalFamily, Config
-from decoders.backbones.families.fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families.causal import CausalFamily, Config
+from draftmill.decoders.backbones.families.fields import demand, numbers, token_id
 
 MASK_KEYS: Final = ("mask_token_id", "mask_id")
 """The fields of config.json that may name the mask, the first one first."""
@@ -82,7 +82,7 @@ def _own_experts(model: Any) -> Any:
     """Replace transformers' mixtures by ours: theirs depend on the batch, and name the experts' weights differently."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-    from decoders.backbones.moe import SoftmaxMixture
+    from draftmill.decoders.backbones.moe import SoftmaxMixture
 
     config = model.config
     if not 1 <= config.num_experts_per_tok <= config.num_experts:

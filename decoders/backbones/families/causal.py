@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from decoders.backbones.families.causal_config import read_fields
-from decoders.backbones.families.causal_shapes import shapes_of
+from draftmill.decoders.backbones.families.causal_config import read_fields
+from draftmill.decoders.backbones.families.causal_shapes import shapes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ class CausalFamily:
 
 
 def _gpt_neo_as_gpt2(config: Any) -> Any:
-    from decoders.backbones.lean_import import from_transformers
+    from draftmill.decoders.backbones.lean_import import from_transformers
 
     return from_transformers("GPT2Config")(
         vocab_size=config.vocab_size,
@@ -176,7 +176,7 @@ def parse_config(family: CausalFamily, config: Config) -> Any:
     """Return config.json as transformers' config object; ValueError if it is unusable, or unsuited to batching."""
     from huggingface_hub.errors import StrictDataclassError
 
-    from decoders.backbones.lean_import import from_transformers
+    from draftmill.decoders.backbones.lean_import import from_transformers
 
     read_config(family, config)
     try:
@@ -248,7 +248,7 @@ def vocab_size(family: CausalFamily, config: Config) -> int:
 
 def empty_model(model_class: str, parsed: Any, adapt: Callable[[Any], Any]) -> Any:
     """Build a module of transformers on the meta device: names and shapes, no memory. ValueError where it can't be."""
-    from decoders.backbones.lean_import import empty_modules, from_transformers
+    from draftmill.decoders.backbones.lean_import import empty_modules, from_transformers
 
     made = from_transformers(model_class)
     try:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from decoders.backbones.families.causal import Config
-from decoders.backbones.families.fields import demand, numbers
+from draftmill.decoders.backbones.families.causal import Config
+from draftmill.decoders.backbones.families.fields import demand, numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from decoders.backbones.families import causal as causal_families
-from decoders.backbones.families.causal import CausalFamily, Config
-from decoders.backbones.families.fields import demand, numbers, token_id
+from draftmill.decoders.backbones.families import causal as causal_families
+from draftmill.decoders.backbones.families.causal import CausalFamily, Config
+from draftmill.decoders.backbones.families.fields import demand, numbers, token_id
 
 # Defaults of the public checkpoints for fields that config.json lacks.
 _LLADA_MASK: Final = 126336

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from decoders.backbones.families.causal import CausalFamily, head_width, key_value_heads, read_config
+from draftmill.decoders.backbones.families.causal import CausalFamily, head_width, key_value_heads, read_config
 
 Config = Mapping[str, Any]
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from decoders.backbones.families import blocks as block_families
-from decoders.backbones.families import causal as causal_families
-from decoders.backbones.families import masked as masked_families
-from decoders.backbones.families.blocks import BlockFacts
-from decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
-from decoders.backbones.families.fields import numbers
-from decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
-from decoders.backbones.families.masked import DDiTShape
-from decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
-from decoders.base import ModelInfo, ModelKind
+from draftmill.decoders.backbones.families import blocks as block_families
+from draftmill.decoders.backbones.families import causal as causal_families
+from draftmill.decoders.backbones.families import masked as masked_families
+from draftmill.decoders.backbones.families.blocks import BlockFacts
+from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, CausalFamily
+from draftmill.decoders.backbones.families.fields import numbers
+from draftmill.decoders.backbones.families.llada2 import LLaDA2Shape, llada2_shape, llada2_shapes
+from draftmill.decoders.backbones.families.masked import DDiTShape
+from draftmill.decoders.backbones.families.xlnet import xlnet_optional, xlnet_shape, xlnet_shapes
+from draftmill.decoders.base import ModelInfo, ModelKind
 
 Config = Mapping[str, Any]
 

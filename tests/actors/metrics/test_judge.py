@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.canvas import Canvas
-from actors.metrics.base import MeasuredRow, Stopping
-from actors.metrics.judge import JudgeMeter
-from decoders.base import Request
+from draftmill.actors.canvas import Canvas
+from draftmill.actors.metrics.base import MeasuredRow, Stopping
+from draftmill.actors.metrics.judge import JudgeMeter
+from draftmill.decoders.base import Request
 
 
 class Scorer:

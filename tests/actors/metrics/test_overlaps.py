@@ -9,9 +9,9 @@ import pytest
 import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
 
-from actors.metrics.base import MeasuredRow
-from actors.metrics.overlaps import bleu, chrf, rouge
-from actors.metrics.settings import Bleu, Chrf, Rouge
+from draftmill.actors.metrics.base import MeasuredRow
+from draftmill.actors.metrics.overlaps import bleu, chrf, rouge
+from draftmill.actors.metrics.settings import Bleu, Chrf, Rouge
 
 TEXT, REFERENCE = "the cat sat on the mat", "the cat was on the mat"
 

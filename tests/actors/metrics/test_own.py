@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from actors.metrics.base import MeasuredRow
-from actors.metrics.own import load_function, own_metric
-from actors.metrics.settings import OwnMetric
-from storage.errors import UserError
+from draftmill.actors.metrics.base import MeasuredRow
+from draftmill.actors.metrics.own import load_function, own_metric
+from draftmill.actors.metrics.settings import OwnMetric
+from draftmill.storage.errors import UserError
 
 ROW = MeasuredRow("a", 1, "text", [1, 2], ("first", "second"), {"label": 3}, {"id": "a", "nfe": 5})
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from actors.metrics.settings import Metrics, clashing, expanded, needs_reference
+from draftmill.actors.metrics.settings import Metrics, clashing, expanded, needs_reference
 
 PARSED = TypeAdapter(Metrics)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actors.metrics.base import MeasuredRow, Stopping
-from actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
-from actors.metrics.texts import (
+from draftmill.actors.metrics.base import MeasuredRow, Stopping
+from draftmill.actors.metrics.settings import Distinct, EditSimilarity, Entropy, ExactMatch, Length
+from draftmill.actors.metrics.texts import (
     distance,
     distinct,
     edit_similarity,

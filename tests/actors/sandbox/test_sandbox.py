@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.sandbox import sandbox as code
-from actors.sandbox.sandbox import Limits, Sandbox, SandboxError
-from actors.sandbox.seccomp import AARCH64, MACHINES, SINCE_5_1, X86_64, filter_for
-from actors.sandbox.self_test import find_sandbox, problem
-from storage.errors import UserError
+from draftmill.actors.sandbox import sandbox as code
+from draftmill.actors.sandbox.sandbox import Limits, Sandbox, SandboxError
+from draftmill.actors.sandbox.seccomp import AARCH64, MACHINES, SINCE_5_1, X86_64, filter_for
+from draftmill.actors.sandbox.self_test import find_sandbox, problem
+from draftmill.storage.errors import UserError
 
 SHORT = Limits(timeout_s=3.0, memory_mb=1024)
 FORKING = Limits(timeout_s=3.0, processes=16)
@@ -274,8 +274,9 @@ def test_the_self_test_finds_the_kernel_sandbox() -> None:
     os.getuid() != 0 or not Path("/usr/bin/python3.11").exists(), reason="needs root and another Python"
 )
 def test_it_holds_for_an_ordinary_user_too(tmp_path: Path) -> None:
-    program = "import sys; sys.path.insert(0, {root!r})\nfrom actors.sandbox.self_test import problem\nprint(problem('kernel'))\n"
-    root = str(Path(code.__file__).parents[2])
+    program = "import sys; sys.path.insert(0, {root!r})\n"
+    program += "from draftmill.actors.sandbox.self_test import problem\nprint(problem('kernel'))\n"
+    root = str(Path(code.__file__).parents[3])
     done = subprocess.run(
         ["/usr/bin/python3.11", "-c", program.format(root=root)],
         check=False, user=1234, group=1234, extra_groups=[], capture_output=True,
@@ -289,7 +290,8 @@ def test_it_holds_for_an_ordinary_user_too(tmp_path: Path) -> None:
 def test_where_no_sandbox_holds_no_code_is_run_and_the_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.cache_clear()
     monkeypatch.setattr(
-        "actors.sandbox.sandbox.Sandbox.run", lambda *_, **__: (_ for _ in ()).throw(SandboxError("landlock: gone"))
+        "draftmill.actors.sandbox.sandbox.Sandbox.run",
+        lambda *_, **__: (_ for _ in ()).throw(SandboxError("landlock: gone")),
     )
     monkeypatch.setattr("shutil.which", lambda name: None)
     try:
@@ -303,7 +305,9 @@ def test_where_no_sandbox_holds_no_code_is_run_and_the_reasons_are_given(monkeyp
 
 def test_a_self_test_that_breaks_out_refuses_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     problem.cache_clear()
-    monkeypatch.setattr("actors.sandbox.sandbox.filter_for", lambda *_, **__: b"\x06\x00\x00\x00\x00\x00\xff\x7f")
+    monkeypatch.setattr(
+        "draftmill.actors.sandbox.sandbox.filter_for", lambda *_, **__: b"\x06\x00\x00\x00\x00\x00\xff\x7f"
+    )
     try:
         if code.supported():
             assert problem("kernel") in {"a socket could be made", None} or "landlock" in str(problem("kernel"))

@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.engine.budget import DraftBudget
-from decoders.engine.orders import decoding_order
-from decoders.engine.setup import Setup
-from decoders.references import any_subset as reference
-from decoders.references.any_subset import PlainModel
-from decoders.references.choosers import CoupledRule
-from decoders.references.table import TableBackbone
-from decoders.registry import build_decoder
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.orders import decoding_order
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references import any_subset as reference
+from draftmill.decoders.references.any_subset import PlainModel
+from draftmill.decoders.references.choosers import CoupledRule
+from draftmill.decoders.references.table import TableBackbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
 
 VOCAB, LENGTH = 4, 6

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset.settings import AnySubsetSettings
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.references.table import TableBackbone
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.references.table import TableBackbone
 from tests.decoders.support import decode, score, table_info
 
 VOCAB, LENGTH = 3, 4

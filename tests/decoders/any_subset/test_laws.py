@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset import assd, one_pass
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.base import HOLE, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine import samples
-from decoders.engine.setup import Setup
-from decoders.references.any_subset import PlainModel
-from decoders.references.choosers import NoiseChooser
-from decoders.references.table import TableBackbone
-from decoders.registry import build_decoder
+from draftmill.decoders.any_subset import assd, one_pass
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine import samples
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.any_subset import PlainModel
+from draftmill.decoders.references.choosers import NoiseChooser
+from draftmill.decoders.references.table import TableBackbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders import enumeration
 from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.support import table_info, toy_heads, toy_requests

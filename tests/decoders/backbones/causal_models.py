@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import transformers
 
-from decoders.backbones.load import load_backbone
-from decoders.backbones.rows import intervals_of, token_rows
-from decoders.backbones.transformer import TransformerBackbone
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.backbones.transformer import TransformerBackbone
 
 ROTARY: dict[str, Any] = {
     "vocab_size": 61,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.backbones.families.table import describe, find_family, masked_diffusion_families
-from decoders.backbones.load import bos_id, inspect_model, stop_ids
-from decoders.masked.settings import StepwiseSettings
-from decoders.settings import check_model
+from draftmill.decoders.backbones.families.table import describe, find_family, masked_diffusion_families
+from draftmill.decoders.backbones.load import bos_id, inspect_model, stop_ids
+from draftmill.decoders.masked.settings import StepwiseSettings
+from draftmill.decoders.settings import check_model
 from tests.decoders.backbones.masked_models import copy_changed, load, without
 
 SDAR_4B = {

@@ -13,11 +13,11 @@ import torch
 import transformers
 from transformers.activations import ACT2FN
 
-from decoders.backbones.families import causal as causal_families
-from decoders.backbones.families import causal_config
-from decoders.backbones.families.blocks import QWEN_FAMILIES
-from decoders.backbones.families.causal import CAUSAL_FAMILIES, empty_model, parse_config, read_config
-from decoders.backbones.families.masked import DREAM
+from draftmill.decoders.backbones.families import causal as causal_families
+from draftmill.decoders.backbones.families import causal_config
+from draftmill.decoders.backbones.families.blocks import QWEN_FAMILIES
+from draftmill.decoders.backbones.families.causal import CAUSAL_FAMILIES, empty_model, parse_config, read_config
+from draftmill.decoders.backbones.families.masked import DREAM
 from tests.decoders.backbones.causal_models import GPT2, GPT_NEO, LLAMA3_ROPE, ROTARY, SLIDING
 
 FAMILIES = {family.name: family for family in (*CAUSAL_FAMILIES, DREAM, *(one for one, _ in QWEN_FAMILIES))}
@@ -160,7 +160,7 @@ def test_loading_a_model_imports_no_compilers():
     """They cost as much time as torch itself, and nothing of a decode comes to them; afterwards they are there as ever."""
     heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "sklearn", "scipy", "pandas")
     code = (
-        "import sys; from pathlib import Path; from decoders.backbones.load import load_backbone;"
+        "import sys; from pathlib import Path; from draftmill.decoders.backbones.load import load_backbone;"
         f"load_backbone(Path(sys.argv[1]), device='cpu'); found = sorted(set({heavy!r}) & set(sys.modules));"
         "import torch, torch._dynamo; assert torch.distributed.is_available() and torch._dynamo.__file__;"
         "assert 'transformers.models' not in sys.modules; import transformers.models.llama as llama;"

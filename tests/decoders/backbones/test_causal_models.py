@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.load import inspect_model
-from decoders.base import Request
-from decoders.causal.settings import (
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
@@ -24,9 +24,9 @@ from decoders.causal.settings import (
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, pairwise, texts
 

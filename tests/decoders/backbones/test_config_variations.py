@@ -9,12 +9,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from decoders.backbones.load import inspect_model, stop_ids
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, NgramDrafterSettings, SpeculativeSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
+from draftmill.decoders.backbones.load import inspect_model, stop_ids
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import (
+    AutoregressiveSettings,
+    JacobiSettings,
+    NgramDrafterSettings,
+    SpeculativeSettings,
+)
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
 from tests.decoders.backbones.causal_models import SLIDING, in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.backbones.config_changes import GONE, change_config
 from tests.decoders.support import decode, texts

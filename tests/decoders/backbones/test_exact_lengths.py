@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones import attention
-from decoders.backbones.invariance import INEXACT_RULES, weigh_values
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.backbones.self_test import model_rules
-from decoders.backbones.xlnet import xlnet_rules
-from decoders.base import HOLE, Request
-from decoders.common_settings import Sampling
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones import attention
+from draftmill.decoders.backbones.invariance import INEXACT_RULES, weigh_values
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.backbones.self_test import model_rules
+from draftmill.decoders.backbones.xlnet import xlnet_rules
+from draftmill.decoders.base import HOLE, Request
+from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play, random_tokens, save_random
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked
@@ -181,7 +181,7 @@ def test_few_long_slots_are_cut_out_of_the_columns_and_nothing_changes(tmp_path,
             bands.append(cut(*rectangle))
             return bands[-1]
 
-        monkeypatch.setattr("decoders.backbones.transformer.cut_ragged", noted)
+        monkeypatch.setattr("draftmill.decoders.backbones.transformer.cut_ragged", noted)
         backbone.forget()
         backbone.allocate(16, 704)
         found.append([play(backbone, prompts), play(backbone, steps)])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
-from decoders.kernels import experts_reference
+from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.kernels import experts_reference
 from tests.device.pretend import pretending
 
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.draws.noise import sample_key
-from decoders.draws.sampling import inverse_cdf_draw
-from decoders.engine.setup import Setup
-from decoders.references.any_subset import PlainModel
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.sampling import inverse_cdf_draw
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.any_subset import PlainModel
 from tests.decoders.enumeration import decoded, engine_of
 from tests.decoders.support import decode
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.backbones.rows import intervals_of, token_rows
-from decoders.draws.absorbing import log_scores, noise_of_share, noise_rate, total_noise
-from decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
+from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.draws.absorbing import log_scores, noise_of_share, noise_rate, total_noise
+from draftmill.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
 
 SIGMAS = {"mdlm": None, "llada": None, "dream": None, "sedd": {0: 6.9, 1: 0.3, 2: 1.7, 3: 0.3, 5: 0.02}}

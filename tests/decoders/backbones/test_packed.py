@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from decoders.backbones.invariance import rows_exact
-from decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
+from draftmill.decoders.backbones.invariance import rows_exact
+from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 
 needs_packing = pytest.mark.skipif(
     not can_pack(torch.float32, torch.device("cpu")), reason="this build of torch does not pack weights"

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from decoders.backbones import rotary
-from decoders.backbones.packed import PackedLinear, can_pack
-from decoders.backbones.rotary import can_join, joined, lean_layers
+from draftmill.decoders.backbones import rotary
+from draftmill.decoders.backbones.packed import PackedLinear, can_pack
+from draftmill.decoders.backbones.rotary import can_join, joined, lean_layers
 from tests.decoders.backbones.causal_models import (
     MODELS,
     decode_with_rejections,
@@ -39,7 +39,7 @@ def both_ways(folder, monkeypatch, name, **changes):
     """A model as it is loaded, and one that runs by transformers' code."""
     save_random(folder, name, **changes)
     lean = load(folder)
-    monkeypatch.setattr("decoders.backbones.transformer.lean_layers", lambda backbone: None)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.lean_layers", lambda backbone: None)
     return lean, load(folder)
 
 

@@ -7,12 +7,20 @@ import pytest
 import transformers
 from torch import distributed
 
-from decoders.backbones.checkpoint import check_split, read_config
-from decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
-from decoders.backbones.load import load_backbone
-from decoders.backbones.split import GroupLostError, SplitBackbone, dismiss, find_meeting, follow, join, open_meeting
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
+from draftmill.decoders.backbones.checkpoint import check_split, read_config
+from draftmill.decoders.backbones.families.shares import COLUMNS, ROWS, SPLIT_FAMILIES, Share
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.split import (
+    GroupLostError,
+    SplitBackbone,
+    dismiss,
+    find_meeting,
+    follow,
+    join,
+    open_meeting,
+)
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import load, save_random
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 

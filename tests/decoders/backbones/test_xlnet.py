@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import XLNetConfig, XLNetLMHeadModel
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.backbones.xlnet import xlnet_rules
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.engine.orders import decoding_order
-from decoders.references.any_subset import PlainModel
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.backbones.xlnet import xlnet_rules
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.orders import decoding_order
+from draftmill.decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode, texts, toy_heads, toy_requests
 
 ASSD = AssdSettings(kind="assd", k=3)

@@ -5,12 +5,12 @@ from functools import cache
 
 import numpy as np
 
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.references.blocks import PlainBlocks, decode_blocks
-from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.references.blocks import PlainBlocks, decode_blocks
+from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.9)

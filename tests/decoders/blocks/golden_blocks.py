@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.engine import Engine
-from decoders.engine.memory import Account
-from decoders.engine.named_answers import NamedAnswers
-from decoders.engine.setup import Setup
-from decoders.registry import algorithm_of
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.named_answers import NamedAnswers
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import algorithm_of
 from tests.decoders.support import run_all
 
 MASK = 95

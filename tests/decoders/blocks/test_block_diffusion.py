@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.blocks.router_settings import Hysteresis, ScoreRouter
-from decoders.blocks.schedules import Drafted, choose, share
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
-from decoders.settings import check_model
+from draftmill.decoders.blocks.router_settings import Hysteresis, ScoreRouter
+from draftmill.decoders.blocks.schedules import Drafted, choose, share
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
+from draftmill.decoders.settings import check_model
 from tests.decoders.blocks.block_tables import (
     GREEDY,
     REJECTING,

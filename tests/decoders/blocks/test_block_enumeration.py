@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import DecoderChoice
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.engine import Engine
-from decoders.engine.setup import Setup
-from decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
-from decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
-from decoders.registry import algorithm_of
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
+from draftmill.decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
+from draftmill.decoders.registry import algorithm_of
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.enumeration import (
     ChosenAnswers,
@@ -122,20 +122,20 @@ def test_a_residual_that_forgets_the_draft_has_another_law(fused: bool) -> None:
 
 @pytest.mark.parametrize("module", ["s2d2", "s2d2_fused"])
 def test_a_copy_that_sees_the_draft_at_its_place_is_found(module: str, monkeypatch: Any) -> None:
-    from decoders.engine import asks
+    from draftmill.decoders.engine import asks
 
     def near(*numbers: int, **more: int) -> asks.Spans:
         closer = more.get("own") == asks.SELF
         return asks.wide_span(*numbers[:4], *(lag - closer for lag in numbers[4:]), **more)
 
-    monkeypatch.setattr(f"decoders.blocks.{module}.wide_span", near)
+    monkeypatch.setattr(f"draftmill.decoders.blocks.{module}.wide_span", near)
     with pytest.raises(AssertionError, match="two columns of one position"):
         law_of(setup_of(), always(2, fused=module != "s2d2"), [request(CANVASES["long"])], 0)
 
 
 def test_a_cached_count_that_is_too_large_is_found(monkeypatch: Any) -> None:
     """The last decided token is then missing in the cache, and something else stands there."""
-    from decoders.blocks import s2d2_fused
+    from draftmill.decoders.blocks import s2d2_fused
 
     plain = s2d2_fused.rows_of
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.rows import token_rows
-from decoders.blocks.router_settings import ScoreRouter
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law
-from decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
-from decoders.references.choosers import RejectionRule, enumerate_law
+from draftmill.decoders.backbones.rows import token_rows
+from draftmill.decoders.blocks.router_settings import ScoreRouter
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
+from draftmill.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.blocks.golden_blocks import loaded
 from tests.decoders.support import decode, texts
@@ -103,7 +103,7 @@ def test_block_size_one_is_autoregressive_decoding_of_the_same_model(shift, samp
 
 
 def drawn(logits, key, position, sampling):
-    from decoders.draws import noise
+    from draftmill.decoders.draws import noise
 
     if sampling.temperature == 0.0:
         return int(logits.argmax())

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings
-from decoders.common_settings import Sampling
-from decoders.draws.keys import sample_key
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.keys import sample_key
 from tests.decoders.blocks.block_tables import table, table_info
 from tests.decoders.support import decode, score, scorer_for
 

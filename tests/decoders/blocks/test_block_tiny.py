@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.references.blocks import PlainBlocks, law_at_size_one
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.support import decode, texts
 
 FOLDER = Path(__file__).parents[3] / "decoders" / "builtin" / "block-tiny"

@@ -16,14 +16,14 @@ import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
-from decoders.backbones.load import load_backbone
-from decoders.backbones.rows import intervals_of, token_rows
-from decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
-from decoders.blocks.routers import Route, Threshold, expected_accepted, measure_of, route_of, signals_of
-from decoders.blocks.schedules import Drafted
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import log_law
-from decoders.engine.notes import worth
+from draftmill.decoders.backbones.load import load_backbone
+from draftmill.decoders.backbones.rows import intervals_of, token_rows
+from draftmill.decoders.blocks.router_settings import Estimator, Router, ScoreRouter, VerificationCost
+from draftmill.decoders.blocks.routers import Route, Threshold, expected_accepted, measure_of, route_of, signals_of
+from draftmill.decoders.blocks.schedules import Drafted
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import log_law
+from draftmill.decoders.engine.notes import worth
 
 ESTIMATORS, ROUTERS = TypeAdapter(Estimator), TypeAdapter(Router)
 SCORE = ScoreRouter(kind="score")

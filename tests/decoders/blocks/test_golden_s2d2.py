@@ -123,7 +123,7 @@ def test_the_causal_front_of_a_draft_ends_at_the_blocks_first_mask(golden, monke
     cases = [case for case in cases if case["verifier_randomness"] == "onehot"][::2]
     assert len(cases) > 2
     own = sum(same(replayed(folder, case)[0], case) for case in cases)
-    monkeypatch.setattr("decoders.blocks.block_diffusion.front_of", public_front)
+    monkeypatch.setattr("draftmill.decoders.blocks.block_diffusion.front_of", public_front)
     public = sum(same(replayed(folder, case)[0], case) for case in cases)
     assert own < public <= len(cases)
 

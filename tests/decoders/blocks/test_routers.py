@@ -7,10 +7,10 @@ import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.blocks.router_settings import Bandit, Estimator, MinSpan, Router, ScoreRouter, VerificationCost
-from decoders.blocks.routers import (
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.blocks.router_settings import Bandit, Estimator, MinSpan, Router, ScoreRouter, VerificationCost
+from draftmill.decoders.blocks.routers import (
     Signals,
     Threshold,
     expected_accepted,
@@ -19,10 +19,10 @@ from decoders.blocks.routers import (
     route_of,
     signals_of,
 )
-from decoders.blocks.schedules import Drafted
-from decoders.blocks.settings import S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.engine.notes import normalised_entropy, worth
+from draftmill.decoders.blocks.schedules import Drafted
+from draftmill.decoders.blocks.settings import S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.notes import normalised_entropy, worth
 from tests.decoders.support import decode
 
 ROUTERS, ESTIMATORS = TypeAdapter(Router), TypeAdapter(Estimator)

@@ -5,12 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.references.blocks import PlainBlocks, law_at_size_one
-from decoders.references.choosers import RejectionRule, enumerate_law
-from decoders.references.fused_blocks import decode_fused
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.references.blocks import PlainBlocks, law_at_size_one
+from draftmill.decoders.references.choosers import RejectionRule, enumerate_law
+from draftmill.decoders.references.fused_blocks import decode_fused
 from tests.decoders.blocks.block_tables import (
     GREEDY,
     REJECTING,

@@ -1,6 +1,6 @@
 """Settings of the Jacobi decoders, in short."""
 
-from decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
+from draftmill.decoders.causal.settings import JacobiSettings, MultiblockJacobiSettings
 
 
 def jacobi(block_size, window="fixed"):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import TARGET, gumbel_rows, key_words, sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import TARGET, gumbel_rows, key_words, sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")

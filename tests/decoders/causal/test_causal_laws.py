@@ -12,23 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.base import Request
-from decoders.causal.settings import (
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.asks import NO_DRAFT
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.references.causal import PlainCausal
-from decoders.references.choosers import NoiseChooser
-from decoders.references.token_table import TokenTable
-from decoders.registry import algorithm_of, build_decoder
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.asks import NO_DRAFT
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.causal import PlainCausal
+from draftmill.decoders.references.choosers import NoiseChooser
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import algorithm_of, build_decoder
 from tests.decoders import enumeration
 from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
 from tests.decoders.support import token_info, toy_prompts

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request
-from decoders.causal import jacobi, multiblock_jacobi
-from decoders.causal.jacobi import fill_with_prompt
-from decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal import jacobi, multiblock_jacobi
+from draftmill.decoders.causal.jacobi import fill_with_prompt
+from draftmill.decoders.causal.settings import AutoregressiveSettings, JacobiSettings, MultiblockJacobiSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all
 
 GREEDY = Sampling(temperature=0.0)

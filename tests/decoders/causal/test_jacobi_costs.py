@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.common_settings import Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.base import Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info
 

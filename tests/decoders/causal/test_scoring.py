@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.engine import memory
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.engine import memory
+from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, scorer_for, token_info
 
 VOCAB, LENGTH = 3, 5

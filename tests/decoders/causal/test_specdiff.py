@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.rows import seen_columns
-from decoders.base import ModelInfo
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.engine.budget import DraftBudget
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.references import causal as causal_reference
-from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.rows import seen_columns
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references import causal as causal_reference
+from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
     MASK,

@@ -9,20 +9,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from decoders.any_subset.settings import AssdSettings
-from decoders.backbones.heads import DraftHeads, MarkovHead, load_heads
-from decoders.backbones.invariance import rows_exact
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.budget import DraftBudget
-from decoders.engine.setup import Setup
-from decoders.references import causal as causal_reference
-from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder, find_heads
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.backbones.heads import DraftHeads, MarkovHead, load_heads
+from draftmill.decoders.backbones.invariance import rows_exact
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, SpecDiffSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references import causal as causal_reference
+from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder, find_heads
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,

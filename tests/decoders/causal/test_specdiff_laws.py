@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.engine.setup import Setup
-from decoders.references import causal as causal_reference
-from decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from decoders.references.choosers import RejectionRule, enumerate_law
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references import causal as causal_reference
+from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from draftmill.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders import enumeration
 from tests.decoders.masked.diffusion_tables import MASK, TARGET_INFO, VOCAB, drafter, mask_info, specdiff, target
 from tests.decoders.support import toy_heads

@@ -8,26 +8,26 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.rows import seen_columns
-from decoders.base import Request
-from decoders.causal.lookup import Lookup
-from decoders.causal.settings import (
+from draftmill.decoders.backbones.rows import seen_columns
+from draftmill.decoders.base import Request
+from draftmill.decoders.causal.lookup import Lookup
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.draws.noise import sample_key
-from decoders.engine.budget import DraftBudget
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.references import causal as causal_reference
-from decoders.references.causal import PlainCausal, by_lookup, by_model
-from decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references import causal as causal_reference
+from draftmill.decoders.references.causal import PlainCausal, by_lookup, by_model
+from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-import decoders.builtin
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import HOLE, Outcome, Request
-from decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.draws.keys import nth_key, sample_key
-from decoders.engine.setup import Setup
-from decoders.references.table import TableBackbone
-from decoders.registry import build_decoder
+import draftmill.decoders.builtin
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.table import TableBackbone
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import decode, run_all, table_info, texts, toy_requests
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0)
 FORGETFUL = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0, max_tokens=1 << 10)
 BASELINES: dict[str, DecoderChoice] = {

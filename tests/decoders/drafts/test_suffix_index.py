@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.drafts.settings import SuffixDrafterSettings
-from decoders.drafts.suffix_index import Reader, SuffixIndex
+from draftmill.decoders.drafts.settings import SuffixDrafterSettings
+from draftmill.decoders.drafts.suffix_index import Reader, SuffixIndex
 
 
 def index_of(*texts, **settings: Any):

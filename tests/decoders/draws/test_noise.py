@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.draws import noise
+from draftmill.decoders.draws import noise
 
 
 @pytest.mark.parametrize(

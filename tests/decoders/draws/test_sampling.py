@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.draws import sampling as draws_sampling
-from decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, log_laws, nucleus_draw, residual
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws import sampling as draws_sampling
+from draftmill.decoders.draws.sampling import coupled_draw, inverse_cdf_draw, log_law, log_laws, nucleus_draw, residual
 
 
 def test_temperature_zero_is_one_hot_on_the_lowest_index_of_a_tie():

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
-from decoders.draws.score_masks import MaskedGroup
+from draftmill.decoders.draws.keys import SCORE_MASK, SCORE_SHARE, uniforms
+from draftmill.decoders.draws.score_masks import MaskedGroup
 
 
 def group_of(length, *, kind="llada", samples=8, key=5, number=0):

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import HOLE, Request, RowSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine import drawn
-from decoders.engine.asks import FIRST_PROMISE, promise
-from decoders.engine.drawn import Drawn, plans_ahead
-from decoders.engine.ends import Stops
-from decoders.engine.lanes import Lane
-from decoders.engine.samples import Sample
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.base import HOLE, Request, RowSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine import drawn
+from draftmill.decoders.engine.asks import FIRST_PROMISE, promise
+from draftmill.decoders.engine.drawn import Drawn, plans_ahead
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.lanes import Lane
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.any_subset import test_laws as any_subset_laws
 from tests.decoders.causal import test_causal_laws as causal_laws
 from tests.decoders.causal import test_specdiff_laws as specdiff_laws
@@ -42,7 +42,7 @@ OWN = [RowSettings(), RowSettings(temperature=0.0), RowSettings(temperature=1.3,
 
 def plan_ahead(monkeypatch: Any) -> None:
     """As on a GPU."""
-    monkeypatch.setattr("decoders.engine.engine.plans_ahead", lambda device: True)
+    monkeypatch.setattr("draftmill.decoders.engine.engine.plans_ahead", lambda device: True)
 
 
 def with_own(name: str) -> list[Request]:

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-import decoders.builtin
-from decoders.any_subset.settings import AnySubsetSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import ModelInfo, Request
-from decoders.causal.settings import AutoregressiveSettings
-from decoders.common_settings import Sampling
+import draftmill.decoders.builtin
+from draftmill.decoders.any_subset.settings import AnySubsetSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings
+from draftmill.decoders.common_settings import Sampling
 from tests.decoders.support import decode, texts
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL, ANY = AutoregressiveSettings(kind="autoregressive"), AnySubsetSettings(kind="any_subset")
 BROKEN, LENGTH = 77, 24
 

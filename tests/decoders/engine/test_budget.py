@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.budget_worlds import HOPELESS, MIXED, MOST, WORTHWHILE, World
-from decoders.engine.budget import DraftBudget
-from decoders.engine.cost import CostTable
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.cost import CostTable
 
 
 @pytest.mark.parametrize("case", HOPELESS)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Outcome, Request, RowSettings
-from decoders.engine import graphs
-from decoders.engine.graphs import Graphs, Work
-from decoders.engine.parcels import Parcel
+from draftmill.decoders.base import Outcome, Request, RowSettings
+from draftmill.decoders.engine import graphs
+from draftmill.decoders.engine.graphs import Graphs, Work
+from draftmill.decoders.engine.parcels import Parcel
 from tests.decoders.replaying import Replaying, use_graphs, use_references
 from tests.device.steps import CASES, made, toy_canvases
 

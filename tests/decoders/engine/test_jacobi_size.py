@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from decoders.engine.jacobi_size import MOST_AUTO, SIZES, JacobiSizes
+from draftmill.decoders.engine.jacobi_size import MOST_AUTO, SIZES, JacobiSizes
 
 
 def simulate(budget, steps, *, gain, seconds, num_slots=8, seed=0):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from decoders.common_settings import Sampling
-from decoders.engine.algorithm import Notes
-from decoders.engine.fields import NoiseField
-from decoders.engine.kernel_notes import can_tell
-from decoders.engine.rings import NoiseRing
-from decoders.kernels import choice_reference, notes_reference
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.algorithm import Notes
+from draftmill.decoders.engine.fields import NoiseField
+from draftmill.decoders.engine.kernel_notes import can_tell
+from draftmill.decoders.engine.rings import NoiseRing
+from draftmill.decoders.kernels import choice_reference, notes_reference
 from tests.decoders.kernels.decoding import BLOCKS, CASES, MASKED, TORCH, Kernels, assert_equal, decoded, scored
 from tests.decoders.support import texts
 

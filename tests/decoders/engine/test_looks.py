@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws import noise
-from decoders.engine.algorithm import Algorithm, Canvases
-from decoders.engine.canvas_samples import Canvas
-from decoders.engine.engine import Engine
-from decoders.engine.fields import NoiseField
-from decoders.engine.looks import Look
-from decoders.engine.memory import Account
-from decoders.engine.setup import Setup
-from decoders.masked import ssd_nodes
-from decoders.masked.cached_windows import Windows
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.engine.algorithm import Algorithm, Canvases
+from draftmill.decoders.engine.canvas_samples import Canvas
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.engine.fields import NoiseField
+from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked import ssd_nodes
+from draftmill.decoders.masked.cached_windows import Windows
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import run_all
 

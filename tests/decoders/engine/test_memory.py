@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset.settings import AssdSettings
-from decoders.backbones.cache import SlotCache
-from decoders.base import HOLE, ModelInfo, Request
-from decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
-from decoders.common_settings import Sampling
-from decoders.draws.noise import gumbel_rows, key_words
-from decoders.engine import memory
-from decoders.engine.algorithm import Algorithm
-from decoders.engine.answers import NoiseAnswers
-from decoders.engine.budget import DraftBudget
-from decoders.engine.memory import Account
-from decoders.engine.parcels import Parcel
-from decoders.engine.rings import NoiseRing, Places
-from decoders.engine.setup import Setup
-from decoders.masked.settings import SelfSpeculativeSettings
-from decoders.references.table import TableBackbone
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.decoders.backbones.cache import SlotCache
+from draftmill.decoders.base import HOLE, ModelInfo, Request
+from draftmill.decoders.causal.settings import AutoregressiveSettings, NgramDrafterSettings, SpeculativeSettings
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import gumbel_rows, key_words
+from draftmill.decoders.engine import memory
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.answers import NoiseAnswers
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.rings import NoiseRing, Places
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings
+from draftmill.decoders.references.table import TableBackbone
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.support import decode, run_all, token_info, toy_prompts
 

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import ModelInfo
-from decoders.common_settings import Sampling
-from decoders.engine.algorithm import Algorithm, Notes
-from decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, TARGET, WIDE, Named, wide_span
-from decoders.engine.memory import Account
-from decoders.engine.named import NamedRows
-from decoders.engine.named_answers import NamedAnswers
-from decoders.engine.packing import Table
-from decoders.engine.parcels import Parcel
-from decoders.engine.setup import Setup
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.algorithm import Algorithm, Notes
+from draftmill.decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, TARGET, WIDE, Named, wide_span
+from draftmill.decoders.engine.memory import Account
+from draftmill.decoders.engine.named import NamedRows
+from draftmill.decoders.engine.named_answers import NamedAnswers
+from draftmill.decoders.engine.packing import Table
+from draftmill.decoders.engine.parcels import Parcel
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.references.token_table import TokenTable
 
 NOTHING = Named([], [], [], [], [], [], 0, 0)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from decoders.engine.asks import FAR, FIELDS, NO_DRAFT, SELF, TARGET, WIDE, wide_span
-from decoders.engine.packing import Asked, Table, count_leading
+from draftmill.decoders.engine.asks import FAR, FIELDS, NO_DRAFT, SELF, TARGET, WIDE, wide_span
+from draftmill.decoders.engine.packing import Asked, Table, count_leading
 
 
 def drawn_spans(rng: np.random.Generator, num_samples: int) -> list[list[tuple[int, ...]]]:

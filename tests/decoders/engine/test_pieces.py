@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.base import HOLE, Outcome, Request
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.causal.settings import (
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
@@ -22,14 +22,14 @@ from decoders.causal.settings import (
     SpecDiffSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import DecoderChoice, Estimate, Sampling
-from decoders.draws.keys import nth_key, sample_key
-from decoders.engine.algorithm import WHOLE, Algorithm
-from decoders.engine.ends import Stops
-from decoders.engine.pieces import deal
-from decoders.engine.setup import Setup
-from decoders.engine.transfers import Laps
-from decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.pieces import deal
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.engine.transfers import Laps
+from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.engine.test_prefixes import choices, infills, model, said
 from tests.decoders.support import run_all
 

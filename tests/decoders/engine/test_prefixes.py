@@ -11,30 +11,30 @@ import numpy as np
 import pytest
 import torch
 
-import decoders.builtin
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import HOLE, Outcome, Request, RowSettings
-from decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from decoders.causal.settings import (
+import draftmill.decoders.builtin
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import HOLE, Outcome, Request, RowSettings
+from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     ModelDrafterSettings,
     MultiblockJacobiSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import DecoderChoice, Estimate, Sampling
-from decoders.draws.keys import nth_key, sample_key
-from decoders.engine.algorithm import WHOLE
-from decoders.engine.ends import Stops
-from decoders.engine.prefixes import NOTHING, Common, Prefixes
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, build_scorer
+from draftmill.decoders.common_settings import DecoderChoice, Estimate, Sampling
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.decoders.engine.algorithm import WHOLE
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.prefixes import NOTHING, Common, Prefixes
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, build_scorer
 from tests.decoders.backbones import causal_models
 from tests.decoders.backbones.causal_models import save_random
 from tests.decoders.support import run_all
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL_BLOCKS = {"block_size": 8, "causal_cache": True, "fused": True}
 CASES: dict[str, tuple[str, DecoderChoice]] = {
     "autoregressive": ("ar-tiny", AutoregressiveSettings(kind="autoregressive")),

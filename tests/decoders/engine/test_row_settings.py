@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
-from decoders.base import RowSettings
-from decoders.causal.settings import (
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings, ParallelSettings
+from draftmill.decoders.base import RowSettings
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     ModelDrafterSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import Sampling
-from decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
-from decoders.engine.ends import NeverStops, Stops
-from decoders.engine.setup import Setup
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from decoders.references.table import TableBackbone
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.sampling import coupled_draw, log_law, log_laws, nucleus_draw
+from draftmill.decoders.engine.ends import NeverStops, Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
+from draftmill.decoders.references.table import TableBackbone
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
 from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests

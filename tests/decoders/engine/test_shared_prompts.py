@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 
-import decoders.builtin
-from decoders.any_subset.settings import AnySubsetSettings, AssdSettings
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import HOLE, Outcome, Request
-from decoders.causal.settings import (
+import draftmill.decoders.builtin
+from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import HOLE, Outcome, Request
+from draftmill.decoders.causal.settings import (
     AutoregressiveSettings,
     JacobiSettings,
     MultiblockJacobiSettings,
     NgramDrafterSettings,
     SpeculativeSettings,
 )
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.draws.keys import nth_key, sample_key
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.draws.keys import nth_key, sample_key
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all, texts
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 CAUSAL: dict[str, DecoderChoice] = {
     "autoregressive": AutoregressiveSettings(kind="autoregressive"),
     "speculative": SpeculativeSettings(

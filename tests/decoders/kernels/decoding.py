@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-import decoders.builtin
-from decoders.backbones.load import inspect_model, load_backbone
-from decoders.base import Request, RowSettings
-from decoders.common_settings import Estimate, Sampling
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder, build_scorer, find_heads
-from decoders.settings import DecoderSettings
+import draftmill.decoders.builtin
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Request, RowSettings
+from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
+from draftmill.decoders.settings import DecoderSettings
 from tests.decoders.support import run_all
 
-BUILTIN = Path(decoders.builtin.__path__[0])
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
 GOLDEN = Path(__file__).parents[2] / "data"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "autoregressive": ("ar-tiny", {"kind": "autoregressive"}),
@@ -126,9 +126,9 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
     """The outcomes of some samples."""
     sampling = Sampling.model_validate({"acceptance": acceptance, **WARPS[warp]}, strict=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        patch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: kernels.choice)
         for module in ("picks", "named_answers"):
-            patch.setattr(f"decoders.engine.{module}.find_notes", lambda *_: kernels.note)
+            patch.setattr(f"draftmill.decoders.engine.{module}.find_notes", lambda *_: kernels.note)
         setup, settings = setup_for(name, kernels, sampling)
         model, _ = (CASES | MASKED | BLOCKS)[name]
         return run_all(build_decoder(setup, settings), requests_for(model, count, own=own, length=length, new=new))
@@ -137,7 +137,7 @@ def decoded(name, kernels, *, warp, count=4, acceptance="coupled", own=False, le
 def scored(name, kernels):
     """The scores of whole texts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decoders.engine.answers.find_choice", lambda *_: kernels.choice)
+        patch.setattr("draftmill.decoders.engine.answers.find_choice", lambda *_: kernels.choice)
         setup, settings = setup_for(name, kernels, Sampling())
         texts = [np.resize(np.arange(20, 30), length).astype(np.int32) for length in (18, 15, 9)]
         requests = [Request(index, 7, text, score_from=6) for index, text in enumerate(texts)]

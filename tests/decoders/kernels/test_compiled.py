@@ -6,9 +6,9 @@ import importlib.util
 import pytest
 import torch
 
-from decoders.kernels.choice_reference import Warp
-from decoders.kernels.notes_reference import WANTED
-from decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels.notes_reference import WANTED
+from draftmill.decoders.kernels.seen import Seen
 
 TYPES = {
     torch.float64: "*fp64",
@@ -43,7 +43,7 @@ def launches(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def launch(module, names, wanted, call):
-        where = importlib.import_module(f"decoders.kernels.{module}")
+        where = importlib.import_module(f"draftmill.decoders.kernels.{module}")
         recorders = {name: Recorder(getattr(where, name)) for name in names}
         with monkeypatch.context() as patch:
             for name, recorder in recorders.items():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from decoders.kernels import attention_reference, experts_reference
-from decoders.kernels.seen import MOST_LINES, Seen, first_rows
-from decoders.kernels.switch import VARIABLE, use_kernels
+from draftmill.decoders.kernels import attention_reference, experts_reference
+from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows
+from draftmill.decoders.kernels.switch import VARIABLE, use_kernels
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_reference_multiplies_each_row_with_its_experts_weights():
 
 def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("decoders.kernels.switch._has_triton", lambda: True)
+    monkeypatch.setattr("draftmill.decoders.kernels.switch._has_triton", lambda: True)
     assert use_kernels(torch.device("cuda")) and not use_kernels(torch.device("cpu"))
     monkeypatch.setenv(VARIABLE, "0")
     assert not use_kernels(torch.device("cuda"))
@@ -93,5 +93,5 @@ def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch):
     with pytest.raises(ValueError, match="DRAFTMILL_KERNELS: 'off' is not allowed; allowed: 0, 1"):
         use_kernels(torch.device("cuda"))
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr("decoders.kernels.switch._has_triton", lambda: False)
+    monkeypatch.setattr("draftmill.decoders.kernels.switch._has_triton", lambda: False)
     assert not use_kernels(torch.device("cuda"))

@@ -5,9 +5,9 @@ from copy import copy
 from functools import cache
 from typing import Any
 
-from decoders.base import ModelInfo
-from decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
+from draftmill.decoders.references.token_table import TokenTable
 
 VOCAB, MASK, LENGTH = 3, 3, 7
 TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, "causal", 0)

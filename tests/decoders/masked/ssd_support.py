@@ -2,8 +2,8 @@
 
 import pytest
 
-from decoders.engine.setup import Setup
-from decoders.registry import build_decoder
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.support import run_all
 
 

@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import HOLE, ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws import keys, noise
-from decoders.draws.noise import sample_key
-from decoders.draws.sampling import coupled_draw
-from decoders.draws.schedule import LAST_TIME, NOISE_EPS
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.masked.settings import AncestralSettings
-from decoders.references.causal import PlainMasked
-from decoders.references.choosers import enumerate_law
-from decoders.references.masked import ancestral
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.base import HOLE, ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws import keys, noise
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.draws.sampling import coupled_draw
+from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import AncestralSettings
+from draftmill.decoders.references.causal import PlainMasked
+from draftmill.decoders.references.choosers import enumerate_law
+from draftmill.decoders.references.masked import ancestral
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders import look_enumeration
 from tests.decoders.enumeration import decoded
 from tests.decoders.support import run_all, texts, toy_requests

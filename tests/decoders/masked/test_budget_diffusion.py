@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.budget_worlds import MOST, World
-from decoders.causal.specdiff import num_forwards
-from decoders.engine.budget import DraftBudget
-from decoders.engine.cost import CostTable
+from draftmill.decoders.causal.specdiff import num_forwards
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.cost import CostTable
 
 
 class DiffusionWorld(World):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
-from decoders.draws.schedule import LAST_TIME
-from decoders.references.absorbing import masked_share
+from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
+from draftmill.decoders.draws.schedule import LAST_TIME
+from draftmill.decoders.references.absorbing import masked_share
 from tests.decoders.backbones.masked_models import copy_changed, load, look_alone
 
 MASK = 64

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.masked import stepwise
-from decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
-from decoders.masked.stepwise import dream_quota, dream_times, within
+from draftmill.decoders.base import Request
+from draftmill.decoders.masked import stepwise
+from draftmill.decoders.masked.settings import FactorSettings, StepwiseSettings, ThresholdSettings
+from draftmill.decoders.masked.stepwise import dream_quota, dream_times, within
 from tests.decoders.backbones.masked_models import load, look
 from tests.decoders.masked.golden_masked import CACHES, built, canvas_of, cases_of, check
 from tests.decoders.support import run_all

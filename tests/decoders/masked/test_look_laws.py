@@ -12,18 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import DecoderChoice, Sampling
-from decoders.draws import noise
-from decoders.draws.sampling import coupled_draw
-from decoders.engine import row_laws
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.masked import ssd, stepwise
-from decoders.masked.cached_windows import Windows
-from decoders.masked.settings import FactorSettings, SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import coupled_draw
+from draftmill.decoders.engine import row_laws
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked import ssd, stepwise
+from draftmill.decoders.masked.cached_windows import Windows
+from draftmill.decoders.masked.settings import (
+    FactorSettings,
+    SelfSpeculativeSettings,
+    StepwiseSettings,
+    ThresholdSettings,
+)
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import Law, decoded, total_variation
 from tests.decoders.look_enumeration import law_of
 from tests.decoders.regions import Triangle

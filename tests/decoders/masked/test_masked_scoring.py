@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.base import Request
-from decoders.draws.keys import sample_key
-from decoders.engine.score_engine import ScoreLane
-from decoders.masked.settings import AncestralSettings, StepwiseSettings
+from draftmill.decoders.base import Request
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.engine.score_engine import ScoreLane
+from draftmill.decoders.masked.settings import AncestralSettings, StepwiseSettings
 from tests.decoders.masked.diffusion_tables import LENGTH, MASK, VOCAB, drafter, mask_info
 from tests.decoders.support import score, scorer_for
 

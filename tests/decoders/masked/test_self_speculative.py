@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.load import inspect_model
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine.ends import Stops
-from decoders.engine.setup import Setup
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.ends import Stops
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.support import run_all

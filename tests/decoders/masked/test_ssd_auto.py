@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from decoders.backbones.load import inspect_model
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.engine import engine
-from decoders.engine.budget import DraftBudget
-from decoders.engine.looks import NodeOffer
-from decoders.engine.node_lengths import NodeBudget
-from decoders.engine.setup import Setup
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.references.token_table import TokenTable
-from decoders.registry import build_decoder
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine import engine
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.looks import NodeOffer
+from draftmill.decoders.engine.node_lengths import NodeBudget
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.references.token_table import TokenTable
+from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import random_lengths, run_all

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from decoders.backbones.load import inspect_model
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.draws.noise import sample_key
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
 from tests.decoders.support import pairwise

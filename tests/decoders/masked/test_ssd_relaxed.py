@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from decoders.backbones.load import inspect_model
-from decoders.base import ModelInfo, Request
-from decoders.common_settings import Sampling
-from decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from decoders.references.token_table import TokenTable
+from draftmill.decoders.backbones.load import inspect_model
+from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
+from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.analysis.case import at_least, read_case
-from jobs.analysis.runs import open_run
-from jobs.cli import main
-from storage.runs.commit import read_manifest
-from storage.runs.metric_files import read_metrics
-from storage.stores.store import open_store
+from draftmill.jobs.analysis.case import at_least, read_case
+from draftmill.jobs.analysis.runs import open_run
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.commit import read_manifest
+from draftmill.storage.runs.metric_files import read_metrics
+from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import write_metrics
 from tests.runs.jobs_of_tests import VOCABULARY, write_spec

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jobs.cli import main
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import failed, fill_store, row, write_metrics, write_run, write_sweep
 from tests.runs.jobs_of_tests import write_rows, write_spec
@@ -294,7 +294,7 @@ def test_real_runs_of_two_decoders_have_equal_texts(tmp_path: Path, capsys: pyte
 def test_comparing_imports_neither_torch_nor_ray(tmp_path: Path) -> None:
     a, b = (write_run(tmp_path / name, numbers(30, 1)) for name in "ab")
     code = (
-        "import sys; from jobs.cli import main; code = main(sys.argv[1:]); "
+        "import sys; from draftmill.jobs.cli import main; code = main(sys.argv[1:]); "
         "sys.exit(', '.join({'torch', 'transformers', 'ray', 'datasets', 'matplotlib'} & set(sys.modules)) or code)"
     )
     done = subprocess.run(

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.analysis.pairing import pair
-from jobs.analysis.rows import RunRows, mapped
+from draftmill.jobs.analysis.pairing import pair
+from draftmill.jobs.analysis.rows import RunRows, mapped
 
 
 def rows(keys: list[tuple[str, int]], failed: Collection[tuple[str, int]] = ()) -> RunRows:

@@ -20,15 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
-from jobs.analysis.palette import COLOURS, MARKERS
-from jobs.analysis.plots import better, frontier
-from jobs.analysis.runs import open_run
-from jobs.cli import main
-from jobs.driving.attempts import AttemptsLog
-from jobs.driving.device_time import DeviceTime
-from jobs.driving.totals import Totals
-from storage.stores.store import open_store
+from draftmill.jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
+from draftmill.jobs.analysis.palette import COLOURS, MARKERS
+from draftmill.jobs.analysis.plots import better, frontier
+from draftmill.jobs.analysis.runs import open_run
+from draftmill.jobs.cli import main
+from draftmill.jobs.driving.attempts import AttemptsLog
+from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.driving.totals import Totals
+from draftmill.storage.stores.store import open_store
 from tests.conftest import ROOT
 from tests.jobs.analysis.made_runs import START, failed, row, write_metrics, write_run, write_sweep
 from tests.jobs.driving.test_device_time import Hand
@@ -149,7 +149,7 @@ def test_a_report_is_one_file_without_scripts_and_addresses(sweep_page: str) -> 
 
 
 def test_a_report_is_the_same_bytes_every_time(sweep: Path, sweep_page: str, tmp_path: Path) -> None:
-    code = "import sys; from jobs.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from draftmill.jobs.cli import main; sys.exit(main(sys.argv[1:]))"
     out = tmp_path / "again.html"
     command = [sys.executable, "-c", code, "report", str(sweep), "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -193,7 +193,7 @@ def test_a_report_can_be_read_aloud(sweep_page: str) -> None:
 
 
 def test_every_decoder_has_a_colour_with_contrast_on_white() -> None:
-    from decoders.settings import DECODERS
+    from draftmill.decoders.settings import DECODERS
 
     assert set(DECODERS) <= set(COLOURS) == set(MARKERS)
     for name, colour in COLOURS.items():

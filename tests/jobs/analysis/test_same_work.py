@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from jobs.analysis.same_work import check_same_work
-from jobs.plan.plan import Plan
-from jobs.spec.job_spec import check_spec
-from storage.errors import UserError
-from storage.inputs.reader import InputFile
-from storage.stores.store import open_store
+from draftmill.jobs.analysis.same_work import check_same_work
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.stores.store import open_store
 
 FILE = InputFile(uri="rows.jsonl", name="rows.jsonl", size=10, etag=None, mtime_s=1.0, format="jsonl", sha256="aa")
 CAUSAL = {"path": "builtin:ar-tiny"}

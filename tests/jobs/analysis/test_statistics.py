@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jobs.analysis import statistics
-from jobs.analysis.statistics import (
+from draftmill.jobs.analysis import statistics
+from draftmill.jobs.analysis.statistics import (
     Interval,
     bootstrap,
     grouped_sums,

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.commands.run import RunOptions
-from jobs.harness.options import EvalOptions
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands.run import RunOptions
+from draftmill.jobs.harness.options import EvalOptions
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.conftest import ROOT
 from tests.jobs.harness.tasks_of_tests import (
     DOCUMENTS,
@@ -190,7 +190,7 @@ def units(folder: Path) -> dict[str, tuple[bytes, int]]:
 @pytest.mark.parametrize("failpoint", ["commit.after_data=kill:2", "local.before_link=kill:14"])
 def test_a_killed_evaluation_goes_on_and_decodes_nothing_twice(world: World, tmp_path: Path, failpoint: str) -> None:
     path = write_eval_spec(tmp_path, decoder={"kind": "speculative"}, batching={"max_rows": 2})
-    command = [sys.executable, "-m", "jobs.cli", "eval", str(path), "--tasks", *TASKS]
+    command = [sys.executable, "-m", "draftmill.jobs.cli", "eval", str(path), "--tasks", *TASKS]
     command += ["--include_path", str(world.tasks), "--local", "--quiet"]
     environment = os.environ | {"DRAFTMILL_FAILPOINTS": failpoint, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -287,7 +287,7 @@ def test_a_chat_has_the_examples_as_turns_and_may_begin_the_answer(world: World,
 
     from transformers import PreTrainedTokenizerFast
 
-    from actors.models import fetch_model
+    from draftmill.actors.models import fetch_model
 
     model = tmp_path / "model"
     shutil.copytree(fetch_model("builtin:ar-tiny"), model)
@@ -376,7 +376,7 @@ def refused(world: World, folder: Path, capsys: pytest.CaptureFixture[str], name
 def test_an_unknown_task_is_refused_with_the_nearest_names(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jobs.harness.tasks import Finder
+    from draftmill.jobs.harness.tasks import Finder
 
     managers = Finder._managers
     monkeypatch.setattr(Finder, "_managers", lambda self: islice(managers(self), 1))  # the whole index takes a minute
@@ -414,7 +414,7 @@ def test_requests_that_a_model_or_a_decoder_can_not_do_are_refused_by_name(
 def test_without_the_extra_the_message_names_it(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.commands.evaluate.find_spec", lambda name: None)
+    monkeypatch.setattr("draftmill.jobs.commands.evaluate.find_spec", lambda name: None)
     write_eval_spec(tmp_path)
     assert "pip install 'draftmill[lm-eval]'" in refused(world, tmp_path, capsys, ["gen"])
 
@@ -423,9 +423,9 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prompt with the mask itself: masked models can't take it."""
-    from actors.models import fetch_model
-    from actors.text import load_tokenizer
-    from decoders.backbones.checkpoint import inspect_model
+    from draftmill.actors.models import fetch_model
+    from draftmill.actors.text import load_tokenizer
+    from draftmill.decoders.backbones.checkpoint import inspect_model
 
     folder = fetch_model("builtin:mdm-tiny")
     tokenizer, mask = load_tokenizer(folder), inspect_model(folder).mask_id
@@ -445,7 +445,7 @@ def test_rows_that_fail_are_empty_answers_only_if_the_spec_allows_failures(
 
 def test_nothing_imports_torch_before_the_first_job(tmp_path: Path) -> None:
     path = write_eval_spec(tmp_path)
-    code = "import sys; from jobs.cli import main; main(sys.argv[1:]); "
+    code = "import sys; from draftmill.jobs.cli import main; main(sys.argv[1:]); "
     code += "sys.exit({'lm_eval', 'torch'} & {*sys.modules} != {'lm_eval'})"
     command = [sys.executable, "-c", code, "eval", str(path), "--tasks", str(tmp_path / "missing.yaml"), "--local"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

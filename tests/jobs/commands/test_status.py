@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Effort
-from decoders.base import EngineStats
-from jobs.commands import status
-from jobs.commands.status import driver_of, state_of, status_lines
-from jobs.driving.attempts import Sessions
-from storage.runs.lease import acquire, this_process
-from storage.stores.memory import MemoryStore
+from draftmill.actors.messages import Effort
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.commands import status
+from draftmill.jobs.commands.status import driver_of, state_of, status_lines
+from draftmill.jobs.driving.attempts import Sessions
+from draftmill.storage.runs.lease import acquire, this_process
+from draftmill.storage.stores.memory import MemoryStore
 
 
 def test_a_driver_that_was_killed_is_not_said_to_run():

@@ -20,22 +20,22 @@ import numpy as np
 import pyarrow as pa
 from pytest import MonkeyPatch
 
-from actors.job import Crew, Seat
-from actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
-from actors.plan_table import FOLDER, PLAN, ROW_SCHEMA
-from jobs.commands import run as jobs_run
-from jobs.driving.driver import StopFlag
-from jobs.driving.progress import Silence
-from jobs.driving.site import LocalSite
-from jobs.plan import plan as plans
-from jobs.plan import plan_writer
-from jobs.plan.plan import load_plan, store_plan
-from jobs.plan.plan_writer import PlanWriter
-from jobs.spec.job_spec import check_spec
-from jobs.spec.worker_shape import WorkerShape
-from storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
-from storage.stores.local import LocalStore
-from storage.stores.verbs import Body, Stat
+from draftmill.actors.job import Crew, Seat
+from draftmill.actors.messages import Effort, PoolNews, Receipt, Reported, Tally, TurnReport, Up, WorkUnit
+from draftmill.actors.plan_table import FOLDER, PLAN, ROW_SCHEMA
+from draftmill.jobs.commands import run as jobs_run
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.driving.site import LocalSite
+from draftmill.jobs.plan import plan as plans
+from draftmill.jobs.plan import plan_writer
+from draftmill.jobs.plan.plan import load_plan, store_plan
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.runs.commit import MANIFEST, CommittedUnit, UnitFacts, read_manifest, unit_name
+from draftmill.storage.stores.local import LocalStore
+from draftmill.storage.stores.verbs import Body, Stat
 
 WINDOW, WORKERS = 50_000, 8
 

@@ -17,18 +17,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors import cutting_inputs, survey_items, survey_pool
-from actors.survey_items import Item
-from jobs.driving import cluster_survey as surveys
-from jobs.driving.cluster_survey import cluster_survey
-from jobs.driving.nodes import NodeRoom
-from jobs.driving.progress import Silence
-from jobs.driving.site import LocalSite, RaySite
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.survey import survey
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.errors import UserError
-from storage.stores.store import open_store
+from draftmill.actors import cutting_inputs, survey_items, survey_pool
+from draftmill.actors.survey_items import Item
+from draftmill.jobs.driving import cluster_survey as surveys
+from draftmill.jobs.driving.cluster_survey import cluster_survey
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.driving.site import LocalSite, RaySite
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.survey import survey
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
 from tests.jobs.plan import grouped_jobs
 from tests.jobs.plan.grouped_jobs import write_questions
 
@@ -304,5 +304,5 @@ def test_small_jobs_and_local_ones_are_planned_by_the_driver(
     few = prepare(spec_for(folder, tmp_path / "run", {"limit": 10}), open_store(spec.output.path))
     assert not surveys.pays(few, 8, is_ours=False)
     assert LocalSite().survey(prepared, Silence()) is survey
-    monkeypatch.setattr("jobs.driving.site.cluster_nodes", lambda: [NodeRoom(1, 0)])
+    monkeypatch.setattr("draftmill.jobs.driving.site.cluster_nodes", lambda: [NodeRoom(1, 0)])
     assert RaySite(None).survey(prepared, Silence()) is survey

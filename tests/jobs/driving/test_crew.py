@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from actors.pool import Seat
-from jobs.driving.crew import crew, lacking
-from jobs.driving.nodes import NodeRoom
-from jobs.spec.job_spec import ErrorSettings
-from jobs.spec.thresholds import hopeless, most_failed, too_many_failed
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
+from draftmill.actors.pool import Seat
+from draftmill.jobs.driving.crew import crew, lacking
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.spec.job_spec import ErrorSettings
+from draftmill.jobs.spec.thresholds import hopeless, most_failed, too_many_failed
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
 
 
 @pytest.mark.parametrize(

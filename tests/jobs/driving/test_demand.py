@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from jobs.driving import autoscaler
-from jobs.driving.autoscaler import possible_nodes
-from jobs.driving.crew import crew
-from jobs.driving.demand import Bundles, Demand, Selectors, request_of_ray
-from jobs.driving.nodes import NodeRoom
-from jobs.driving.site import RaySite
-from jobs.spec.worker_shape import WorkerShape
-from storage.errors import UserError
+from draftmill.jobs.driving import autoscaler
+from draftmill.jobs.driving.autoscaler import possible_nodes
+from draftmill.jobs.driving.crew import crew
+from draftmill.jobs.driving.demand import Bundles, Demand, Selectors, request_of_ray
+from draftmill.jobs.driving.nodes import NodeRoom
+from draftmill.jobs.driving.site import RaySite
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.storage.errors import UserError
 
 POSSIBLE = [NodeRoom(8, 2, None)] * 3
 
@@ -140,14 +140,14 @@ def test_a_request_that_fails_is_made_again_and_does_not_end_the_run():
 
 def test_a_cluster_without_nodes_yet_starts_one_worker_that_waits_for_the_autoscaler(monkeypatch: pytest.MonkeyPatch):
     spec: Any = SimpleNamespace(shapes=(WorkerShape(),), workers=WorkerShape(), model=SimpleNamespace(device="auto"))
-    monkeypatch.setattr("jobs.driving.site.cluster_nodes", lambda: [NodeRoom(0, 0)])
-    monkeypatch.setattr("jobs.driving.site.possible_nodes", lambda shapes, now: POSSIBLE)
+    monkeypatch.setattr("draftmill.jobs.driving.site.cluster_nodes", lambda: [NodeRoom(0, 0)])
+    monkeypatch.setattr("draftmill.jobs.driving.site.possible_nodes", lambda shapes, now: POSSIBLE)
     site = RaySite("auto")
     found = site.crew(spec, units=50)
     assert (found.count, found.seats[0].gpus) == (1, 1.0)
     demand = site.demand(spec)
     assert demand is not None and demand.crew_for(50).count == 6
-    monkeypatch.setattr("jobs.driving.site.possible_nodes", lambda shapes, now: None)
+    monkeypatch.setattr("draftmill.jobs.driving.site.possible_nodes", lambda shapes, now: None)
     assert site.demand(spec) is None
     with pytest.raises(UserError, match="a worker needs"):
         site.crew(spec, units=50)

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from actors.messages import Effort, Tally
-from decoders.base import EngineStats
-from jobs.driving.attempts import AttemptsLog, read_sessions
-from jobs.driving.device_time import DeviceSums, DeviceTime
-from jobs.driving.totals import Totals
-from jobs.watching.cost import cost_rows, purposes_of
-from storage.stores.store import open_store
+from draftmill.actors.messages import Effort, Tally
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
+from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.watching.cost import cost_rows, purposes_of
+from draftmill.storage.stores.store import open_store
 
 
 class Hand:

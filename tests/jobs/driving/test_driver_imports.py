@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.conftest import ROOT
 from tests.runs.jobs_here import run, without_ray
 
 HEAVY = ("torch", "transformers", "sklearn", "scipy", "datasets")
 WATCH = f"""
 import atexit, sys
-from jobs.cli import main
+from draftmill.jobs.cli import main
 code = main(sys.argv[1:])
 found = sorted(set({HEAVY!r}) & set(sys.modules)) + (["ray"] if "ray" in sys.modules and sys.argv[1] != "run" else [])
 sys.exit(f"imported {{found}}" if found else 0 if code == 0 else f"exit code {{code}}")
@@ -26,10 +26,10 @@ sys.exit(f"imported {{found}}" if found else 0 if code == 0 else f"exit code {{c
 PLAN = f"""
 import sys
 from pathlib import Path
-from jobs.plan.prepare import make_plan, prepare
-from jobs.driving.progress import Silence
-from jobs.spec.job_spec import load_spec
-from storage.stores.store import open_store
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.spec.job_spec import load_spec
+from draftmill.storage.stores.store import open_store
 spec = load_spec(sys.argv[1], [])
 store = open_store(spec.output.path)
 plan = make_plan(prepare(spec, store), store, Silence())

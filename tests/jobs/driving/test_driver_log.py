@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from jobs.driving.driver_log import DriverLog, LoggedDisplay
-from jobs.driving.events import JsonStream, event_line, json_streams, say_in_events
-from jobs.driving.line_files import LINES_PER_FILE, LineFiles
-from jobs.driving.progress import EventDisplay, LineDisplay, make_display
-from jobs.driving.totals import Totals
-from storage.errors import StoreError
-from storage.stores.memory import MemoryStore
-from storage.stores.store import open_store
-from storage.stores.verbs import Stat
+from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
+from draftmill.jobs.driving.events import JsonStream, event_line, json_streams, say_in_events
+from draftmill.jobs.driving.line_files import LINES_PER_FILE, LineFiles
+from draftmill.jobs.driving.progress import EventDisplay, LineDisplay, make_display
+from draftmill.jobs.driving.totals import Totals
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Stat
 from tests.jobs.driving.test_device_time import Hand
 
 SECRET = "b8c1f0a94d7e"

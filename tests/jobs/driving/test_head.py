@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from ray.exceptions import AuthenticationError
 
-from jobs.driving.head import check_head
-from jobs.driving.session import check_reachable
-from storage.errors import UserError
+from draftmill.jobs.driving.head import check_head
+from draftmill.jobs.driving.session import check_reachable
+from draftmill.storage.errors import UserError
 
 grpc: Any = import_module("grpc")
 GetClusterIdReply: Any = import_module("ray.core.generated.gcs_service_pb2").GetClusterIdReply

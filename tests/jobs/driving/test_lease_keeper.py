@@ -6,11 +6,11 @@ import secrets
 
 import pytest
 
-from jobs.driving.lease_keeper import give_back, keep_once, kept_lease
-from storage.errors import StoreError, UserError
-from storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
-from storage.stores.memory import MemoryStore
-from storage.stores.verbs import Body, Stat
+from draftmill.jobs.driving.lease_keeper import give_back, keep_once, kept_lease
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.verbs import Body, Stat
 
 
 class Unreachable(MemoryStore):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jobs.driving import session
+from draftmill.jobs.driving import session
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from types import FrameType
 
 import pytest
 
-from jobs.cli import main
-from jobs.driving.driver import StopFlag, interruptible
-from jobs.driving.session import _own_sigterm
+from draftmill.jobs.cli import main
+from draftmill.jobs.driving.driver import StopFlag, interruptible
+from draftmill.jobs.driving.session import _own_sigterm
 
 
 def test_sigterm_interrupts_as_ctrl_c_does_and_only_inside():
@@ -58,7 +58,7 @@ def not_ours(number: int, frame: FrameType | None) -> None:
 def test_sigterm_while_the_command_is_still_being_imported_ends_with_4(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    name = f"jobs.commands.{arguments[0]}"
+    name = f"draftmill.jobs.commands.{arguments[0]}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Signalling(name), *sys.meta_path])
     before = signal.signal(signal.SIGTERM, not_ours)

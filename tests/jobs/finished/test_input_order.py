@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from jobs.cli import main
-from jobs.finished.input_order import groups, in_input_order
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.jobs.finished.input_order import groups, in_input_order
+from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.test_plan import plan, spec_for
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.test_rerun import run_with

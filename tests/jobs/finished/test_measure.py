@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from decoders.common_settings import Sampling
-from jobs.cli import main
-from jobs.plan.plan import load_plan
-from storage.failpoints import VARIABLE
-from storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options, Store
+from draftmill.decoders.common_settings import Sampling
+from draftmill.jobs.cli import main
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.storage.failpoints import VARIABLE
+from draftmill.storage.runs.metric_files import measured_units, metric_sets, read_metric_errors, read_metrics
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options, Store
 from tests.jobs.finished.written_runs import failed, second_pass, spec_for, write_run, write_units
 
 ROWS = [
@@ -156,7 +156,7 @@ def test_pass_at_k_counts_the_samples_of_a_row_over_units_and_passes(tmp_path: P
 
 
 def _no_sandbox() -> bool:
-    from actors.sandbox.self_test import problem
+    from draftmill.actors.sandbox.self_test import problem
 
     return problem("kernel") is not None
 
@@ -220,7 +220,7 @@ def test_a_measure_that_is_killed_at_any_point_goes_on_and_changes_no_byte(tmp_p
             [
                 sys.executable,
                 "-m",
-                "jobs.cli",
+                "draftmill.jobs.cli",
                 "measure",
                 store.url,
                 "--local",
@@ -382,7 +382,7 @@ def test_a_column_measured_with_other_settings_is_never_rewritten(
 
 
 def test_another_driver_is_waited_for_by_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from storage.runs.lease import acquire
+    from draftmill.storage.runs.lease import acquire
 
     store = write(tmp_path)
     lease = acquire(store, "elsewhere:1:1", 60.0)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Effort, Tally
-from decoders.base import EngineStats
-from jobs.driving.attempts import Sessions
-from jobs.finished.summary import Results, is_small, read_summary, table_lines
-from storage.parquet import write_parquet
-from storage.runs.commit import Manifest
-from storage.runs.records import table_from_rows
-from storage.stores.store import open_store
+from draftmill.actors.messages import Effort, Tally
+from draftmill.decoders.base import EngineStats
+from draftmill.jobs.driving.attempts import Sessions
+from draftmill.jobs.finished.summary import Results, is_small, read_summary, table_lines
+from draftmill.storage.parquet import write_parquet
+from draftmill.storage.runs.commit import Manifest
+from draftmill.storage.runs.records import table_from_rows
+from draftmill.storage.stores.store import open_store
 
 
 def row(name: str, kind: str | None = None, error: str | None = None) -> dict[str, Any]:

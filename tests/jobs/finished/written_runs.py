@@ -9,16 +9,16 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobs.driving.progress import Silence
-from jobs.plan.plan import Plan, create_plan
-from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.prepare import make_plan, prepare
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.inputs.kept import KEEP
-from storage.runs.commit import commit_unit, write_manifest
-from storage.runs.records import SCHEMA_VERSION, schema_of, table_from_rows
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.plan import Plan, create_plan
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.inputs.kept import KEEP
+from draftmill.storage.runs.commit import commit_unit, write_manifest
+from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of, table_from_rows
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from tests.storage.inputs.tables import result_row
 
 Row = dict[str, Any]

@@ -10,10 +10,10 @@ from lm_eval.api.model import LM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from actors.models import fetch_model
-from decoders.common_settings import Sampling
-from decoders.draws.keys import sample_key
-from decoders.references.choosers import CoupledRule
+from draftmill.actors.models import fetch_model
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.draws.keys import sample_key
+from draftmill.decoders.references.choosers import CoupledRule
 
 
 class Plain(LM):  # type: ignore[misc]

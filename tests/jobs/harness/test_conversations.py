@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.text import Tokenizer
-from jobs.harness.conversations import rendered
-from storage.errors import UserError
+from draftmill.actors.text import Tokenizer
+from draftmill.jobs.harness.conversations import rendered
+from draftmill.storage.errors import UserError
 from tests.actors.test_prompts import chat_folder, chatting
 
 __all__ = ["chat_folder", "chatting"]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from decoders.common_settings import Sampling
-from jobs.harness.generation import Generation, generation_of
-from storage.errors import UserError
+from draftmill.decoders.common_settings import Sampling
+from draftmill.jobs.harness.generation import Generation, generation_of
+from draftmill.storage.errors import UserError
 
 PLAIN = Sampling(temperature=1.0, top_k=None, top_p=None)
 CUT = Sampling(temperature=1.0, top_k=40, top_p=0.9)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main, parser
-from jobs.harness.options import REFUSED, EvalOptions, documents, named, seeds
-from storage.errors import UserError
+from draftmill.jobs.cli import main, parser
+from draftmill.jobs.harness.options import REFUSED, EvalOptions, documents, named, seeds
+from draftmill.storage.errors import UserError
 
 
 @pytest.mark.parametrize(

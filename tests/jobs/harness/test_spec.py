@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.task import Complete, Score
-from jobs.harness.generation import Generation
-from jobs.harness.rows import Rows
-from jobs.harness.runs import name_of
-from jobs.harness.spec import EvalSpec, read_eval_spec
-from storage.errors import UserError
+from draftmill.actors.task import Complete, Score
+from draftmill.jobs.harness.generation import Generation
+from draftmill.jobs.harness.rows import Rows
+from draftmill.jobs.harness.runs import name_of
+from draftmill.jobs.harness.spec import EvalSpec, read_eval_spec
+from draftmill.storage.errors import UserError
 
 PLAIN: dict[str, Any] = {
     "model": {"path": "m"},

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from jobs.cli import main
-from jobs.manifests.job import read_job
-from jobs.manifests.options import Options
-from jobs.manifests.write import manifest_files
+from draftmill.jobs.cli import main
+from draftmill.jobs.manifests.job import read_job
+from draftmill.jobs.manifests.options import Options
+from draftmill.jobs.manifests.write import manifest_files
 
 KUBERAY = ("rayjob", "raycronjob", "raycluster")
 

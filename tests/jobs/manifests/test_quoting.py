@@ -14,9 +14,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.manifests.commented import comment, document
-from jobs.manifests.job import slug
-from jobs.manifests.quoting import crontab, shell, systemd
+from draftmill.jobs.manifests.commented import comment, document
+from draftmill.jobs.manifests.job import slug
+from draftmill.jobs.manifests.quoting import crontab, shell, systemd
 from tests.jobs.manifests.made import data_of, files_of, templates, text_of, write_spec
 
 NASTY = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jobs.codes import UNUSABLE
-from jobs.manifests.options import APPLIES, KINDS, Options
-from storage.errors import UserError
+from draftmill.jobs.codes import UNUSABLE
+from draftmill.jobs.manifests.options import APPLIES, KINDS, Options
+from draftmill.storage.errors import UserError
 from tests.jobs.manifests.made import files_of, printed, text_of, write_spec
 
 CLUSTERS = ("rayjob", "raycronjob", "raycluster", "cronjob", "ray-up")

@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from jobs.manifests.schedule import check_time_zone, parse_schedule
-from storage.errors import UserError
+from draftmill.jobs.manifests.schedule import check_time_zone, parse_schedule
+from draftmill.storage.errors import UserError
 
 MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
 NAMES = {name: str(index) for index, name in enumerate(("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT"))} | {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.jobs.manifests.made import text_of, write_spec
 
 CRON_D = Path("/etc/cron.d")
@@ -49,7 +49,7 @@ def test_cron_runs_the_job_and_the_next_minute_finds_it_done(installed: Path, tm
     place = tmp_path / 'it\'s 100% "odd" \\n $HOME'
     place.mkdir()
     program = place / "draftmill"
-    program.write_text(f'#!/bin/bash\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -m jobs.cli "$@"\n')
+    program.write_text(f'#!/bin/bash\nexport PYTHONPATH={ROOT}\nexec {sys.executable} -m draftmill.jobs.cli "$@"\n')
     program.chmod(0o755)
     secret = place / "keys of 50%.env"
     secret.write_text("OMP_NUM_THREADS=1\nDRAFTMILL_CACHE=from-the-file\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 from tests.jobs.manifests.made import write_spec
 from tests.jobs.manifests.slurm_here import Slurm, missing, slurm_here, wait_until
 

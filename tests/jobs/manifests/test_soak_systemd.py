@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.manifests.quoting import BY_SHELL
-from jobs.manifests.schedule import parse_schedule
+from draftmill.jobs.manifests.quoting import BY_SHELL
+from draftmill.jobs.manifests.schedule import parse_schedule
 from tests.jobs.manifests.made import RICH, files_of, write_spec
 from tests.jobs.manifests.test_quoting import NASTY, by_bash
 from tests.jobs.manifests.test_schedule import SCHEDULES, plainly

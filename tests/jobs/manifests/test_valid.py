@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import parser
-from jobs.manifests.options import KINDS
-from jobs.spec.job_spec import load_spec
+from draftmill.jobs.cli import parser
+from draftmill.jobs.manifests.options import KINDS
+from draftmill.jobs.spec.job_spec import load_spec
 from tests.jobs.manifests.made import KUBERAY, RICH, SPEC, data_of, files_of, printed, templates, text_of, write_spec
 from tests.jobs.manifests.validators import (
     kuberay_problems,

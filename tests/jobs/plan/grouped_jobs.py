@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from actors import makers
-from actors.messages import WorkUnit
-from actors.seating import in_order
-from actors.worker import build_parts
-from decoders.base import EngineStats
-from decoders.engine.engine import Engine
-from jobs.driving.progress import Silence
-from jobs.plan.plan import Plan
-from jobs.plan.prepare import make_plan, prepare
-from jobs.plan.worker_job import make_job
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.stores.store import open_store
+from draftmill.actors import makers
+from draftmill.actors.messages import WorkUnit
+from draftmill.actors.seating import in_order
+from draftmill.actors.worker import build_parts
+from draftmill.decoders.base import EngineStats
+from draftmill.decoders.engine.engine import Engine
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.stores.store import open_store
 
 _FIRST = ["def", "return", "self", "import", "class", "for", "in", "range", "if"]
 WORDS = [*_FIRST, *["else", "print", "value", "name", "index", "list", "dict", "open", "read"]]

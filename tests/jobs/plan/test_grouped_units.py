@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from actors.beginnings import BEGINNING, beginnings
-from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
-from jobs.plan.plan import Plan
-from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.prepare import prepare
-from jobs.plan.shared_plan import plan_groups
-from storage.stores.store import open_store
+from draftmill.actors.beginnings import BEGINNING, beginnings
+from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.prepare import prepare
+from draftmill.jobs.plan.shared_plan import plan_groups
+from draftmill.storage.stores.store import open_store
 from tests.jobs.plan.grouped_jobs import CHOICES, decoded_apart, planned, spec_for, write_questions
 
 QUESTIONS = 24

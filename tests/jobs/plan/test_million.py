@@ -8,18 +8,18 @@ import sys
 
 import pytest
 
-from storage.runs.commit import unit_name
-from storage.runs.done import BLOCK, DoneUnits
+from draftmill.storage.runs.commit import unit_name
+from draftmill.storage.runs.done import BLOCK, DoneUnits
 
 CODE = """
 import json, resource
 import numpy as np
 import pyarrow as pa
-from actors.plan_table import ROW_SCHEMA
-from jobs.plan import plan_writer
-from jobs.plan.plan_writer import PlanWriter
-from storage.runs.commit import done_units, unit_name
-from storage.stores.verbs import Stat
+from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.jobs.plan import plan_writer
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.storage.runs.commit import done_units, unit_name
+from draftmill.storage.stores.verbs import Stat
 
 UNITS, WINDOW, BYTES = 1_000_000, 50_000, 0
 

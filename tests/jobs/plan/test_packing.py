@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.makespans import makespan_bound, refill_makespan, static_makespan
-from jobs.plan.duplicates import DuplicateFinder
-from jobs.plan.packing import auto_unit_rows, cut, longest_first, padding_efficiency
+from draftmill.jobs.plan.duplicates import DuplicateFinder
+from draftmill.jobs.plan.packing import auto_unit_rows, cut, longest_first, padding_efficiency
 
 
 @settings(max_examples=200, deadline=None)

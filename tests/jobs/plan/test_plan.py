@@ -14,19 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
-from actors.text import Tokenizer
-from jobs.driving.progress import Silence
-from jobs.plan import packing, plan_writer
-from jobs.plan.fingerprint import Hashes, changed_files, results_key
-from jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
-from jobs.plan.plan_writer import PlanWriter
-from jobs.plan.prepare import Prepared, make_plan, prepare
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.errors import StoreError, UserError
-from storage.inputs.reader import InputFile, list_inputs
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.actors.plan_table import ROW_SCHEMA, TABLE_SCHEMA, PlanTable, part_name
+from draftmill.actors.text import Tokenizer
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan import packing, plan_writer
+from draftmill.jobs.plan.fingerprint import Hashes, changed_files, results_key
+from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_settings, load_plan
+from draftmill.jobs.plan.plan_writer import PlanWriter
+from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 HASHES = Hashes("weights", "tokenizer")
@@ -152,8 +152,8 @@ def test_a_changed_spec_is_refused_before_weights_are_hashed(tmp_path: Path, mon
     def never(*_: object, **__: object) -> None:
         raise AssertionError("the model is looked at")
 
-    monkeypatch.setattr("jobs.plan.prepare.fetch_model", never)
-    monkeypatch.setattr("jobs.plan.prepare.model_hash", never)
+    monkeypatch.setattr("draftmill.jobs.plan.prepare.fetch_model", never)
+    monkeypatch.setattr("draftmill.jobs.plan.prepare.model_hash", never)
     other = spec_for(
         file, model__path="builtin:asarm-tiny", output__path=str(tmp_path / "run"), decoder__k=2, input__limit=9
     )
@@ -222,7 +222,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     def never(file: InputFile) -> InputFile:
         raise AssertionError(f"{file.name} is read")
 
-    monkeypatch.setattr("storage.inputs.contents._hashed", never)
+    monkeypatch.setattr("draftmill.storage.inputs.contents._hashed", never)
     prepare(spec, store)
     file.write_text("of another size")
     with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):
@@ -232,7 +232,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
 def test_a_few_rows_of_a_huge_file_are_planned_without_hashing_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
+    monkeypatch.setattr("draftmill.jobs.plan.prepare.LIMITED_HASH_BYTES", 8)
     spec, store, file = small_job(tmp_path, input__limit=1)
     assert make_plan(prepare(spec, store), store, Silence()).files[0].sha256 is None
     assert prepare(spec, store).plan is not None

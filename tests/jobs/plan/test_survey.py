@@ -9,13 +9,13 @@ from threading import Barrier, Lock
 
 import pytest
 
-from actors import surveying
-from actors.canvas import Canvas, Size
-from actors.rows import Values
-from jobs.plan.survey import survey
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.errors import RowError, UserError
-from storage.inputs.reader import list_inputs
+from draftmill.actors import surveying
+from draftmill.actors.canvas import Canvas, Size
+from draftmill.actors.rows import Values
+from draftmill.jobs.plan.survey import survey
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs.reader import list_inputs
 
 PATIENCE_S = 60.0
 THREADS = 3

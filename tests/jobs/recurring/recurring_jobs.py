@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from storage.failpoints import VARIABLE, FailpointError, reset_failpoints
+from draftmill.jobs.cli import main
+from draftmill.storage.failpoints import VARIABLE, FailpointError, reset_failpoints
 from tests.runs.jobs_of_tests import forked, write_rows, write_spec
 
 KILLS = ("ledger.before_cache", "prune.before_mark", "prune.before_delete")

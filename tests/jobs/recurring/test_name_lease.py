@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
-from jobs.driving.driver import StopFlag
-from jobs.recurring import name_lease as module
-from jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
-from storage.runs.lease import LEASE, acquire
-from storage.stores.s3 import S3Store
-from storage.stores.verbs import S3Options, Store
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED
+from draftmill.jobs.driving.driver import StopFlag
+from draftmill.jobs.recurring import name_lease as module
+from draftmill.jobs.recurring.name_lease import Held, name_lease, run_lease, when_free
+from draftmill.storage.runs.lease import LEASE, acquire
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.verbs import S3Options, Store
 from tests.jobs.recurring.recurring_jobs import DATED, driver, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of
 

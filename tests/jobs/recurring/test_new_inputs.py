@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.plan.plan import load_plan
-from jobs.recurring.ledger import LEDGER, table_of
-from jobs.recurring.new_inputs import difference
-from storage.inputs.reader import InputFile
-from storage.stores.s3 import S3Store
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.jobs.plan.plan import load_plan
+from draftmill.jobs.recurring.ledger import LEDGER, table_of
+from draftmill.jobs.recurring.new_inputs import difference
+from draftmill.storage.inputs.reader import InputFile
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.jobs.recurring.recurring_jobs import DATED, driver, interrupted, nightly, run, units_decoded
 from tests.runs.jobs_of_tests import rows_of, write_rows
 
@@ -188,7 +188,7 @@ def test_nothing_new_takes_no_ray_and_writes_no_run_directory(
     spec = incremental(tmp_path)
     land(tmp_path / "landing", "a.jsonl")
     on(spec, 1, capsys)
-    code = "import sys; from jobs.cli import main; code = main(sys.argv[1:]); sys.exit('ray' in sys.modules or code)"
+    code = "import sys; from draftmill.jobs.cli import main; code = main(sys.argv[1:]); sys.exit('ray' in sys.modules or code)"
     command = [sys.executable, "-c", code, "run", str(spec), "--logical-date", "2026-11-02"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

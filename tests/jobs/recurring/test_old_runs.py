@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from jobs.cli import main
-from jobs.recurring.catching_up import dates_of
-from jobs.recurring.runs_below import runs_below
-from jobs.spec.job_spec import load_spec
-from storage.errors import UserError
-from storage.runs.lease import acquire
-from storage.stores.s3 import S3Store
-from storage.stores.store import open_store
-from storage.stores.verbs import S3Options
+from draftmill.jobs.cli import main
+from draftmill.jobs.recurring.catching_up import dates_of
+from draftmill.jobs.recurring.runs_below import runs_below
+from draftmill.jobs.spec.job_spec import load_spec
+from draftmill.storage.errors import UserError
+from draftmill.storage.runs.lease import acquire
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
 from tests.jobs.recurring.recurring_jobs import DATED, KILLS, driver, interrupted, nightly, run
 from tests.runs.jobs_of_tests import write_rows
 

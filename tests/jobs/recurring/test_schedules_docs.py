@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
+from draftmill.jobs.cli import main
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "schedules.md"
 

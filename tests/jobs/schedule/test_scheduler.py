@@ -8,9 +8,9 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.messages import MOST_UNITS, WorkUnit
-from jobs.schedule import unit_leases
-from jobs.schedule.events import (
+from draftmill.actors.messages import MOST_UNITS, WorkUnit
+from draftmill.jobs.schedule import unit_leases
+from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Drain,
@@ -31,9 +31,9 @@ from jobs.schedule.events import (
     WorkerLeaving,
     WorkerUp,
 )
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.unit_leases import Limits
-from jobs.schedule.unit_sizes import UnitSize
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.unit_leases import Limits
+from draftmill.jobs.schedule.unit_sizes import UnitSize
 
 
 def sizes(*tokens: int, rows: int = 4) -> list[UnitSize]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import WorkUnit
-from jobs.schedule.events import (
+from draftmill.actors.messages import WorkUnit
+from draftmill.jobs.schedule.events import (
     Assign,
     Command,
     Heard,
@@ -17,11 +17,11 @@ from jobs.schedule.events import (
     WorkerDied,
     WorkerUp,
 )
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.speeds import Outlook, fitting_unit
-from jobs.schedule.unit_leases import KNOWN_S
-from jobs.schedule.unit_sizes import UnitSize, UnitSizes
-from jobs.schedule.waiting import Waiting
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.speeds import Outlook, fitting_unit
+from draftmill.jobs.schedule.unit_leases import KNOWN_S
+from draftmill.jobs.schedule.unit_sizes import UnitSize, UnitSizes
+from draftmill.jobs.schedule.waiting import Waiting
 
 
 class Team:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from jobs.schedule.unit_sizes import BLOCK, UnitSet, UnitSize, UnitSizes
+from draftmill.jobs.schedule.unit_sizes import BLOCK, UnitSet, UnitSize, UnitSizes
 
 
 def test_sizes_are_a_mapping_in_the_order_of_the_units() -> None:

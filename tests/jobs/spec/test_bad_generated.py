@@ -19,19 +19,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from actors.clerk import guarded
-from actors.makers import Maker, maker_for
-from actors.rows import row_key
-from actors.text import Tokenizer
-from jobs import cli
-from jobs.finished.passes import latest_rows, passes_of
-from jobs.plan.plan import checked
-from jobs.plan.survey import survey
-from jobs.schedule.events import Finish
-from jobs.spec.job_spec import JobSpec, check_spec, load_spec
-from storage.errors import RowError, UserError
-from storage.inputs.reader import InputFile, iterate, list_inputs, read_rows
-from storage.stores.store import open_store
+from draftmill.actors.clerk import guarded
+from draftmill.actors.makers import Maker, maker_for
+from draftmill.actors.rows import row_key
+from draftmill.actors.text import Tokenizer
+from draftmill.jobs import cli
+from draftmill.jobs.finished.passes import latest_rows, passes_of
+from draftmill.jobs.plan.plan import checked
+from draftmill.jobs.plan.survey import survey
+from draftmill.jobs.schedule.events import Finish
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
+from draftmill.storage.errors import RowError, UserError
+from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs, read_rows
+from draftmill.storage.stores.store import open_store
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 from tests.jobs.spec.bad_input import GOOD, bad_lines, spec_texts, table_files, text_files
 from tests.runs.jobs_here import run, without_ray
@@ -88,7 +88,7 @@ def test_a_generated_job_is_planned_or_exits_with_2(folder: Path, text: bytes) -
     (folder / "spec.yaml").write_bytes(text)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said), redirect_stdout(io.StringIO()):
-        patch.setattr("jobs.commands.run.decode", lambda run: Finish("drained"))
+        patch.setattr("draftmill.jobs.commands.run.decode", lambda run: Finish("drained"))
         code = cli.main(["run", "spec.yaml", "--quiet"])
     assert code in {2, 4} and clear(said.getvalue()), (code, said.getvalue())
     assert code == 4 or not (folder / "run").exists(), "a job that is refused leaves nothing"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from storage.runs.records import read_results
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.store import open_store
 from tests.runs.local_pool import without_ray
 
 Change = Callable[[dict[str, Any], Path], None]

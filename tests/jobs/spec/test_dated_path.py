@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.harness.spec import read_eval_spec
-from jobs.spec.dated_path import (
+from draftmill.jobs.harness.spec import read_eval_spec
+from draftmill.jobs.spec.dated_path import (
     base_of,
     below_base,
     date_in,
@@ -24,9 +24,9 @@ from jobs.spec.dated_path import (
     with_date,
     written,
 )
-from jobs.spec.job_spec import at_date, check_spec, with_logical_date
-from jobs.spec.sweep_spec import load_sweep
-from storage.errors import UserError
+from draftmill.jobs.spec.job_spec import at_date, check_spec, with_logical_date
+from draftmill.jobs.spec.sweep_spec import load_sweep
+from draftmill.storage.errors import UserError
 
 NOW = datetime(2026, 11, 22, 3, 4, 5, tzinfo=UTC)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from jobs.spec.job_spec import check_spec, load_spec
-from jobs.spec.places import SCHEMES, path_problem
-from storage.errors import UserError
-from storage.stores.store import open_store
+from draftmill.jobs.spec.job_spec import check_spec, load_spec
+from draftmill.jobs.spec.places import SCHEMES, path_problem
+from draftmill.storage.errors import UserError
+from draftmill.storage.stores.store import open_store
 
 SECRET = "hunter2-hunter2"
 SPEC: dict[str, Any] = {

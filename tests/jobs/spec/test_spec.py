@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from decoders.any_subset.settings import AssdSettings
-from jobs.spec.job_spec import JobSpec, check_spec, load_spec
-from jobs.spec.spec_errors import all_keys
-from jobs.spec.spec_file import apply_override, read_mapping
-from jobs.spec.sweep_spec import load_sweep
-from storage.errors import UserError
+from draftmill.decoders.any_subset.settings import AssdSettings
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec, load_spec
+from draftmill.jobs.spec.spec_errors import all_keys
+from draftmill.jobs.spec.spec_file import apply_override, read_mapping
+from draftmill.jobs.spec.sweep_spec import load_sweep
+from draftmill.storage.errors import UserError
 
 GOOD: dict[str, Any] = {
     "task": {"kind": "infill", "mask": {"kind": "random", "rate": 0.5}},

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.spec.sweep_spec import LONGEST_NAME, Sweep, load_sweep
-from storage.errors import UserError
+from draftmill.jobs.spec.sweep_spec import LONGEST_NAME, Sweep, load_sweep
+from draftmill.storage.errors import UserError
 
 BASE = {
     "task": {"kind": "infill", "mask": {"kind": "given"}},

@@ -8,15 +8,15 @@ from typing import Any, get_args
 
 import pytest
 
-from actors.task import Complete, Score
-from decoders.base import ModelInfo
-from decoders.settings import DECODERS
-from jobs.plan.fingerprint import Hashes, fingerprint, results_key
-from jobs.plan.prepare import check_chat, check_task
-from jobs.plan.worker_job import decoder_of
-from jobs.spec.job_spec import JobSpec, check_spec
-from jobs.spec.spec_file import apply_override
-from storage.errors import UserError
+from draftmill.actors.task import Complete, Score
+from draftmill.decoders.base import ModelInfo
+from draftmill.decoders.settings import DECODERS
+from draftmill.jobs.plan.fingerprint import Hashes, fingerprint, results_key
+from draftmill.jobs.plan.prepare import check_chat, check_task
+from draftmill.jobs.plan.worker_job import decoder_of
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.spec.spec_file import apply_override
+from draftmill.storage.errors import UserError
 from tests.actors.tokenizers_for_tests import byte_level, model_info
 
 COMPLETE: dict[str, Any] = {

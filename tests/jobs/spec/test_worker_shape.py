@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from jobs.spec.job_spec import JobSpec, check_spec
-from storage.errors import UserError
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.storage.errors import UserError
 
 
 def spec(workers: Any) -> JobSpec:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from jobs.submitting.client import Exists, NoSuchJob, NotReady, Unreachable
+from draftmill.jobs.submitting.client import Exists, NoSuchJob, NotReady, Unreachable
 
 
 @dataclass

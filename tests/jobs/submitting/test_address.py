@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.submitting import address as address_module
-from jobs.submitting.address import dashboard_url, reached
-from jobs.submitting.tokens import token_headers
-from storage.errors import UserError
+from draftmill.jobs.submitting import address as address_module
+from draftmill.jobs.submitting.address import dashboard_url, reached
+from draftmill.jobs.submitting.tokens import token_headers
+from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import answering
 
 RAY = '{"ray_version": "2.60.0", "version": "4"}'

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.driving.session import ROOT
-from jobs.spec.job_spec import check_spec
-from jobs.submitting.package import code_files, folder_files, shipment
-from jobs.submitting.request import Wishes, request_of, requirements
-from storage.errors import UserError
+from draftmill.jobs.driving.session import ROOT
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.submitting.package import code_files, folder_files, shipment
+from draftmill.jobs.submitting.request import Wishes, request_of, requirements
+from draftmill.storage.errors import UserError
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def test_the_command_writes_the_spec_and_becomes_the_driver(folder: Path, tmp_pa
     data = spec(name='it\'s $HOME `x` \\ "q"')
     request = request_of(data, Wishes(working_dir=".", grace_s=20, run=("--if-running", "skip")))
     stand_in = "python -c 'import os, sys; print(os.getppid()); print(open(sys.argv[2]).read(), sys.argv[3:])'"
-    command = request.entrypoint.replace("python -m jobs.cli", stand_in)
+    command = request.entrypoint.replace("python -m draftmill.jobs.cli", stand_in)
     shell = subprocess.Popen(["sh", "-c", f"TMPDIR={tmp_path}; {command}"], stdout=subprocess.PIPE, text=True)
     output = shell.communicate(timeout=60)[0]
     parent, _, rest = output.partition("\n")
@@ -146,8 +146,8 @@ def test_an_image_comes_with_its_own_code_and_nothing_beside_it():
 
 def test_the_code_travels_with_the_models_that_the_spec_names_and_no_others():
     names = set(code_files(spec()))
-    assert {"jobs/cli.py", "decoders/builtin/ar-tiny/model.safetensors"} <= names
-    assert not any(name.startswith("decoders/builtin/mdm-tiny") or "__pycache__" in name for name in names)
+    assert {"draftmill/jobs/cli.py", "draftmill/decoders/builtin/ar-tiny/model.safetensors"} <= names
+    assert not any(name.startswith("draftmill/decoders/builtin/mdm-tiny") or "__pycache__" in name for name in names)
     assert shipment(code_files(spec()), {}).num_bytes < 12 * 2**20
 
 
@@ -167,12 +167,20 @@ def test_too_much_is_refused_with_the_largest_files(folder: Path):
 
 
 def test_a_folder_with_a_package_of_the_same_name_is_refused_and_our_own_checkout_is_not(folder: Path):
+    (folder / "draftmill").mkdir()
+    (folder / "draftmill" / "mine.py").write_text("x = 1")
+    with pytest.raises(UserError, match=r"'draftmill/mine.py' would mix"):
+        shipment(code_files(spec()), folder_files(folder))
+    name = "draftmill/jobs/cli.py"
+    assert shipment(code_files(spec()), {name: ROOT / "jobs" / "cli.py"}).files[name] == ROOT / name
+
+
+def test_a_folder_may_have_files_named_as_our_folders(folder: Path):
     (folder / "jobs").mkdir()
     (folder / "jobs" / "mine.py").write_text("x = 1")
-    with pytest.raises(UserError, match=r"'jobs/mine.py' would mix"):
-        shipment(code_files(spec()), folder_files(folder))
-    files = {"jobs/cli.py": ROOT / "jobs" / "cli.py"}
-    assert shipment(code_files(spec()), files).files["jobs/cli.py"] == ROOT / "jobs" / "cli.py"
+    (folder / "storage.py").write_text("x = 1")
+    files = shipment(code_files(spec()), folder_files(folder)).files
+    assert {"jobs/mine.py", "storage.py", "draftmill/jobs/cli.py", "draftmill/storage/errors.py"} <= files.keys()
 
 
 def test_requirements_that_refer_to_files_of_this_machine_are_refused(tmp_path: Path):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cli import main
-from storage.runs.lease import LEASE, acquire, this_process
-from storage.stores.store import open_store
+from draftmill.jobs.cli import main
+from draftmill.storage.runs.lease import LEASE, acquire, this_process
+from draftmill.storage.stores.store import open_store
 
 DRIVER = """
 import signal, sys, time
-from storage.runs.lease import acquire, this_process
-from storage.stores.store import open_store
+from draftmill.storage.runs.lease import acquire, this_process
+from draftmill.storage.stores.store import open_store
 lease = acquire(open_store(sys.argv[1]), this_process(), 60.0)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
 print("held", flush=True)

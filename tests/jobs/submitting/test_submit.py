@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.cli import main
-from jobs.commands import submit as submit_module
-from jobs.commands.submit import followed, started
-from jobs.spec.job_spec import JobSpec, check_spec
-from jobs.submitting import following
-from jobs.submitting.address import Cluster
-from jobs.submitting.client import Unreachable
-from jobs.submitting.following import Follower, end_of
-from jobs.submitting.names import RUN, stem_of
-from jobs.submitting.package import Shipment
-from jobs.submitting.request import Request
-from jobs.submitting.stopping import jobs_of, stop_jobs
-from storage.errors import UserError
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands import submit as submit_module
+from draftmill.jobs.commands.submit import followed, started
+from draftmill.jobs.spec.job_spec import JobSpec, check_spec
+from draftmill.jobs.submitting import following
+from draftmill.jobs.submitting.address import Cluster
+from draftmill.jobs.submitting.client import Unreachable
+from draftmill.jobs.submitting.following import Follower, end_of
+from draftmill.jobs.submitting.names import RUN, stem_of
+from draftmill.jobs.submitting.package import Shipment
+from draftmill.jobs.submitting.request import Request
+from draftmill.jobs.submitting.stopping import jobs_of, stop_jobs
+from draftmill.storage.errors import UserError
 from tests.jobs.submitting.fake_cluster import FakeCluster, FakeJob
 
 PLACE = Cluster("http://head:8265", "2.60.0")
@@ -45,7 +45,7 @@ def spec(path: str = "s3://bucket/run", name: str = "My job!") -> JobSpec:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "POLL_S", 0.001)
-    monkeypatch.setattr("jobs.commands.submit.POLL_S", 0.001)
+    monkeypatch.setattr("draftmill.jobs.commands.submit.POLL_S", 0.001)
 
 
 def test_a_run_has_names_of_its_own_that_grow_by_one():

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from actors.messages import Receipt, Tally
-from jobs.cli import main
-from jobs.commands.cost_forecast import price_text
-from jobs.driving.device_time import DeviceSums, DeviceTime
-from jobs.driving.totals import Totals
-from jobs.schedule.scheduler import Scheduler
-from jobs.schedule.waiting import UnitSize
-from jobs.spec.job_spec import check_spec
-from jobs.watching.estimate import (
+from draftmill.actors.messages import Receipt, Tally
+from draftmill.jobs.cli import main
+from draftmill.jobs.commands.cost_forecast import price_text
+from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
+from draftmill.jobs.driving.totals import Totals
+from draftmill.jobs.schedule.scheduler import Scheduler
+from draftmill.jobs.schedule.waiting import UnitSize
+from draftmill.jobs.spec.job_spec import check_spec
+from draftmill.jobs.watching.estimate import (
     Estimate,
     EstimateWatcher,
     estimate_from,
@@ -24,8 +24,8 @@ from jobs.watching.estimate import (
     per_million_text,
     read_estimate,
 )
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from tests.jobs.driving.test_device_time import Hand
 from tests.runs.jobs_of_tests import write_rows, write_spec
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.runs.records import table_from_rows
+from draftmill.storage.runs.records import table_from_rows
 
 
 def result_row(index: int, *, unit: int = 0, **changes: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from storage.errors import RowError
-from storage.inputs.kept import KeptTypes, is_json, kept_values, read, told, written
-from storage.parquet import read_parquet, write_parquet
+from draftmill.storage.errors import RowError
+from draftmill.storage.inputs.kept import KeptTypes, is_json, kept_values, read, told, written
+from draftmill.storage.parquet import read_parquet, write_parquet
 
 
 def fields_of(rows: list[dict[str, Any]], *names: str) -> pa.Schema:

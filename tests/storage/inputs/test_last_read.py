@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import pytest
 
-from storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.last_read import Stretches
 
 BATCH = 10
 

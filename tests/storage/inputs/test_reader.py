@@ -17,12 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.errors import UserError
-from storage.inputs.last_read import Stretches
-from storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
-from storage.inputs.row_groups import group_batches
-from storage.stores.s3 import S3Store
-from storage.stores.verbs import S3Options
+from draftmill.storage.errors import UserError
+from draftmill.storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
+from draftmill.storage.inputs.row_groups import group_batches
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.verbs import S3Options
 
 
 def one_file(path: Path, data: bytes) -> InputFile:
@@ -142,7 +142,7 @@ def test_a_ten_megabyte_row_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.jsonl.gz"])
 def test_a_line_beyond_the_bound_fails_alone(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("lines", "delimited"):
-        monkeypatch.setattr(f"storage.inputs.{module}.MAX_ROW_BYTES", 100)
+        monkeypatch.setattr(f"draftmill.storage.inputs.{module}.MAX_ROW_BYTES", 100)
     good = {"a.jsonl": b'{"a": 1}', "a.jsonl.gz": b'{"a": 1}'}.get(name, b"1")
     data = b"a\n" * (name == "a.csv") + b"\n".join([good, b"7" * 5000, good, b'"' + b"7" * 101, good])
     rows = rows_of(tmp_path / name, gzip.compress(data) if name.endswith(".gz") else data)
@@ -331,7 +331,7 @@ def test_columnar_rows_are_read_all_or_singly(
     writer: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not cached:
-        monkeypatch.setattr("storage.inputs.tables._STRETCHES", Stretches(kept_bytes=0))
+        monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", Stretches(kept_bytes=0))
     file = WRITERS[writer](tmp_path)
     rows = list(iterate(file))
     assert [row.values for row in rows] == TABLE.to_pylist()
@@ -346,9 +346,9 @@ def test_columnar_rows_are_read_all_or_singly(
 def test_row_groups_that_are_read_in_turn_do_not_disturb_each_other(
     kept_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.inputs.tables._STRETCHES", Stretches(kept_bytes))
-    monkeypatch.setattr("storage.inputs.row_groups.BATCH_ROWS", 64)
-    monkeypatch.setattr("storage.inputs.row_groups.SHARED_BYTES", 1000)
+    monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", Stretches(kept_bytes))
+    monkeypatch.setattr("draftmill.storage.inputs.row_groups.BATCH_ROWS", 64)
+    monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1000)
     texts = [f"row {row} " + "x" * (row % 97) for row in range(5000)]
     table = pa.table({"text": texts, "word": [f"w{row % 7}" for row in range(5000)]})
     file = parquet_file(tmp_path / "a.parquet", table, row_group_size=1300)
@@ -379,8 +379,8 @@ def test_odd_parquet_types_and_nested_nulls_are_values(tmp_path: Path) -> None:
 
 def test_of_repeated_texts_that_unpack_to_much_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stretches = Stretches(kept_bytes=3_000_000)
-    monkeypatch.setattr("storage.inputs.tables._STRETCHES", stretches)
-    monkeypatch.setattr("storage.inputs.row_groups.SHARED_BYTES", 1_000_000)
+    monkeypatch.setattr("draftmill.storage.inputs.tables._STRETCHES", stretches)
+    monkeypatch.setattr("draftmill.storage.inputs.row_groups.SHARED_BYTES", 1_000_000)
     table = pa.table({"text": ["x" * 1000] * 20_000})
     file = parquet_file(tmp_path / "a.parquet", table)
     assert pq.ParquetFile(file.uri).metadata.row_group(0).total_byte_size < 100_000

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.inputs.input_file import InputFile
-from storage.inputs.reader import Row, iterate, list_inputs
-from storage.inputs.slices import Slice, count_lines, group_slices, has_lines
+from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.reader import Row, iterate, list_inputs
+from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
 
 
 def seen(rows: Iterator[Row]) -> list[tuple[int, int | None, object, str | None]]:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from storage.errors import StoreError, UserError
-from storage.inputs import sources, spools
-from storage.inputs.input_file import InputFile
-from storage.inputs.inputs import list_inputs
-from storage.inputs.reader import iterate, read_rows
-from storage.inputs.spools import Spools
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.inputs import sources, spools
+from draftmill.storage.inputs.input_file import InputFile
+from draftmill.storage.inputs.inputs import list_inputs
+from draftmill.storage.inputs.reader import iterate, read_rows
+from draftmill.storage.inputs.spools import Spools
 
 WHOLE = random.Random(0).randbytes(200_000)
 

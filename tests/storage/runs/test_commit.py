@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from storage.errors import StoreError
-from storage.failpoints import VARIABLE
-from storage.parquet import parquet_metadata, read_parquet
-from storage.runs.commit import (
+from draftmill.storage.errors import StoreError
+from draftmill.storage.failpoints import VARIABLE
+from draftmill.storage.parquet import parquet_metadata, read_parquet
+from draftmill.storage.runs.commit import (
     MANIFEST,
     SUCCESS,
     CommittedUnit,
@@ -32,11 +32,11 @@ from storage.runs.commit import (
     unit_name,
     write_manifest,
 )
-from storage.runs.lease import LeaseLost, acquire
-from storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
-from storage.stores.s3 import S3Store
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.storage.runs.lease import LeaseLost, acquire
+from draftmill.storage.runs.records import TRACE_SCHEMA, read_results, table_from_rows
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 from tests.storage.inputs.tables import unit_table
 from tests.storage.stores.s3_server import S3Server
 
@@ -117,9 +117,8 @@ def test_the_trace_is_there_before_the_data(store: Store, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("point", ["commit.before_data", "local.before_link", "local.after_link", "commit.after_data"])
 def test_a_writer_killed_anywhere_leaves_a_unit_done_or_absent(point: str, tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom storage.stores.store import open_store\nfrom tests.storage.runs.test_commit import commit\n"
-    )
+    code = "import sys\nfrom draftmill.storage.stores.store import open_store\n"
+    code += "from tests.storage.runs.test_commit import commit\n"
     code += "commit(open_store(sys.argv[1]))"
     environment = os.environ | {VARIABLE: f"{point}=kill"}
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from storage.errors import StoreError
-from storage.runs.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
-from storage.stores.s3 import S3Store
-from storage.stores.verbs import Store
+from draftmill.storage.errors import StoreError
+from draftmill.storage.runs.lease import LEASE, Lease, LeaseHeld, LeaseLost, acquire, process_is_dead, this_process
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.verbs import Store
 from tests.storage.stores.s3_server import S3Server
 
 
@@ -89,7 +89,7 @@ def test_of_many_drivers_one_gets_the_expired_lease(store: Store) -> None:
 
 
 def test_the_lease_of_a_dead_process_of_this_machine_is_free(store: Store) -> None:
-    code = "from storage.runs.lease import this_process; print(this_process())"
+    code = "from draftmill.storage.runs.lease import this_process; print(this_process())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     owner = ended.stdout.strip()
     assert process_is_dead(owner) and not process_is_dead(this_process())

@@ -8,11 +8,19 @@ import random
 
 import pytest
 
-from storage.errors import DamagedRun
-from storage.runs import manifest as manifests
-from storage.runs.commit import MANIFEST, SUCCESS, CommittedUnit, UnitFacts, read_manifest, unit_name, write_manifest
-from storage.runs.unit_facts import BLOCK, CommittedUnits
-from storage.stores.verbs import Store
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.runs import manifest as manifests
+from draftmill.storage.runs.commit import (
+    MANIFEST,
+    SUCCESS,
+    CommittedUnit,
+    UnitFacts,
+    read_manifest,
+    unit_name,
+    write_manifest,
+)
+from draftmill.storage.runs.unit_facts import BLOCK, CommittedUnits
+from draftmill.storage.stores.verbs import Store
 
 
 def drawn(count: int, seed: int = 0) -> list[CommittedUnit]:

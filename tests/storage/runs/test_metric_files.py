@@ -7,10 +7,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from storage.errors import DamagedRun
-from storage.parquet import parquet_metadata, read_parquet
-from storage.runs.commit import ForeignUnit
-from storage.runs.metric_files import (
+from draftmill.storage.errors import DamagedRun
+from draftmill.storage.parquet import parquet_metadata, read_parquet
+from draftmill.storage.runs.commit import ForeignUnit
+from draftmill.storage.runs.metric_files import (
     KEYS,
     MeasuredMetric,
     MetricError,
@@ -24,8 +24,8 @@ from storage.runs.metric_files import (
     read_metrics,
     record_set,
 )
-from storage.stores.store import open_store
-from storage.stores.verbs import Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import Store
 
 
 def one_set(*columns: str, **estimates: dict[str, Any]) -> MetricSet:

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from storage.parquet import parquet_metadata, read_parquet, write_parquet
-from storage.runs.records import (
+from draftmill.storage.parquet import parquet_metadata, read_parquet, write_parquet
+from draftmill.storage.runs.records import (
     SCHEMA,
     SCHEMA_VERSION,
     TIMING_COLUMNS,
@@ -20,7 +20,7 @@ from storage.runs.records import (
     schema_of,
     table_from_rows,
 )
-from storage.stores.store import open_store
+from draftmill.storage.stores.store import open_store
 from tests.storage.inputs.tables import failed_row, result_row, unit_table
 
 CONTRACT_ORDER = re.findall(

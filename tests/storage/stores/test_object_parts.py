@@ -9,13 +9,21 @@ from threading import Barrier, Thread
 
 import pytest
 
-from storage.errors import StoreError
-from storage.inputs.reader import fetched_ahead, list_inputs, read_rows
-from storage.inputs.sources import RangeFile
-from storage.stores.memory import MemoryStore
-from storage.stores.object_parts import AHEAD, AHEAD_BYTES, BLOCK_BYTES, ENTRY_BYTES, Block, ObjectParts, ahead
-from storage.stores.s3 import S3Store
-from storage.stores.verbs import S3Options
+from draftmill.storage.errors import StoreError
+from draftmill.storage.inputs.reader import fetched_ahead, list_inputs, read_rows
+from draftmill.storage.inputs.sources import RangeFile
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.object_parts import (
+    AHEAD,
+    AHEAD_BYTES,
+    BLOCK_BYTES,
+    ENTRY_BYTES,
+    Block,
+    ObjectParts,
+    ahead,
+)
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.verbs import S3Options
 from tests.storage.stores.s3_server import S3Server
 
 PATIENCE_S = 60.0
@@ -140,9 +148,9 @@ def object_of_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, ObjectP
     data = bytes(number % 251 for number in range(950))
     store, blocks = Counting("object"), ObjectParts()
     store.put("object", data)
-    for module in ("storage.stores.object_parts", "storage.inputs.sources"):
+    for module in ("draftmill.storage.stores.object_parts", "draftmill.storage.inputs.sources"):
         monkeypatch.setattr(f"{module}.BLOCK_BYTES", 100)
-    monkeypatch.setattr("storage.inputs.sources.BLOCKS", blocks)
+    monkeypatch.setattr("draftmill.storage.inputs.sources.BLOCKS", blocks)
     return store, blocks, data
 
 

@@ -6,9 +6,9 @@ from threading import Barrier, Lock
 
 import pytest
 
-from storage.errors import StoreError
-from storage.stores.memory import MemoryStore
-from storage.stores.promises import AHEAD, promised
+from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.promises import AHEAD, promised
 
 PATIENCE_S = 60.0
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from storage.errors import StoreError, UserError
-from storage.stores.s3 import ATTEMPTS, S3Store
-from storage.stores.store import probe
-from storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
+from draftmill.storage.stores.store import probe
+from draftmill.storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options
 from tests.storage.stores.s3_server import S3Server
 
 pytestmark = pytest.mark.s3
@@ -58,7 +58,7 @@ def test_retries_are_logged_once_and_without_secrets(
 ) -> None:
     s3_server.fail("503", times=4)
     s3_store.create("data/a", b"x")
-    assert len([record for record in caplog.records if record.name == "storage.stores.s3"]) == 1
+    assert len([record for record in caplog.records if record.name == "draftmill.storage.stores.s3"]) == 1
     assert "test-secret" not in caplog.text
 
 
@@ -104,7 +104,7 @@ def test_missing_credentials_are_the_users_error(s3_server: S3Server, monkeypatc
 
 
 def test_listing_goes_on_page_by_page(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.stores.s3.PAGE_KEYS", 3)
+    monkeypatch.setattr("draftmill.storage.stores.s3.PAGE_KEYS", 3)
     for index in range(10):
         s3_store.put(f"data/{index}", b"")
     assert [stat.name for stat in s3_store.list("data/")] == [f"data/{index}" for index in range(10)]

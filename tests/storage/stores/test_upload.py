@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from storage.errors import StoreError, UserError
-from storage.stores import upload as upload_module
-from storage.stores.s3 import ATTEMPTS, S3Store, sha256
-from storage.stores.upload import MAX_PARTS, PART_BYTES, Upload, abort_orphans, part_size
-from storage.stores.verbs import AlreadyExists, S3Options
+from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores import upload as upload_module
+from draftmill.storage.stores.s3 import ATTEMPTS, S3Store, sha256
+from draftmill.storage.stores.upload import MAX_PARTS, PART_BYTES, Upload, abort_orphans, part_size
+from draftmill.storage.stores.verbs import AlreadyExists, S3Options
 from tests.storage.stores.s3_forward import VARIABLE
 from tests.storage.stores.s3_server import S3Server
 

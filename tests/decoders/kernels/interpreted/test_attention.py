@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from decoders.kernels import attention, attention_reference
-from decoders.kernels.seen import Seen
+from draftmill.decoders.kernels import attention, attention_reference
+from draftmill.decoders.kernels.seen import Seen
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

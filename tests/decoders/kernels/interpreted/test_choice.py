@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.draws import noise
-from decoders.draws.sampling import log_laws
-from decoders.kernels import choice, choice_reference
-from decoders.kernels.choice_reference import Warp
+from draftmill.decoders.draws import noise
+from draftmill.decoders.draws.sampling import log_laws
+from draftmill.decoders.kernels import choice, choice_reference
+from draftmill.decoders.kernels.choice_reference import Warp
 
 MARGIN = 1e-4
 

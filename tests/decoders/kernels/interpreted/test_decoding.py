@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoders.kernels import attention, choice, notes
+from draftmill.decoders.kernels import attention, choice, notes
 from tests.decoders.backbones.causal_models import in_a_row, load, play, random_tokens, save_random, theirs
 from tests.decoders.kernels.decoding import TORCH, Kernels, assert_equal, decoded
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from decoders.kernels import experts, experts_reference
+from draftmill.decoders.kernels import experts, experts_reference
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 

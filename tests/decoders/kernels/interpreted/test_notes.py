@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from decoders.draws import noise
-from decoders.kernels import notes, notes_reference
-from decoders.kernels.choice_reference import Warp
-from decoders.kernels.notes_reference import WANTED
+from draftmill.decoders.draws import noise
+from draftmill.decoders.kernels import notes, notes_reference
+from draftmill.decoders.kernels.choice_reference import Warp
+from draftmill.decoders.kernels.notes_reference import WANTED
 from tests.decoders.kernels.interpreted.test_choice import CASES, drawn
 
 MASK = 2

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from decoders.kernels import attention, choice, experts, notes, trial
+from draftmill.decoders.kernels import attention, choice, experts, notes, trial
 
 CPU = torch.device("cpu")
 
