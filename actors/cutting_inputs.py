@@ -14,7 +14,7 @@ from draftmill.actors.surveying import Piece
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.slices import Slice, count_lines, group_slices, has_lines
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.verbs import S3Options, about
 
 CHUNK_BYTES = 8 * 2**20
 """About how many bytes of input a task reads: some seconds of work."""
@@ -29,7 +29,7 @@ class Chunk:
 
     pieces: tuple[Piece, ...]
     is_long: bool = False
-    error: UserError | None = None
+    error: UserError | StoreError | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,12 @@ def chunks(
             continue
         row = 0 if question.start == 0 else row
         try:
-            cut, row = _cut(piece, question, found(), row) if broken != piece.number else ([], row)
+            with about(FIELD):
+                cut, row = _cut(piece, question, found(), row) if broken != piece.number else ([], row)
             yield from (Chunk((one,)) for one in cut)
         except (StoreError, UserError) as error:
             broken = piece.number
-            yield Chunk((), error=UserError(str(error), field=FIELD) if isinstance(error, StoreError) else error)
+            yield Chunk((), error=error)
     if held:
         yield _together(held, size)
 

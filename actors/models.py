@@ -16,9 +16,9 @@ from pathlib import Path
 from draftmill.actors import adapters
 from draftmill.actors.gguf_files import gguf_folder, is_gguf
 from draftmill.actors.made_folders import cache_folder, made_whole, read_source, remembered
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Stat, Store
+from draftmill.storage.stores.verbs import S3Options, Stat, Store, about
 
 FIELD = "model.path"
 BUILTIN = Path(__file__).resolve().parents[1] / "decoders" / "builtin"
@@ -217,7 +217,7 @@ def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = 
     """A copy in the cache, named by the objects' etags, so each version has its own folder. `only` selects a single file."""
     bucket, _, prefix = path.removeprefix("s3://").partition("/")
     prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-    try:
+    with about(field):
         store = open_store(f"s3://{bucket}", s3=s3)
         names = (only,) if only is not None else PATTERNS
         found = [stat for stat in store.list(prefix) if _is_wanted(stat.name.removeprefix(prefix), names)]
@@ -228,8 +228,6 @@ def _from_s3(path: str, s3: S3Options | None, field: str, *, only: str | None = 
         if not target.is_dir():
             made_whole(target, partial(_download, store, prefix, found))
         return target
-    except StoreError as error:
-        raise UserError(f"{path}: {error}", field=field) from None
 
 
 def _is_wanted(name: str, patterns: Iterable[str]) -> bool:

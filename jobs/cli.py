@@ -35,7 +35,7 @@ from draftmill.jobs.arguments import (
     verify,
 )
 from draftmill.jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
-from draftmill.storage.errors import DamagedRun, StoreError, UserError
+from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
 from draftmill.storage.secrets import presentable
 
 COMMANDS = (
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.command(arguments))
-    except (UserError, DamagedRun) as error:
+    except UNUSABLE_ERRORS as error:
         return _complain(arguments, error, UNUSABLE)
     except StoreError as error:
         return _complain(arguments, error, UNEXPECTED)
@@ -100,7 +100,7 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
     if arguments.debug:
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
-    hint = "" if isinstance(error, UserError | DamagedRun) else " (--debug shows where)"
+    hint = "" if isinstance(error, UNUSABLE_ERRORS) else " (--debug shows where)"
     print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
     return code
 

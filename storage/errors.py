@@ -47,6 +47,14 @@ class StoreError(Exception):
     """A store operation failed after its retries: the store is unreachable or full, or refused it."""
 
 
+class StoreRefused(StoreError):
+    """The store answers, but refuses: credentials, permissions, a read-only disk, no such bucket.
+
+    Mostly the user must act, but a refusal may also pass, as that of a token that is being renewed. So a command ends with 2
+    only where it has written nothing yet (jobs/driving/lease_keeper.py); later a refusal is like any other StoreError.
+    """
+
+
 class DamagedRun(StoreError):
     """A file of a run directory is damaged: the exit code is 2. The message gives the file, the reason and a remedy."""
 
@@ -55,6 +63,10 @@ class DamagedRun(StoreError):
 
     def __str__(self) -> str:
         return "{} is damaged: {}; {}".format(*self.args)
+
+
+UNUSABLE_ERRORS = (UserError, DamagedRun, StoreRefused)
+"""The errors after which a command ends with exit code 2: to run it again changes nothing."""
 
 
 def brief(text: str) -> str:

@@ -14,7 +14,7 @@ from draftmill.jobs.notes import counted
 from draftmill.jobs.recurring.catching_up import Due, dates_of
 from draftmill.jobs.spec.dated_path import written
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
-from draftmill.storage.errors import DamagedRun, StoreError, UserError
+from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError
 
 SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
 """The exit code of several runs is the first of these that one of them has."""
@@ -64,7 +64,7 @@ def run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due], start: Calla
 def _run(spec: JobSpec, options: RunOptions) -> int:
     try:
         return run_job(spec, options)
-    except (UserError, DamagedRun) as error:
+    except UNUSABLE_ERRORS as error:
         print(f"draftmill: {error}", file=sys.stderr)
         return UNUSABLE
     except StoreError as error:

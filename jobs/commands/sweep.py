@@ -28,7 +28,7 @@ from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.notes import counted
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.spec.thresholds import too_many_failed
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
 from draftmill.storage.stores.store import open_store, probe
@@ -218,7 +218,7 @@ def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag
         raise
     except (LeaseHeld, LeaseLost) as error:
         case.fail(INTERRUPTED, error)
-    except UserError as error:
+    except UNUSABLE_ERRORS as error:
         case.fail(UNUSABLE, error)
     except StoreError as error:
         case.fail(UNEXPECTED, error)

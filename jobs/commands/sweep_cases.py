@@ -23,7 +23,7 @@ from draftmill.jobs.plan.shared_plan import copy_plan, plan_groups
 from draftmill.jobs.plan.worker_job import place_of
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.spec.sweep_spec import Case
-from draftmill.storage.errors import DamagedRun, UserError
+from draftmill.storage.errors import UNUSABLE_ERRORS, UserError
 from draftmill.storage.runs.commit import is_closed
 from draftmill.storage.runs.lease import LeaseHeld
 from draftmill.storage.stores.store import open_store
@@ -90,7 +90,7 @@ def check_cases(cases: Sequence[Case], site: Site, display: Display) -> tuple[li
                 assert case.error is not None
                 raise case.error
             usable.append(_checked(case, case.spec, site, display, loaders))
-        except (UserError, DamagedRun) as error:
+        except UNUSABLE_ERRORS as error:
             problems[case.name] = str(error)
     return usable, problems
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import Lease, LeaseLost, acquire, this_process
 from draftmill.storage.stores.store import tidy
 from draftmill.storage.stores.verbs import Store
@@ -16,11 +16,15 @@ RENEWALS_PER_TTL = 4
 
 
 @contextmanager
-def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = TTL_S) -> Iterator[Lease]:
+def kept_lease(
+    store: Store, on_lost: Callable[[str], None], *, ttl_s: float = TTL_S, covers: bool = True
+) -> Iterator[Lease]:
     """Hold the lease during the block; raises LeaseHeld at once if another driver has it.
 
     When the lease is lost and the driver must stop, the keeper's thread calls `on_lost` with a reason. A block that ends with
-    a UserError before it has written anything leaves the run directory as it was.
+    a UserError or StoreRefused before it has written anything leaves the run directory as it was. Once it has written, a
+    refusal is raised as a plain StoreError, after which a scheduler starts the command again. `covers` says whether what the
+    block writes is in `store`.
     """
     lease = acquire(store, this_process(), ttl_s)
     done = threading.Event()
@@ -31,6 +35,11 @@ def kept_lease(store: Store, on_lost: Callable[[str], None], *, ttl_s: float = T
         yield lease
     except UserError:
         leave = withdraw
+        raise
+    except StoreRefused as error:
+        leave = withdraw
+        if covers and not is_alone(lease):
+            raise StoreError(f"{error}; run it again to continue") from error
         raise
     finally:
         done.set()
@@ -56,6 +65,14 @@ def keep_once(lease: Lease, on_lost: Callable[[str], None]) -> bool:
             on_lost(f"the lease could not be renewed: {error}")
             return False
     return True
+
+
+def is_alone(lease: Lease) -> bool:
+    """Whether the store is known to hold nothing but this lease, which nobody had before."""
+    try:
+        return lease.is_alone()
+    except StoreError:
+        return False
 
 
 def give_back(lease: Lease) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal
 
 from draftmill.actors.plan_table import PLAN
@@ -42,7 +42,7 @@ class Held(Exception):
 def run_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
     """Hold the lease of a run directory during the block; raises Held at once if another driver has it."""
     with ExitStack() as stack:
-        yield _entered(stack, store, on_lost, what="this run directory")
+        yield _entered(stack, kept_lease(store, on_lost), store, what="this run directory")
 
 
 @contextmanager
@@ -53,12 +53,12 @@ def name_lease(store: Store, on_lost: Callable[[str], None]) -> Iterator[Lease]:
             f"{store.url} is a run directory, so it can't hold the runs of other dates", field="output.path"
         )
     with ExitStack() as stack:
-        yield _entered(stack, store, on_lost, what=f"the job {store.url}")
+        yield _entered(stack, kept_lease(store, on_lost, covers=False), store, what=f"the job {store.url}")
 
 
-def _entered(stack: ExitStack, store: Store, on_lost: Callable[[str], None], *, what: str) -> Lease:
+def _entered(stack: ExitStack, kept: AbstractContextManager[Lease], store: Store, *, what: str) -> Lease:
     try:
-        return stack.enter_context(kept_lease(store, on_lost))
+        return stack.enter_context(kept)
     except LeaseHeld as error:
         raise Held(store, error, what=what) from None
 

@@ -18,7 +18,7 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.cost import money_text
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
 from draftmill.jobs.watching.run_facts import run_facts
-from draftmill.storage.errors import DamagedRun, UserError
+from draftmill.storage.errors import UNUSABLE_ERRORS
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.verbs import Store
 
@@ -127,7 +127,7 @@ def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ..
         ending.over(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
     except Exception as error:
-        code = UNUSABLE if isinstance(error, UserError | DamagedRun) else UNEXPECTED
+        code = UNUSABLE if isinstance(error, UNUSABLE_ERRORS) else UNEXPECTED
         ending.over(code, str(error), is_error=True)
         raise
     if ending.code is not None:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import S3Options, Stat
+from draftmill.storage.stores.verbs import S3Options, Stat, about
 
 STDLIB = "builtin:python-stdlib"
 STDLIB_CHUNK_CHARS = 384
@@ -192,13 +192,9 @@ def _printable(name: str) -> str:
 def _list_s3(path: str, s3: S3Options | None) -> list[InputFile]:
     bucket, _, key = path.removeprefix("s3://").partition("/")
     root = key if not _WILD.search(key) else _fixed_part(key)
-    try:
+    with about(FIELD):
         store = open_store(f"s3://{bucket}", s3=s3)
         found = [stat for stat in store.list(root) if not stat.name.endswith("/")]
-    except UserError as error:
-        raise UserError(error.message, field=error.field or FIELD) from None
-    except StoreError as error:
-        raise UserError(f"{path}: {error}", field=FIELD) from None
     if _WILD.search(key):
         pattern = glob_pattern(key)
         matching = [stat for stat in found if pattern.fullmatch(stat.name)]

@@ -14,7 +14,7 @@ from threading import Lock
 
 import pyarrow as pa
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.delimited import csv_reader, header_of, other_delimiter
 from draftmill.storage.inputs.fields import lifted, types_in
 from draftmill.storage.inputs.input_file import FIELD, InputFile
@@ -27,7 +27,7 @@ from draftmill.storage.inputs.sources import blocks_at, open_bytes, open_stream
 from draftmill.storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
 from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, Block, ahead
-from draftmill.storage.stores.verbs import S3Options
+from draftmill.storage.stores.verbs import S3Options, about
 
 __all__ = [
     "InputFile",
@@ -62,9 +62,9 @@ def iterate(
 
     `columns` (task column -> file column, or `a.b` for a field of one) lets columnar files leave the others unread; values keep
     the file's own names. `chunk_chars` cuts text files (txt too) into rows of at most that many characters. Raises UserError if
-    the file is missing or damaged as a whole.
+    the file is missing or damaged as a whole, StoreError if the place can't be read now.
     """
-    try:
+    with about(FIELD):
         if file.format in TABLE_FORMATS:
             yield from table_rows(file, _projection(columns), s3, part)
         else:
@@ -75,8 +75,6 @@ def iterate(
                     stream.seek(part.offset)
                 rows = _reader(file, chunk_chars)(stream, Start(part.row, part.offset))
                 yield from _with_fields(rows if part.end is None else _before(part.end, rows), columns)
-    except StoreError as error:
-        raise UserError(str(error), field=FIELD) from None
 
 
 def read_rows(
@@ -91,17 +89,14 @@ def read_rows(
 
     `rows` holds (row, offset) of earlier Rows; with offsets only the bytes needed are read. A row that is not there
     any more is a Row with an error. Open files, row groups and blocks are cached between calls, within fixed bounds.
-    Raises UserError if the file is missing or damaged as a whole.
+    Raises UserError if the file is missing or damaged as a whole, StoreError if the place can't be read now.
     """
     wanted = sorted(set(rows), key=lambda item: item[0])
-    try:
-        with _caches:
-            if file.format in TABLE_FORMATS:
-                found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
-            else:
-                found = list(_with_fields(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3), columns))
-    except StoreError as error:
-        raise UserError(str(error), field=FIELD) from None
+    with about(FIELD), _caches:
+        if file.format in TABLE_FORMATS:
+            found = list(pick_table_rows(file, [row for row, _ in wanted], _projection(columns), s3))
+        else:
+            found = list(_with_fields(_pick_stream_rows(file, wanted, _reader(file, chunk_chars), s3), columns))
     by_number = {row.row: row for row in found}
     for number, offset in rows:
         yield by_number.get(number) or failed(number, offset, "bad_row", f"row {number} is not in {file.uri} any more")
@@ -165,10 +160,8 @@ def column_types(file: InputFile, columns: Iterable[str], s3: S3Options | None) 
     """The types of these columns in a columnar file; None for other files, whose rows have types of their own."""
     if file.format not in TABLE_FORMATS:
         return None
-    try:
+    with about(FIELD):
         return types_in(table_schema(file, s3), columns)
-    except StoreError as error:
-        raise UserError(str(error), field=FIELD) from None
 
 
 def delimiter_of(file: InputFile) -> str:

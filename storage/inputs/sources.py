@@ -14,10 +14,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.inputs import local_path
 from draftmill.storage.inputs.rows import damaged
+from draftmill.storage.stores.local import translated
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import NotFound, S3Options, Store
@@ -33,12 +34,8 @@ def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: in
     """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError."""
     if file.uri.startswith("s3://"):
         return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
-    try:
-        return io.BufferedReader(io.FileIO(local_path(file)), buffer_bytes)
-    except FileNotFoundError:
-        raise NotFound(f"{file.uri} is gone") from None
-    except OSError as error:
-        raise StoreError(f"{file.uri}: {error.strerror}") from None
+    with translated(local_path(file)) as path:
+        return io.BufferedReader(io.FileIO(path), buffer_bytes)
 
 
 def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:

@@ -74,11 +74,15 @@ class Lease:
 
     def withdraw(self) -> None:
         """Like `release`, but delete the lease file if nothing else was ever in the store."""
-        if self.epoch > 1 or [stat.name for stat in islice(self.store.list(), 2)] != [LEASE]:
+        if not self.is_alone():
             return self.release()
         with suppress(LeaseLost):
             self.check()
             self.store.delete(LEASE)
+
+    def is_alone(self) -> bool:
+        """Whether the store has never had anything but this lease."""
+        return self.epoch == 1 and [stat.name for stat in islice(self.store.list(), 2)] == [LEASE]
 
     def check(self) -> None:
         """Return if the store's current lease is ours and has not expired; else raise LeaseLost."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.levels import Level
 from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
@@ -20,7 +20,8 @@ try:
 except ImportError:  # not on Windows, where `replace` is then not safe between processes
     fcntl = None  # type: ignore[assignment]
 
-_THE_USERS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 TEMPORARY = ".tmp-"
 
 
@@ -34,40 +35,40 @@ class LocalStore:
 
     def get(self, name: str) -> bytes:
         """See Store."""
-        with _translated(self._path(name)) as path:
+        with translated(self._path(name)) as path:
             return path.read_bytes()
 
     def get_range(self, name: str, start: int, length: int) -> bytes:
         """See Store."""
-        with _translated(self._path(name)) as path, path.open("rb") as file:
+        with translated(self._path(name)) as path, path.open("rb") as file:
             file.seek(start)
             return file.read(length)
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:
         """See Store. `metadata` is not kept."""
         path = self._path(name)
-        with self._temporary(path, data) as temporary:
+        with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_link")
             if not _linked(temporary, path):
                 raise AlreadyExists(self._stat(name, path))
             failpoint("local.after_link")
-        _sync_folder(path.parent)
-        return self._stat(name, path)
+            _sync_folder(path.parent)
+            return self._stat(name, path)
 
     def put(self, name: str, data: Body) -> Stat:
         """See Store."""
         path = self._path(name)
-        with self._temporary(path, data) as temporary:
+        with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_rename")
             os.replace(temporary, path)
-        _sync_folder(path.parent)
-        return self._stat(name, path)
+            _sync_folder(path.parent)
+            return self._stat(name, path)
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
         """See Store. A lock, which the system releases when its holder dies, serialises replacements."""
         path = self._path(name)
         try:
-            with _translated(path), _locked(path):
+            with translated(path), _locked(path):
                 if self._stat(name, path).etag == etag:
                     return self.put(name, data)
         except NotFound:
@@ -86,7 +87,7 @@ class LocalStore:
     def level(self, folder: str) -> Level:
         """See HasLevels."""
         folders, files = [], {}
-        with suppress(NotFound), _translated(self.root / folder) as place:
+        with suppress(NotFound), translated(self.root / folder) as place:
             for entry in sorted(os.scandir(place), key=_order):
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir():
@@ -98,20 +99,21 @@ class LocalStore:
 
     def exists(self, name: str) -> bool:
         """See Store."""
-        return self._path(name).is_file()
+        with translated(self._path(name)) as path:
+            return path.is_file()
 
     def stat(self, name: str) -> Stat | None:
         """See Store."""
         path = self._path(name)
         try:
-            with _translated(path):
+            with translated(path):
                 return self._stat(name, path)
         except NotFound:
             return None
 
     def delete(self, name: str) -> None:
         """See Store."""
-        with _translated(self._path(name)) as path:
+        with translated(self._path(name)) as path:
             path.unlink(missing_ok=True)
 
     def sweep(self, *, older_s: float = 3600.0) -> None:
@@ -142,7 +144,7 @@ class LocalStore:
     def _names(self, folder: str) -> Iterator[str]:
         place = self.root / folder
         try:
-            with _translated(place):
+            with translated(place):
                 entries = sorted(os.scandir(place), key=_order)
         except NotFound:
             return
@@ -163,7 +165,7 @@ class LocalStore:
         """A synced temporary file with the data, in the folder of `path`; deleted afterwards unless renamed."""
         temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(6)}"
         try:
-            with _translated(path):
+            with translated(path):
                 self._make_folder(path.parent)
                 _write_synced(temporary, data)
             yield temporary
@@ -195,7 +197,10 @@ def _linked(temporary: Path, path: Path) -> bool:
         # A network file system may do the work and lose the answer; a link count of two shows it.
         return temporary.stat().st_nlink > 1
     except OSError as error:
-        raise UserError(f"{path}: this file system can't link files ({error.strerror}); choose another place") from None
+        if error.errno not in _NO_LINKS:
+            raise
+        reason = f"this file system can't link files ({error.strerror}); choose another place"
+        raise StoreRefused(f"{path}: {reason}") from None
     return True
 
 
@@ -231,14 +236,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[Path]:
-    """Turn the system's errors into ours: NotFound, UserError if the user must act, else StoreError."""
+def translated(path: Path) -> Iterator[Path]:
+    """Turn the system's errors into ours: NotFound, StoreRefused if the user must act, else StoreError."""
     try:
         yield path
     except FileNotFoundError:
         raise NotFound(f"{path} does not exist") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        if error.errno in _THE_USERS:
-            raise UserError(f"{path}: {reason}") from None
+        if error.errno in _REFUSALS:
+            raise StoreRefused(f"{path}: {reason}") from None
         raise StoreError(f"{path}: {reason}") from None

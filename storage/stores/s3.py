@@ -30,7 +30,7 @@ from botocore.exceptions import (
 )
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.levels import Level
@@ -40,10 +40,15 @@ TOKEN = "write-token"
 ATTEMPTS = 8
 MAX_WAIT_S = 10.0
 TIMEOUT_S = 60
+REFUSED_ATTEMPTS = 5
+REFUSED_WAIT_S = 0.5
+"""A refusal is tried again after 0.5, 1, 2 and 4 s: credentials that are being renewed or spread are refused for some seconds."""
+
 MAX_PUT_BYTES = 5 * 2**30
 PAGE_KEYS = 1000
 
 _PASSING = frozenset({"SlowDown", "RequestTimeout", "Throttling", "RequestLimitExceeded", "ConditionalRequestConflict"})
+_REFUSALS = frozenset({400, 401, 403})
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -168,7 +173,10 @@ class S3Store:
     def ask(self, operation: str, name: str, **arguments: Any) -> Any:
         """The answer to a request, with retries; persistent ClientErrors are raised unchanged for the caller to handle."""
         function = getattr(self._client, operation)
-        return self._retried(name, lambda: function(Bucket=self._bucket, **arguments))
+        refusals = (
+            1 if operation == "list_multipart_uploads" else REFUSED_ATTEMPTS
+        )  # many may not, and nothing depends on it
+        return self._retried(name, lambda: function(Bucket=self._bucket, **arguments), refusals=refusals)
 
     def key(self, name: str) -> str:
         """The object's key in the bucket."""
@@ -184,16 +192,16 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}{name}"
 
     def failed(self, name: str, error: ClientError) -> Exception:
-        """Our error for one of S3's: NotFound, UserError if the user must act, else StoreError."""
+        """Our error for one of S3's: NotFound, StoreRefused if the user must act, else StoreError."""
         code = str(error.response["Error"].get("Code", ""))
         if code == "NoSuchBucket":
-            return UserError(f"{self.url}: there is no bucket {self._bucket!r}")
+            return StoreRefused(f"{self.url}: there is no bucket {self._bucket!r}")
         if status_of(error) == 416:
             return _BeyondEnd(f"{self.where(name)} ends before the range")
         if status_of(error) == 404:
             return NotFound(f"{self.where(name)} does not exist")
-        if status_of(error) in {301, 400, 401, 403}:
-            return UserError(f"{self.where(name)}: refused ({code or status_of(error)})")
+        if status_of(error) in {301, *_REFUSALS}:
+            return StoreRefused(f"{self.where(name)}: refused ({code or status_of(error)})")
         return StoreError(f"{self.where(name)}: {code} ({status_of(error)})")
 
     # ---- requests
@@ -218,11 +226,11 @@ class S3Store:
         except ClientError as error:
             raise self.failed(name, error) from None
 
-    def _retried(self, name: str, attempt: Callable[[], T]) -> T:
-        """Try up to ATTEMPTS times, with exponential waits and jitter, while the failure may be temporary."""
+    def _retried(self, name: str, attempt: Callable[[], T], *, refusals: int = REFUSED_ATTEMPTS) -> T:
+        """Try up to ATTEMPTS times (`refusals` if refused), with exponential waits, while the failure may be temporary."""
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(ATTEMPTS),
-            wait=tenacity.wait_random_exponential(multiplier=0.1, max=MAX_WAIT_S),
+            stop=lambda state: state.attempt_number >= (refusals if _was_refused(state) else ATTEMPTS),
+            wait=lambda state: min(MAX_WAIT_S, (_wait_refused if _was_refused(state) else _wait)(state)),
             retry=tenacity.retry_if_exception(_may_pass),
             before_sleep=lambda state: self._log_once(name, state),
             sleep=self._sleep,
@@ -231,9 +239,9 @@ class S3Store:
         try:
             return retrying(attempt)
         except (NoCredentialsError, PartialCredentialsError):
-            raise UserError(f"{self.url}: no S3 credentials were found in the environment") from None
+            raise StoreRefused(f"{self.url}: no S3 credentials were found in the environment") from None
         except ParamValidationError as error:
-            raise UserError(f"{self.url}: {error}") from None
+            raise StoreRefused(f"{self.url}: {error}") from None
         except BotoCoreError as error:
             raise StoreError(f"{self.where(name)}: {error}") from None
 
@@ -269,11 +277,21 @@ def _client(options: S3Options) -> Any:
         raise UserError(str(error), field="s3.endpoint") from None
 
 
+_wait = tenacity.wait_random_exponential(multiplier=0.1, max=MAX_WAIT_S)
+_wait_refused = tenacity.wait_exponential(multiplier=REFUSED_WAIT_S)
+
+
+def _was_refused(state: tenacity.RetryCallState) -> bool:
+    error = state.outcome.exception() if state.outcome is not None else None
+    return isinstance(error, ClientError) and status_of(error) in _REFUSALS
+
+
 def _may_pass(error: BaseException) -> bool:
-    """Whether an error may be temporary: timeouts, resets, broken bodies, 5xx, 429, conflicting conditional writes."""
+    """Whether an error may be temporary: timeouts, resets, broken bodies, 5xx, 429, conflicting conditional writes, refusals."""
     if isinstance(error, ClientError):
         code = error.response["Error"].get("Code", "")
-        return status_of(error) >= 500 or status_of(error) == 429 or code in _PASSING
+        status = status_of(error)
+        return status >= 500 or status == 429 or status in _REFUSALS or code in _PASSING
     return isinstance(error, HTTPClientError | BotoConnectionError | IncompleteReadError)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import UserError
 from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Store
+from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Store, about
 
 
 def open_store(url: str, *, s3: S3Options | None = None) -> Store:
@@ -52,19 +52,15 @@ def remove_empty_folders(store: Store) -> None:
 def probe(store: Store) -> bool:
     """True if the store honours conditional creation: of two creates of one name, the second is refused.
 
-    Leaves nothing behind. Raises UserError if the store can't be reached or written.
+    Leaves nothing behind. Raises StoreRefused if the store can't be written, another StoreError if it can't be reached.
     """
     name = f"_probe-{secrets.token_hex(8)}"
-    try:
+    with about("output.path"):
         store.create(name, b"first")
-    except UserError as error:
-        raise UserError(error.message, field=error.field or "output.path") from None
-    except StoreError as error:
-        raise UserError(str(error), field="output.path") from None
-    try:
-        store.create(name, b"second")
-    except AlreadyExists:
-        return True
-    finally:
-        store.delete(name)
+        try:
+            store.create(name, b"second")
+        except AlreadyExists:
+            return True
+        finally:
+            store.delete(name)
     return False

@@ -21,7 +21,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.s3 import TOKEN, S3Store, sha256, status_of
 from draftmill.storage.stores.verbs import AlreadyExists
 
@@ -57,7 +57,7 @@ class Upload:
         self._ended = False
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Take the bytes, and send each full part when more data follows. Raises StoreError, or UserError."""
+        """Take the bytes, and send each full part when more data follows. Raises StoreError."""
         self._check_open()
         rest = memoryview(data).cast("B")
         count = len(rest)
@@ -200,7 +200,7 @@ def part_size(number: int, part_bytes: int) -> int:
 def abort_orphans(store: S3Store, name: str) -> int:
     """Abort the uploads to this very name that were begun more than ORPHAN_S ago, and return how many there were.
 
-    Raises UserError if there is no such bucket. Does nothing on a store that cannot list uploads, or denies it.
+    Raises StoreRefused if there is no such bucket. Does nothing on a store that cannot list uploads, or denies it.
     """
     try:
         found = list(_uploads(store, name))
@@ -238,7 +238,7 @@ def _abort(store: S3Store, name: str, upload_id: str) -> None:
     """Abort an upload; if that fails, the next exporter to this name will do it."""
     try:
         store.ask("abort_multipart_upload", name, Key=store.key(name), UploadId=upload_id)
-    except (StoreError, UserError, ClientError) as error:
+    except (StoreError, ClientError) as error:
         if not isinstance(error, ClientError) or status_of(error) != 404:
             _log.warning("%s: the parts of an upload could not be removed (%s)", store.where(name), error)
 

@@ -7,10 +7,11 @@ Knows no particular store (local.py, memory.py, s3.py) and nothing of what the b
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,21 @@ class Conflict(StoreError):
     """The object is not, or is no longer, the version that was to be replaced."""
 
 
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """In the block, a store's errors begin with the spec's key that names the place; what is missing is a UserError."""
+    try:
+        yield
+    except NotFound as error:
+        raise UserError(str(error), field=field) from None
+    except StoreRefused as error:
+        raise StoreRefused(f"{field}: {error}") from None
+    except StoreError as error:
+        raise StoreError(f"{field}: {error}") from None
+
+
 class Store(Protocol):
-    """Bytes by name. Temporary failures are retried inside; other failures raise StoreError."""
+    """Bytes by name. Temporary failures are retried inside; what stays is a StoreError, a refusal StoreRefused."""
 
     @property
     def url(self) -> str:
@@ -106,7 +120,7 @@ class Store(Protocol):
         """The first writer wins: exactly one create of a name returns, all others raise AlreadyExists.
 
         When it returns, the object is whole, durable and visible. An answer lost on the way does not turn a success
-        into AlreadyExists. Raises UserError if the place can't be written at all.
+        into AlreadyExists. Raises StoreRefused if the place can't be written at all.
         """
         ...
 

@@ -28,7 +28,7 @@ SCHEDULES = {True: 3500, False: 1500}
 JOBS = 6
 """Jobs of which every access of the store goes wrong once in every way: about 120 and 200 schedules each."""
 
-FATES = ("crash before", "crash after", "refused", "lost", "pause before", "pause after")
+FATES = ("crash before", "crash after", "refused", "denied", "lost", "pause before", "pause after")
 
 
 @pytest.fixture(scope="module")

@@ -44,9 +44,9 @@ def forked(target: Callable[..., None], *arguments: str) -> ForkServerProcess:
     return process
 
 
-def soak(values: Iterable[int]) -> list[Any]:
+def soak(values: Iterable[Any]) -> list[Any]:
     """Parameters of a test for `make soak` alone."""
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+    return [pytest.param(value, marks=pytest.mark.soak) for value in sorted(values)]
 
 
 def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> Path:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from draftmill.jobs.schedule.unit_sizes import UnitSize
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat
@@ -129,6 +129,8 @@ class Handle:
         fate = self.world.fate(self.process, verb, name)
         if fate == "crash before":
             self.process.die()
+        if fate == "denied":
+            raise StoreRefused(f"denied: {verb} {name}")
         if fate == "refused":
             raise StoreError(f"refused: {verb} {name}")
         if fate == "pause before":

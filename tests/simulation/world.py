@@ -4,6 +4,7 @@ A schedule is drawn from one seed, or has one fault at one numbered access of th
 
     crash       the process (driver or worker) is gone, before or after the access took effect
     refused     the store answers with an error and has done nothing
+    denied      the same, with an error that says that the user may not
     lost        the store has done it and answers with an error all the same
     pause       the driver stands still beyond its lease, another one runs, and then it goes on
 
@@ -113,7 +114,9 @@ class World:
         elif not self.left or self.rng.random() >= 0.06:
             return ""
         else:
-            fate = self.rng.choice(("crash before", "crash after", "refused", "lost", "pause before", "pause after"))
+            fate = self.rng.choice(
+                ("crash before", "crash after", "refused", "denied", "lost", "pause before", "pause after")
+            )
         if fate.startswith("pause") and not process.is_driver:
             fate = fate.replace("pause", "crash")
         if reads and fate == "lost":

@@ -15,7 +15,7 @@ from draftmill.jobs.driving.events import JsonStream, event_line, json_streams, 
 from draftmill.jobs.driving.line_files import LINES_PER_FILE, LineFiles
 from draftmill.jobs.driving.progress import EventDisplay, LineDisplay, make_display
 from draftmill.jobs.driving.totals import Totals
-from draftmill.storage.errors import StoreError
+from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import Stat
@@ -128,16 +128,17 @@ def test_the_log_is_written_every_ten_seconds_and_has_the_progress_every_minute(
     assert written[-1] == 3 and sorted(set(written)) == [0, 1, 2, 3]
 
 
-def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later() -> None:
+@pytest.mark.parametrize("error", [StoreError("full"), StoreRefused("no permission")])
+def test_a_store_that_refuses_the_log_fails_no_run_and_gets_the_lines_later(error: StoreError) -> None:
     class Refusing(MemoryStore):
         refuses = True
 
         def put(self, name: str, data: bytes) -> Stat:
             if self.refuses:
-                raise StoreError("full")
+                raise error
             return super().put(name, data)
 
-    store = Refusing("memory://refusing")
+    store = Refusing(f"memory://refusing-{type(error).__name__}")
     log = DriverLog()
     log.attach(store, 1, "job")
     log.add("note", "one")

@@ -7,20 +7,20 @@ import secrets
 import pytest
 
 from draftmill.jobs.driving.lease_keeper import give_back, keep_once, kept_lease
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.runs.lease import LEASE, LeaseHeld, LeaseLost, acquire
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.verbs import Body, Stat
 
 
 class Unreachable(MemoryStore):
-    """A store that can't be written while `down`."""
+    """A store that can't be written while it is `down` with an error."""
 
-    down = False
+    down: StoreError | None = None
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
-        if self.down:
-            raise StoreError("no answer")
+        if self.down is not None:
+            raise self.down
         return super().replace(name, data, etag=etag)
 
 
@@ -29,18 +29,21 @@ def store() -> Unreachable:
     return Unreachable(secrets.token_hex(8))
 
 
-def test_a_store_that_does_not_answer_is_borne_until_the_lease_runs_out(store: Unreachable):
+@pytest.mark.parametrize("down", [StoreError("no answer"), StoreRefused("no permission")])
+def test_a_store_that_does_not_answer_or_refuses_is_borne_until_the_lease_runs_out(
+    store: Unreachable, down: StoreError
+):
     now, lost = [1000.0], list[str]()
     lease = acquire(store, "first", 60, lambda: now[0])
-    store.down = True
+    store.down = down
     now[0] += 59
     assert keep_once(lease, lost.append) and not lost
-    store.down = False
+    store.down = None
     assert keep_once(lease, lost.append) and lease.expires_at_s == 1119
-    store.down = True
+    store.down = down
     now[0] += 60
     assert not keep_once(lease, lost.append)
-    assert lost == ["the lease could not be renewed: no answer"]
+    assert lost == [f"the lease could not be renewed: {down}"]
     give_back(lease)  # says nothing
 
 
@@ -78,3 +81,19 @@ def test_a_driver_that_is_refused_before_it_wrote_anything_leaves_what_it_found(
         raise UserError("an id occurs twice")
     assert [stat.name for stat in store.list()] == ([LEASE] if before or written else []) + written
     assert acquire(store, "next", 60).epoch == len(before) + bool(before or written) + 1
+
+
+@pytest.mark.parametrize("written", [[], ["plan"]])
+def test_a_refusal_is_the_users_only_while_nothing_is_written(store: Unreachable, written: list[str]):
+    with pytest.raises(StoreError) as raised, kept_lease(store, lambda reason: None):
+        for name in written:
+            store.create(name, b"")
+        raise StoreRefused("no permission")
+    assert isinstance(raised.value, StoreRefused) == (not written)
+    assert [stat.name for stat in store.list()] == ([LEASE, *written] if written else [])
+
+
+def test_a_refusal_below_the_lease_of_a_name_stays_one(store: Unreachable):
+    store.create("2026-11-22/_plan.json", b"")
+    with pytest.raises(StoreRefused), kept_lease(store, lambda reason: None, covers=False):
+        raise StoreRefused("no permission")

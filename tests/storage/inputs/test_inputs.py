@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from draftmill.storage.errors import UserError
+from draftmill.storage.errors import StoreRefused, UserError
 from draftmill.storage.inputs.inputs import format_of, glob_pattern
 from draftmill.storage.inputs.reader import InputFile, default_id, iterate, list_inputs, read_rows
 from draftmill.storage.stores.s3 import S3Store
@@ -224,7 +224,7 @@ def test_s3_inputs_are_files_folders_and_globs(s3_store: S3Store, s3_url: str, s
     (file,) = list_inputs(f"{s3_url}/in2", s3=s3_options)
     assert file.uri == f"{s3_url}/in2/c.jsonl" and file.etag and file.size == 14 and file.mtime_s
     for path in (f"{s3_url}/absent", "s3://no-such-bucket-of-mine/x"):
-        with pytest.raises(UserError, match=r"^input\.path"):
+        with pytest.raises((UserError, StoreRefused), match=r"^input\.path"):
             list_inputs(path, s3=s3_options)
 
 

@@ -36,6 +36,8 @@ _ANSWERS = {
 class Fault:
     """What goes wrong, `times` times, with every `every`th request of this method whose path, or query, holds `part`.
 
+    With `seconds`, with all of them for so long, from the first one on.
+
     `kind`: one of _ANSWERS (nothing is done; `hidden` says so under the status 200, as S3 may where an upload is completed);
     reset (nothing is done, no answer); lost (done, but no answer);
     ignore_conditions (done as if no condition had been set); cut (half of the body, then the end).
@@ -46,12 +48,17 @@ class Fault:
     part: str = ""
     times: int = 1
     every: int = 1
+    seconds: float | None = None
     seen: int = 0
+    ends_s: float | None = None
 
     def strikes(self, method: str, path: str) -> bool:
         """Take note of a request; True if this is one that goes wrong."""
         if not self.times or method != self.method or self.part not in path:
             return False
+        if self.seconds is not None:
+            self.ends_s = self.ends_s or time.monotonic() + self.seconds
+            return time.monotonic() < self.ends_s
         self.seen += 1
         if self.seen % self.every:
             return False
@@ -143,11 +150,19 @@ class S3Server:
         self._thread = Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
 
-    def fail(self, kind: str, method: str = "PUT", part: str = "", times: int = 1, every: int = 1) -> None:
-        """Let the next matching requests go wrong, or every `every`th of them."""
+    def fail(
+        self,
+        kind: str,
+        method: str = "PUT",
+        part: str = "",
+        times: int = 1,
+        every: int = 1,
+        seconds: float | None = None,
+    ) -> None:
+        """Let the next matching requests go wrong, or every `every`th of them, or all for some seconds."""
         if kind == "ignore_conditions" and isinstance(self.app.app, Forwarder):
             pytest.skip("a condition is signed, and can't be taken out on the way")
-        self.app.faults.append(Fault(kind, method, part, times, every))
+        self.app.faults.append(Fault(kind, method, part, times, every, seconds))
 
     def rage(self, rate: float, *, seed: int, stall_s: float) -> Storm:
         """Let any request go wrong with this probability, from now on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.stores.s3 import ATTEMPTS, S3Store
 from draftmill.storage.stores.store import probe
 from draftmill.storage.stores.verbs import AlreadyExists, Conflict, NotFound, S3Options
@@ -70,9 +70,9 @@ def test_the_probe_notices_a_store_that_ignores_conditions(s3_store: S3Store, s3
 
 def test_a_missing_bucket_is_the_users_error(s3_options: S3Options) -> None:
     store = S3Store("s3://no-such-bucket-here/run", s3_options)
-    with pytest.raises(UserError, match="no-such-bucket-here"):
+    with pytest.raises(StoreRefused, match="no-such-bucket-here"):
         probe(store)
-    with pytest.raises(UserError, match="no-such-bucket-here"):
+    with pytest.raises(StoreRefused, match="no-such-bucket-here"):
         list(store.list())
 
 
@@ -99,7 +99,7 @@ def test_missing_credentials_are_the_users_error(s3_server: S3Server, monkeypatc
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
-    with pytest.raises(UserError, match="credentials"):
+    with pytest.raises(StoreRefused, match="credentials"):
         S3Store("s3://bucket", S3Options(endpoint=s3_server.endpoint, region="eu-west-1")).get("a")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused, UserError
 from draftmill.storage.failpoints import FailpointError
 from draftmill.storage.inputs.sources import open_object
 from draftmill.storage.stores.object_parts import BLOCK_BYTES
@@ -144,7 +144,7 @@ def test_an_unknown_url_is_the_users_error() -> None:
 
 def test_an_unwritable_folder_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match="file"):
+    with pytest.raises(StoreRefused, match="file"):
         probe(open_store(str(tmp_path / "file" / "run")))
 
 
@@ -189,7 +189,7 @@ def test_a_file_system_without_links_is_the_users_error(tmp_path: Path, monkeypa
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr("os.link", refuse)
-    with pytest.raises(UserError, match=r"^output\.path: .*can't link"):
+    with pytest.raises(StoreRefused, match=r"^output\.path: .*can't link"):
         probe(open_store(str(tmp_path)))
 
 

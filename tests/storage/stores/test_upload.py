@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreRefused
 from draftmill.storage.stores import upload as upload_module
-from draftmill.storage.stores.s3 import ATTEMPTS, S3Store, sha256
+from draftmill.storage.stores.s3 import ATTEMPTS, REFUSED_ATTEMPTS, S3Store, sha256
 from draftmill.storage.stores.upload import MAX_PARTS, PART_BYTES, Upload, abort_orphans, part_size
 from draftmill.storage.stores.verbs import AlreadyExists, S3Options
 from tests.storage.stores.s3_forward import VARIABLE
@@ -232,8 +232,8 @@ def test_where_aborting_fails_too_the_first_reason_is_told_and_the_rest_is_logge
     s3_store: S3Store, s3_server: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     s3_server.fail("500", "DELETE", times=ATTEMPTS)
-    s3_server.fail("403", *SECOND)
-    with pytest.raises(UserError, match="AccessDenied"):
+    s3_server.fail("403", *SECOND, times=REFUSED_ATTEMPTS)
+    with pytest.raises(StoreRefused, match="AccessDenied"):
         upload(s3_store)
     assert "the parts of an upload could not be removed" in caplog.text and pending(s3_store) == [s3_store.key(NAME)]
 
@@ -341,5 +341,5 @@ def test_a_store_that_lists_no_uploads_is_written_all_the_same_and_a_missing_buc
 ) -> None:
     s3_server.fail("403", "GET", "uploads")
     assert abort_orphans(s3_store, NAME) == 0 and "can't look for parts that killed exporters left" in caplog.text
-    with pytest.raises(UserError, match="no-such-bucket-here"):
+    with pytest.raises(StoreRefused, match="no-such-bucket-here"):
         abort_orphans(S3Store("s3://no-such-bucket-here", s3_options), NAME)

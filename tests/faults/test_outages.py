@@ -1,0 +1,128 @@
+"""An outage of the store in each phase of a job: it ends complete, or with a code after which a scheduler starts it again.
+
+Without Ray (tests/runs/local_pool.py). What the generated Slurm script and CronJob never retry are exit codes 2 and 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftmill.jobs.cli import main
+from draftmill.jobs.codes import INTERRUPTED, OK, UNEXPECTED, UNUSABLE
+from draftmill.storage.stores import s3
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.verbs import S3Options
+from tests.runs.jobs_of_tests import rows_of, soak, unequal, write_rows, write_spec
+from tests.runs.local_pool import without_ray
+from tests.storage.stores.s3_server import S3Server
+
+pytestmark = pytest.mark.s3
+
+UNITS, UNIT_ROWS = 3, 2
+PHASES = {
+    "listing": ("GET", "prefix=rows"),
+    "input": ("GET", "rows.jsonl"),
+    "probe": ("PUT", "_probe"),
+    "lease": ("PUT", "_lease.json"),
+    "unit table": ("PUT", "/plan/"),
+    "plan": ("PUT", "_plan.json"),
+    "log": ("PUT", "/log/"),
+    "attempts": ("PUT", "/attempts/"),
+    "read": ("GET", "/plan/"),
+    "commit": ("PUT", "/data/"),
+    "manifest": ("PUT", "_manifest.json"),
+    "success": ("PUT", "_SUCCESS"),
+}
+"""The requests of each phase: method, and a part of the path or the query."""
+
+KINDS = ("403", "500", "503", "reset", "lost")
+BEST_EFFORT = {"log", "attempts"}
+NOTHING_WRITTEN = {"listing", "input", "probe", "lease", "unit table"}
+PATIENT = {"read", "commit"}
+"""Each unit is tried for two minutes before the job ends."""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Little time passes between the attempts of this process' clients."""
+    monkeypatch.setattr(s3, "MAX_WAIT_S", 0.005)
+    s3._client.cache_clear()
+    yield
+    s3._client.cache_clear()
+
+
+class Bucket:
+    """A job whose input and output are in a bucket."""
+
+    def __init__(self, folder: Path, server: S3Server, options: S3Options) -> None:
+        url = f"s3://{server.new_bucket()}"
+        self.folder, self.server = folder, server
+        self.rows = write_rows(folder / "rows.jsonl", UNITS * UNIT_ROWS, longest=12)
+        self.store = S3Store(f"{url}/run", options)
+        inputs = S3Store(f"{url}/rows", options)
+        inputs.put("rows.jsonl", self.rows.read_bytes())
+        changes: dict[str, Any] = {
+            "input": {"path": f"{inputs.url}/rows.jsonl", "columns": {"id": "id", "tokens": "tokens"}},
+            "output": {"path": self.store.url, "unit_rows": UNIT_ROWS},
+            "s3": {"endpoint": options.endpoint, "region": options.region},
+        }
+        self.spec = write_spec(folder, rows=self.rows, out="struck", **changes)
+
+    def run(self) -> int:
+        """The exit code of one start of the job."""
+        with without_ray():
+            return main(["run", str(self.spec), "--quiet"])
+
+    def check(self) -> None:
+        """Every row is there once, with the text of a job without faults."""
+        with without_ray():
+            assert main(["run", str(write_spec(self.folder, rows=self.rows, out="calm")), "--quiet"]) == OK
+        calm, found = rows_of(self.folder / "calm"), rows_of(self.store)
+        same = [name for name in calm.column_names if name != "unit"]
+        assert not unequal(found.sort_by("id").select(same), calm.sort_by("id").select(same))
+
+
+def struck(server: S3Server, method: str, part: str) -> int:
+    return sum(asked == method and part in path for asked, path in server.app.requests)
+
+
+@pytest.mark.parametrize("kind", ["403", "500"])
+@pytest.mark.parametrize("phase", [*(phase for phase in PHASES if phase not in PATIENT), *soak(PATIENT)])
+def test_an_outage_ends_with_a_code_that_is_retried_and_the_next_start_completes_the_job(
+    tmp_path: Path, s3_server: S3Server, s3_options: S3Options, impatient: None, phase: str, kind: str
+) -> None:
+    bucket = Bucket(tmp_path, s3_server, s3_options)
+    method, part = PHASES[phase]
+    s3_server.fail(kind, method, part, times=10**6)
+    code = bucket.run()
+    assert struck(s3_server, method, part) > 1
+    s3_server.calm()
+    if phase in BEST_EFFORT:
+        assert code == OK
+    elif kind == "403" and phase in NOTHING_WRITTEN:
+        assert code == UNUSABLE and [stat.name for stat in bucket.store.list()] == []
+    else:
+        assert code in {UNEXPECTED, INTERRUPTED}
+    assert bucket.run() == OK
+    bucket.check()
+
+
+@pytest.mark.parametrize("kind", ["403", *soak(KINDS[1:])])
+@pytest.mark.parametrize("phase", ["input", *soak(PHASES.keys() - {"input"})])
+def test_an_outage_of_some_seconds_is_borne_or_retried(
+    tmp_path: Path, s3_server: S3Server, s3_options: S3Options, kind: str, phase: str
+) -> None:
+    bucket = Bucket(tmp_path, s3_server, s3_options)
+    method, part = PHASES[phase]
+    s3_server.fail(kind, method, part, times=10**6, seconds=5.0)
+    code = bucket.run()
+    assert struck(s3_server, method, part) > 1
+    assert code in {OK, UNEXPECTED, INTERRUPTED}
+    if kind == "403":
+        assert code == OK  # a refusal is borne for longer than that
+    assert code == OK or bucket.run() == OK
+    bucket.check()
