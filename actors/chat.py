@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from draftmill.actors.rows import Messages
+from draftmill.actors.task import today
 
 # Names of a message's reasoning in the input; chat templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -35,15 +36,29 @@ class ChatTemplate:
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
         self.source, self._names = source, dict(names)
 
-    def __call__(self, messages: Messages) -> str:
-        """Return the conversation's text, with special tokens spelled out; raises whatever the template raises."""
+    @property
+    def has_date(self) -> bool:
+        """Whether what it renders may depend on the date."""
+        return "strftime_now" in self.source
+
+    def __call__(self, messages: Messages, day: date | None = None) -> str:
+        """Return the conversation's text, with special tokens spelled out; raises whatever the template raises.
+
+        `day`, at midnight, is the template's time: a clock would give each worker and each resume another prompt. None is today
+        in UTC.
+        """
         if not messages:
             raise ValueError("an empty conversation; a chat needs at least one message")
         # Rows have null for missing keys of a message, and many templates would print it.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         plain = [_with_reasoning(message) for message in _plain(given)]
         return self._template.render(
-            messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._names
+            messages=plain,
+            tools=None,
+            documents=None,
+            add_generation_prompt=True,
+            strftime_now=datetime.combine(day or today(), time()).strftime,
+            **self._names,
         )
 
     @cached_property
@@ -58,7 +73,6 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,
-        "strftime_now": lambda layout: datetime.now().strftime(layout),
         "dict": _Dict(),
         "namespace": _Namespace,
     }

@@ -203,7 +203,7 @@ class PromptMaker:
                 "missing_column", STAGE, "the row has messages, but the tokenizer has no chat template for them"
             )
         try:
-            text = chat(messages)
+            text = chat(messages, self.task.chat_date)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
             raise RowError("bad_messages", STAGE, f"{type(error).__name__}: {error}"[:1000]) from None
         return checked_text(text, "messages")

@@ -5,6 +5,7 @@ They are in this package, next to the code that uses them (canvas.py), since wor
 
 from __future__ import annotations
 
+from datetime import UTC, date, datetime
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -207,12 +208,29 @@ def _visible(text: str) -> str:
 Stop = Annotated[str, Field(min_length=1), AfterValidator(_visible)]
 
 
+def _as_date(value: Any) -> Any:
+    """A date from the text of a plan; YAML has dates of its own."""
+    try:
+        return date.fromisoformat(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(f"{value!r} is not a date; allowed: YEAR-MONTH-DAY, such as 2026-11-23") from None
+
+
+def today() -> date:
+    """The date in UTC, which is the same in every time zone."""
+    return datetime.now(UTC).date()
+
+
+Day = Annotated[date | None, BeforeValidator(_as_date)]
+
+
 class Complete(Settings):
     """Continue each row's prompt by up to `max_new_tokens` tokens, until an end token or one of the `stop` strings.
 
     With `ignore_eos`, end tokens have no special meaning. With `skip_special_tokens`, the text leaves out special tokens, and
     stop strings are searched in the remaining text; `tokens` keeps them. With `chat`, the prompt is a conversation, or one
-    user message, rendered with the tokenizer's chat template.
+    user message, rendered with the tokenizer's chat template; `chat_date` is the date that the template sees, null for that of
+    the plan.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("prompt", "text", "messages")
@@ -223,13 +241,14 @@ class Complete(Settings):
     stop: Annotated[tuple[Stop, ...], BeforeValidator(_one_or_more)] = ()
     ignore_eos: bool = False
     chat: bool = False
+    chat_date: Day = None
     skip_special_tokens: bool = True
 
 
 class Score(Settings):
     """Log-probabilities of each row's text, of its completion after its prompt, or of what a `mask` hides of its text.
 
-    `chat` as in Complete. `estimate` is for models whose scores are estimates; null takes its defaults.
+    `chat` and `chat_date` as in Complete. `estimate` is for models whose scores are estimates; null takes its defaults.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("text", "prompt", "completion", "messages")
@@ -237,6 +256,7 @@ class Score(Settings):
     done: ClassVar[str] = "scored"
     kind: Literal["score"]
     chat: bool = False
+    chat_date: Day = None
     mask: Mask | None = None
     estimate: Estimate | None = None
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftmill.actors.made_folders import read_source
-from draftmill.actors.rows import Messages
 from draftmill.storage.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers
+
+    from draftmill.actors.chat import ChatTemplate
 
 _FIELD = "model.tokenizer"
 _FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -43,7 +44,7 @@ class Tokenizer:
         *,
         bos_id: int | None = None,
         eos_id: int | None = None,
-        chat: Callable[[Messages], str] | None = None,
+        chat: ChatTemplate | None = None,
     ) -> None:
         # Disable settings of the checkpoint's file: truncation, padding, and parsing of special tokens in the text.
         core.no_truncation()
@@ -163,7 +164,7 @@ def load_tokenizer(folder: Path, setting: str = "auto", *, trust_remote_code: bo
     return Tokenizer(core, bos_id=bos_id(folder) if bos is None else bos, eos_id=eos, chat=chat)
 
 
-Parts = tuple["tokenizers.Tokenizer", int | None, int | None, Callable[[Messages], str] | None]
+Parts = tuple["tokenizers.Tokenizer", int | None, int | None, "ChatTemplate | None"]
 """A tokenizer, its begin and end tokens, and its chat template."""
 
 
@@ -192,12 +193,14 @@ def _read_by_transformers(place: Path, trust_remote_code: bool) -> Parts:
     return inner.backend_tokenizer, inner.bos_token_id, inner.eos_token_id, _chat_of(inner)
 
 
-def _chat_of(inner: Any) -> Callable[[Messages], str] | None:
+def _chat_of(inner: Any) -> ChatTemplate | None:
+    from draftmill.actors.chat import ChatTemplate
+
     try:
-        inner.get_chat_template()
+        source = inner.get_chat_template()
     except ValueError:  # it has no template, or several without a default
         return None
-    return lambda messages: inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return ChatTemplate(source, inner.special_tokens_map)
 
 
 def _damaged(place: Path, error: Exception) -> UserError:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ from draftmill.actors.fim import fills_in_middle, template_of
 from draftmill.actors.loading import check_drafter, fetch_drafter
 from draftmill.actors.models import adapter_hash, fetch_model, hash_files, model_hash, tokenizer_hash, user_error
 from draftmill.actors.plan_table import PLAN
+from draftmill.actors.requests import body_of
 from draftmill.actors.row_settings import RowRules
 from draftmill.actors.stop_text import end_ids
-from draftmill.actors.task import Complete, Infill, Task
+from draftmill.actors.task import Complete, Infill, Task, today
 from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.settings import DECODERS, check_model
@@ -26,10 +29,11 @@ from draftmill.jobs.plan.fingerprint import Hashes, results_key
 from draftmill.jobs.plan.plan import Plan, Sift, build_plan, compare_inputs, compare_plan, compare_settings, load_plan
 from draftmill.jobs.plan.survey import Survey, survey
 from draftmill.jobs.plan.worker_job import place_of
+from draftmill.jobs.spec.dated_path import read_date
 from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.contents import hashed, num_bytes_to_hash, recognised
-from draftmill.storage.inputs.reader import InputFile, list_inputs
+from draftmill.storage.inputs.reader import InputFile, iterate, list_inputs
 from draftmill.storage.stores.verbs import Store
 
 HEAD_FIELD = "decoder.head"
@@ -64,6 +68,7 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     loaders = loaders or Loaders()
     plan = load_plan(store)
     if plan is not None:
+        spec = with_chat_date(spec, getattr(plan.spec.task, "chat_date", None))
         compare_settings(plan, spec)
     model = spec.model
     folder = fetch_model(model.path, model.revision, adapter=model.adapter, s3=spec.s3.options())
@@ -76,6 +81,8 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
             inputs = planned_ones(inputs, plan.files)
         inputs = recognised(inputs, {file.name: file for file in plan.files})
         compare_inputs(plan, inputs)
+    if plan is None and sees_date(spec, tokenizer, inputs):
+        spec = with_chat_date(spec, loaders.day(spec))
     hashes = Hashes(
         model=loaders.weights(folder, display or Unnoted()),
         adapter=adapter_hash(folder),
@@ -92,6 +99,36 @@ def prepare(spec: JobSpec, store: Store, display: Notes | None = None, *, loader
     elif next(store.list("data/"), None) is not None:
         raise UserError(f"{store.url} has results but no {PLAN}; use another directory", field="output.path")
     return Prepared(spec, folder, info, tokenizer, hashes, inputs, plan)
+
+
+def with_chat_date(spec: JobSpec, day: date | None) -> JobSpec:
+    """The spec with the date that its chat template sees, unless it has one."""
+    if isinstance(spec.task, Infill) or spec.task.chat_date is not None:
+        return spec
+    return spec.model_copy(update={"task": spec.task.model_copy(update={"chat_date": day})})
+
+
+def day_of(spec: JobSpec) -> date:
+    """The date of a new plan: the job's logical date, or today in UTC."""
+    logical = spec.output.logical_date
+    return today() if logical is None else read_date(logical).date()
+
+
+def sees_date(spec: JobSpec, tokenizer: Tokenizer | None, inputs: Sequence[InputFile]) -> bool:
+    """Whether the rows are rendered with a chat template that may print the date."""
+    if isinstance(spec.task, Infill) or tokenizer is None or tokenizer.chat is None or not tokenizer.chat.has_date:
+        return False
+    return spec.task.chat or begins_with_request(spec, inputs)
+
+
+def begins_with_request(spec: JobSpec, inputs: Sequence[InputFile]) -> bool:
+    """Whether the first row is an OpenAI request; then the others are, too."""
+    columns = spec.input.columns.wanted(spec.task)
+    try:
+        rows = iterate(inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+        return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
+    except UserError:  # a damaged file: planning says what is wrong
+        return False
 
 
 def planned_ones(inputs: Sequence[InputFile], planned: Sequence[InputFile]) -> list[InputFile]:
@@ -122,6 +159,7 @@ class Loaders:
     weights: Callable[[Path, Notes], str] = _hashed
     tokenizer: Callable[..., Tokenizer | None] = load_tokenizer
     inputs: Callable[..., list[InputFile]] = list_inputs
+    day: Callable[[JobSpec], date] = day_of
 
 
 def remembering() -> Loaders:
@@ -133,7 +171,8 @@ def remembering() -> Loaders:
             hashes[folder] = _hashed(folder, display)
         return hashes[folder]
 
-    return Loaders(weights, cache(load_tokenizer), cache(list_inputs))
+    now = today()  # jobs that are compared with each other have one date, also around midnight
+    return Loaders(weights, cache(load_tokenizer), cache(list_inputs), lambda spec: now)
 
 
 def weight_bytes(folder: Path) -> int:

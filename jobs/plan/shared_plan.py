@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
-from itertools import islice
 from typing import Any
 
 from draftmill.actors.fim import fills_in_middle
 from draftmill.actors.makers import shares_beginnings
 from draftmill.actors.plan_table import part_name
-from draftmill.actors.requests import body_of
 from draftmill.actors.task import Score
 from draftmill.decoders.settings import DECODERS
 from draftmill.jobs.plan.fingerprint import digest, results_key
 from draftmill.jobs.plan.plan import Plan, store_plan
 from draftmill.jobs.plan.plan_writer import discard_parts
-from draftmill.jobs.plan.prepare import Prepared
-from draftmill.storage.errors import UserError
+from draftmill.jobs.plan.prepare import Prepared, begins_with_request
 from draftmill.storage.failpoints import failpoint
-from draftmill.storage.inputs.reader import InputFile, iterate
+from draftmill.storage.inputs.reader import InputFile
 from draftmill.storage.stores.verbs import Store
 
 OF_DRAWING = ("temperature", "top_k", "top_p", "acceptance")
@@ -83,14 +80,7 @@ def settings_key(prepared: Prepared) -> str:
 def rows_have_settings(prepared: Prepared) -> bool:
     """Whether rows may have settings of their own: in columns that the spec names, or as OpenAI requests, as the first row is."""
     spec = prepared.spec
-    if spec.input.columns.own_settings():
-        return True
-    columns = spec.input.columns.wanted(spec.task)
-    try:
-        rows = iterate(prepared.inputs[0], columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
-        return any(body_of(row.values or {}) is not None for row in islice(rows, 1))
-    except UserError:  # a damaged file: planning says what is wrong
-        return False
+    return bool(spec.input.columns.own_settings()) or begins_with_request(spec, prepared.inputs)
 
 
 def copy_plan(prepared: Prepared, donor: Plan, store: Store, *, epoch: int) -> Plan:

@@ -35,7 +35,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         max_tokens=None if spec.batching.max_tokens == "auto" else spec.batching.max_tokens,
         prompt_rows=None if spec.batching.prompt_rows == "auto" else spec.batching.prompt_rows,
         unit_rows=max((size.rows for size in plan.sizes()), default=1),
-        task=spec.task,
+        task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
         files=tuple(replace(file, uri=places.get(file.name, file.uri)) for file in plan.files),

@@ -267,6 +267,8 @@ class JobSpec(Settings):
         if self.task.kind == "infill" and self.decoder.runs_on != "causal":
             # Only decoders of causal models use these keys, and runs of earlier versions lack them.
             full["task"] = {key: value for key, value in full["task"].items() if key not in {"fim", "max_new_tokens"}}
+        if full["task"].get("chat_date") is None:
+            full["task"].pop("chat_date", None)  # the plan of a chat whose template has no date lacks it
         return {
             "seed": self.seed,
             "task": full["task"],

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from draftmill.actors.chat import ChatTemplate
 from draftmill.actors.clerk import guarded
 from draftmill.actors.makers import Maker, maker_for
 from draftmill.actors.rows import row_key
@@ -115,7 +116,7 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def chatting() -> Tokenizer:
     """The byte-level tokenizer with a template that, as real ones do, stumbles over what it did not expect."""
     tokenizer = Tokenizer(byte_level()._core)
-    tokenizer.chat = lambda messages: "".join(f"<{one['role']}>" + one["content"] for one in messages)
+    tokenizer.chat = ChatTemplate("{% for one in messages %}{{ '<' + one.role + '>' + one.content }}{% endfor %}", {})
     return tokenizer
 
 
