@@ -18,7 +18,7 @@ from draftmill.actors.makers import maker_for
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.plan_table import PlannedRow, PlanTable
 from draftmill.actors.results import counted, decoded, failed, infilled
-from draftmill.actors.rows import row_id, row_key
+from draftmill.actors.rows import Values, row_id, row_key
 from draftmill.actors.samples import Sample, tally_of
 from draftmill.actors.stop_text import stop_strings
 from draftmill.actors.task import Infill
@@ -27,10 +27,10 @@ from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.causal.settings import DrafterPlace, NgramDrafterSettings
 from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
-from draftmill.storage.errors import RowError
+from draftmill.storage.errors import ChangedInput, RowError, brief
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.kept import KEEP, from_bytes, kept_values, names_read
-from draftmill.storage.inputs.reader import Row, fetched_ahead, read_rows
+from draftmill.storage.inputs.reader import Row, default_id, fetched_ahead, read_rows
 from draftmill.storage.runs.commit import commit_unit
 from draftmill.storage.runs.records import SCHEMA_VERSION, TRACE_SCHEMA, schema_of, table_from_rows
 from draftmill.storage.stores.store import open_store
@@ -190,12 +190,22 @@ class RowClerk:
         planned: PlannedRow = sample.note.planned
         if self._made is None or self._made[0] is not row:
             values = row.values or {}
-            row_id(values, self._job.columns)  # raises on an invalid id, as planning did
+            self._check_id(planned, values)
             key = row_key(values, self._job.columns, job_seed=self._job.seed, sample_id=planned.id)
             self._made = row, key, self._maker.make(values, key)
         _, key, canvas = self._made
         sample.key = nth_key(key, planned.sample)
         return canvas
+
+    def _check_id(self, planned: PlannedRow, values: Values) -> None:
+        """Raise ChangedInput if the row has another id than in the plan, RowError for an invalid one, as planning did."""
+        file = self._job.files[planned.file]
+        found = row_id(values, self._job.columns) or default_id(file, planned.row)
+        if found != planned.id:
+            raise ChangedInput(
+                f"input.path: {file.uri} has changed since it was planned: row {planned.row} has the id {brief(found)}, which "
+                f"was {brief(planned.id)}"
+            )
 
     # ---- rows out
 
@@ -245,13 +255,14 @@ def guarded(call: Callable[[], T], stage: str, kind: str) -> T | RowError:
     """The error boundary of one row: turns whatever `call` raises into the row's error, of `kind` unless it has its own.
 
     It catches broadly, since tokenizers raise bare Exceptions, their panics are not even Exceptions, and a bug of ours that
-    one strange row triggers must not fail its unit. Only exceptions that end a process (an interrupt, an exit) pass through.
+    one strange row triggers must not fail its unit. Only exceptions that end a process (an interrupt, an exit) pass through, and
+    ChangedInput, which is about the whole input.
     """
     try:
         return call()
     except RowError as error:
         return error
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, ChangedInput):
         raise
     except BaseException as error:  # noqa: BLE001 - see above
         return RowError(kind, stage, f"{type(error).__name__}: {error}")

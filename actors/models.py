@@ -238,4 +238,4 @@ def _download(store: Store, prefix: str, found: list[Stat], folder: Path) -> Non
     for stat in found:
         with (folder / stat.name.removeprefix(prefix)).open("wb") as file:
             for start in range(0, stat.size, 2**26):
-                file.write(store.get_range(stat.name, start, 2**26))
+                file.write(store.get_range(stat.name, start, 2**26, etag=stat.etag))

@@ -55,6 +55,10 @@ class StoreRefused(StoreError):
     """
 
 
+class ChangedInput(StoreError):
+    """An input is not what it was when it was listed or planned: its rows may be others."""
+
+
 class DamagedRun(StoreError):
     """A file of a run directory is damaged: the exit code is 2. The message gives the file, the reason and a remedy."""
 

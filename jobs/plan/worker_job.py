@@ -17,9 +17,10 @@ from draftmill.storage.inputs.input_file import InputFile
 def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[InputFile] = ()) -> Job:
     """The Job for the workers; local paths become absolute, since workers may have another working directory.
 
-    `inputs` are the inputs as this session found them, whose content is the plan's: their location may have changed.
+    `inputs` are the inputs as this session found them, whose content is the plan's: their location and date may have changed.
     """
-    places = {file.name: file.uri for file in inputs}
+    here = {file.name: file for file in inputs}
+    found = [here.get(file.name, file) for file in plan.files]
     return Job(
         store_url=absolute(spec.output.path),
         s3=spec.s3.options(),
@@ -38,7 +39,7 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
         task=plan.spec.task,  # with the plan's date
         columns=spec.input.columns,
         chunk_chars=spec.input.chunk_chars,
-        files=tuple(replace(file, uri=places.get(file.name, file.uri)) for file in plan.files),
+        files=tuple(replace(a, uri=b.uri, mtime_s=b.mtime_s) for a, b in zip(plan.files, found, strict=True)),
         truncate=spec.input.truncate,
         keep=None if plan.keep is None else plan.keep.serialize().to_pybytes(),
     )

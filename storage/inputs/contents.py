@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD, InputFile
-from draftmill.storage.inputs.inputs import STDLIB, local_path
+from draftmill.storage.inputs.inputs import STDLIB
+from draftmill.storage.inputs.sources import open_bytes
+from draftmill.storage.stores.verbs import about
 
-_CHUNK_BYTES = 2**20
 _MOST_THREADS = 4
 """Hashing threads. Hashing releases the interpreter's lock; disks gain nothing from more threads."""
 
@@ -24,7 +24,7 @@ _MOST_THREADS = 4
 def hashed(files: Sequence[InputFile], *, most_bytes: int | None = None) -> list[InputFile]:
     """Return the files, local ones with the SHA-256 of their content; those above `most_bytes` are identified by date alone.
 
-    Raises UserError where a file has changed since it was listed.
+    Raises ChangedInput where a file has changed since it was listed.
     """
     return _each(files, lambda file: _hashed(file) if _wants_hash(file, most_bytes) else file)
 
@@ -59,14 +59,5 @@ def _wants_hash(file: InputFile, most_bytes: int | None) -> bool:
 
 
 def _hashed(file: InputFile) -> InputFile:
-    digest = hashlib.sha256()
-    try:
-        with local_path(file).open("rb") as stream:
-            while data := stream.read(_CHUNK_BYTES):
-                digest.update(data)
-            after = os.fstat(stream.fileno())
-    except OSError as error:
-        raise UserError(f"{file.uri}: {error.strerror or error}", field=FIELD) from None
-    if (after.st_size, after.st_mtime) != (file.size, file.mtime_s):
-        raise UserError(f"{file.uri} changed while it was read; run again when it is complete", field=FIELD)
-    return replace(file, sha256=digest.hexdigest())
+    with about(FIELD), open_bytes(file) as stream:
+        return replace(file, sha256=hashlib.file_digest(stream, "sha256").hexdigest())

@@ -6,11 +6,14 @@ random positions are in storage/inputs/spools.py.
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 from collections import deque
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -21,7 +24,9 @@ from draftmill.storage.inputs.rows import damaged
 from draftmill.storage.stores.local import translated
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, BLOCKS, Block
 from draftmill.storage.stores.store import open_store
-from draftmill.storage.stores.verbs import NotFound, S3Options, Store
+from draftmill.storage.stores.verbs import Conflict, NotFound, S3Options, Store
+
+T = TypeVar("T")
 
 BUFFER_BYTES = 2**20
 UNPACKED_BYTES = 2**30
@@ -31,11 +36,14 @@ below; a file made to fill a disk does not."""
 
 
 def open_bytes(file: InputFile, *, s3: S3Options | None = None, buffer_bytes: int = BUFFER_BYTES) -> io.BufferedReader:
-    """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError."""
+    """Return the file's bytes as stored, seekable. Raises StoreError, or NotFound instead of FileNotFoundError.
+
+    Opening and reading raise Conflict where the file is not the one that was listed or planned.
+    """
     if file.uri.startswith("s3://"):
         return io.BufferedReader(_s3_file(file, s3), buffer_bytes)
-    with translated(local_path(file)) as path:
-        return io.BufferedReader(io.FileIO(path), buffer_bytes)
+    with translated(local_path(file)):
+        return io.BufferedReader(_LocalFile(file), buffer_bytes)
 
 
 def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedReader:
@@ -47,6 +55,53 @@ def open_stream(file: InputFile, *, s3: S3Options | None = None) -> io.BufferedR
     if file.compression is None:
         return source
     return io.BufferedReader(_Decompressed(file, source), BUFFER_BYTES)
+
+
+class _LocalFile(io.FileIO):
+    """A local file that is checked when it is opened, and after each read."""
+
+    def __init__(self, file: InputFile) -> None:
+        super().__init__(local_path(file))
+        self._file, self._opened = file, os.fstat(self.fileno())
+        check_same(file, self._opened)
+
+    def readinto(self, buffer: Any) -> int:
+        """See io.RawIOBase."""
+        return self._unchanged(super().readinto(buffer))
+
+    def readall(self) -> bytes:
+        """See io.RawIOBase."""
+        return self._unchanged(super().readall())
+
+    def _unchanged(self, found: T) -> T:
+        now = os.fstat(self.fileno())
+        if (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise _changed(self._file, "it was written to while it was read")
+        return found
+
+
+def check_same(file: InputFile, found: os.stat_result) -> None:
+    """Raise Conflict unless a local file is the one that was listed or planned, by its size and date.
+
+    With another date, as that of a copy on another machine, its content decides.
+    """
+    if file.size is not None and found.st_size != file.size:
+        raise _changed(file, f"{found.st_size:,} bytes instead of {file.size:,}")
+    if file.mtime_s in {None, found.st_mtime}:
+        return
+    path = local_path(file)
+    if file.sha256 is None or _content_hash(path, found.st_mtime_ns) != file.sha256:
+        raise _changed(file, "another date" if file.sha256 is None else "another content")
+
+
+def _changed(file: InputFile, what: str) -> Conflict:
+    return Conflict(f"{file.uri} has changed since it was listed: {what}")
+
+
+@lru_cache(maxsize=256)
+def _content_hash(path: Path, mtime_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 AHEAD_BLOCKS = 2

@@ -29,8 +29,9 @@ from draftmill.storage.inputs.row_groups import (
 )
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, damaged, failed
 from draftmill.storage.inputs.slices import WHOLE, Slice
-from draftmill.storage.inputs.sources import open_bytes
+from draftmill.storage.inputs.sources import check_same, open_bytes
 from draftmill.storage.soundness import THREADS, sound
+from draftmill.storage.stores.local import translated
 from draftmill.storage.stores.verbs import S3Options
 
 _ARROW_FILE = b"ARROW1"
@@ -118,7 +119,10 @@ def _arrow_batches(file: InputFile, columns: Columns, s3: S3Options | None) -> I
 def _arrow_source(file: InputFile, s3: S3Options | None) -> Any:
     # Skipping batches is free with mapped memory.
     if not file.uri.startswith("s3://") and file.size:
-        return pa.memory_map(str(local_path(file)))
+        path = local_path(file)
+        with translated(path):
+            check_same(file, path.stat())
+            return pa.memory_map(str(path))
     return pa.PythonFile(open_bytes(file, s3=s3), mode="r")
 
 

@@ -38,9 +38,11 @@ class LocalStore:
         with translated(self._path(name)) as path:
             return path.read_bytes()
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         """See Store."""
         with translated(self._path(name)) as path, path.open("rb") as file:
+            if etag is not None and _etag(os.fstat(file.fileno())) != etag:
+                raise Conflict(f"{path} has changed")
             file.seek(start)
             return file.read(length)
 
@@ -157,8 +159,7 @@ class LocalStore:
 
     def _stat(self, name: str, path: Path) -> Stat:
         found = path.stat()
-        etag = f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
-        return Stat(name, found.st_size, etag, {}, found.st_mtime)
+        return Stat(name, found.st_size, _etag(found), {}, found.st_mtime)
 
     @contextmanager
     def _temporary(self, path: Path, data: Body) -> Iterator[Path]:
@@ -182,6 +183,10 @@ class LocalStore:
             folder.mkdir()
             self._made.append(folder)
         _sync_folder(folder.parent)
+
+
+def _etag(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}"
 
 
 def _order(entry: os.DirEntry[str]) -> str:

@@ -28,8 +28,11 @@ class MemoryStore:
                 raise NotFound(f"{self.url}/{name} does not exist")
             return self._objects[name][0]
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         """See Store."""
+        found = self.stat(name)
+        if etag is not None and found is not None and found.etag != etag:
+            raise Conflict(f"{self.url}/{name} has changed")
         return self.get(name)[start : start + length]
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:

@@ -33,7 +33,7 @@ ENTRY_BYTES = 2**10
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes of an object from `index` * BLOCK_BYTES on. `etag` distinguishes versions; requests do not depend on it."""
+    """The bytes of an object from `index` * BLOCK_BYTES on. Another version than `etag` is a Conflict."""
 
     store: Store
     name: str
@@ -48,7 +48,7 @@ class Block:
 
     def read(self) -> bytes:
         """Ask the store for it."""
-        return self.store.get_range(self.name, self.index * BLOCK_BYTES, BLOCK_BYTES)
+        return self.store.get_range(self.name, self.index * BLOCK_BYTES, BLOCK_BYTES, etag=self.etag)
 
 
 class ObjectParts:

@@ -73,10 +73,11 @@ class S3Store:
         """See Store."""
         return self._read(name)
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
-        """See Store."""
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
+        """See Store. With If-Match, if there is an etag."""
+        condition = {} if etag is None else {"IfMatch": etag}
         try:
-            return self._read(name, Range=f"bytes={start}-{start + length - 1}") if length else b""
+            return self._read(name, Range=f"bytes={start}-{start + length - 1}", **condition) if length else b""
         except _BeyondEnd:
             return b""
 
@@ -198,6 +199,8 @@ class S3Store:
             return StoreRefused(f"{self.url}: there is no bucket {self._bucket!r}")
         if status_of(error) == 416:
             return _BeyondEnd(f"{self.where(name)} ends before the range")
+        if status_of(error) == 412:
+            return Conflict(f"{self.where(name)} has changed since it was listed")
         if status_of(error) == 404:
             return NotFound(f"{self.where(name)} does not exist")
         if status_of(error) in {301, *_REFUSALS}:

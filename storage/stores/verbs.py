@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import IO, Protocol
 
-from draftmill.storage.errors import StoreError, StoreRefused, UserError
+from draftmill.storage.errors import ChangedInput, StoreError, StoreRefused, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +82,21 @@ class NotFound(StoreError):
 
 
 class Conflict(StoreError):
-    """The object is not, or is no longer, the version that was to be replaced."""
+    """The object is not, or is no longer, the version that was to be replaced or read."""
 
 
 @contextmanager
 def about(field: str) -> Iterator[None]:
-    """In the block, a store's errors begin with the spec's key that names the place; what is missing is a UserError."""
+    """In the block, a store's errors begin with the spec's key that names the place.
+
+    What is missing is a UserError, and another version than the one that was asked for is a ChangedInput.
+    """
     try:
         yield
     except NotFound as error:
         raise UserError(str(error), field=field) from None
+    except Conflict as error:
+        raise ChangedInput(f"{field}: {error}") from None
     except StoreRefused as error:
         raise StoreRefused(f"{field}: {error}") from None
     except StoreError as error:
@@ -112,8 +117,11 @@ class Store(Protocol):
         """Return the whole object as some one writer left it, never a mixture; NotFound if there is none."""
         ...
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
-        """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none."""
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
+        """Return `length` bytes from `start`, fewer only at the object's end; NotFound if there is none.
+
+        With `etag`, Conflict if the object is no longer that version.
+        """
         ...
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:

@@ -147,7 +147,7 @@ class Handle:
     def get(self, name: str) -> bytes:
         return self._access("get", name, lambda: self._get(name))[0]
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         return self.get(name)[start : start + length]
 
     def create(self, name: str, data: Body, *, metadata: dict[str, str] | None = None) -> Stat:

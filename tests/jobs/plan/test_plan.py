@@ -23,7 +23,7 @@ from draftmill.jobs.plan.plan import Plan, build_plan, compare_plan, compare_set
 from draftmill.jobs.plan.plan_writer import PlanWriter
 from draftmill.jobs.plan.prepare import Prepared, make_plan, prepare
 from draftmill.jobs.spec.job_spec import JobSpec, check_spec
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import ChangedInput, StoreError, UserError
 from draftmill.storage.inputs.reader import InputFile, list_inputs
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import Store
@@ -246,7 +246,7 @@ def test_a_file_that_grows_while_it_is_planned_is_refused(tmp_path: Path) -> Non
     prepared = prepare(spec, store)
     with file.open("a") as more:
         more.write('{"text": "late"}\n')
-    with pytest.raises(UserError, match="changed while it was read"):
+    with pytest.raises(ChangedInput, match=r"has changed since it was listed: .* bytes instead of"):
         make_plan(prepared, store, Silence())
 
 

@@ -38,7 +38,7 @@ class Counting(MemoryStore):
         self.barrier = barrier
         self.broken = 0
 
-    def get_range(self, name: str, start: int, length: int) -> bytes:
+    def get_range(self, name: str, start: int, length: int, *, etag: str | None = None) -> bytes:
         self.reads[name] += 1
         if self.barrier is not None:
             self.barrier.wait(PATIENCE_S)

@@ -1,0 +1,172 @@
+"""An input that is replaced while a job is planned, read or resumed: never the text of another row under an id."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftmill.actors.messages import Failure, WorkUnit
+from draftmill.actors.worker import build_runner
+from draftmill.jobs.driving.progress import Silence
+from draftmill.jobs.plan import plan as planning
+from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.plan.prepare import make_plan, prepare
+from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.spec.job_spec import JobSpec
+from draftmill.storage.errors import ChangedInput, UserError
+from draftmill.storage.inputs import reader, row_groups, sources, tables
+from draftmill.storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.reader import iterate, list_inputs, read_rows
+from draftmill.storage.stores.object_parts import ObjectParts
+from draftmill.storage.stores.s3 import S3Store
+from draftmill.storage.stores.store import open_store
+from draftmill.storage.stores.verbs import S3Options
+from tests.runs.causal_jobs import job_spec, results_of, save_model
+
+PLANNED = [{"id": f"old-{number}", "prompt": f"x = {number}"} for number in range(8)]
+OTHERS = [{"id": f"new-{number}", "prompt": f"y = {number}"} for number in range(8)]
+"""As long as the planned rows: the files have the same size."""
+
+
+def write(path: Path, rows: list[dict[str, str]], *, as_of: os.stat_result | None = None) -> None:
+    """Replace a file, by a rename; `as_of` gives the new one the date of an older one."""
+    other = path.with_name(f"other-{path.name}")
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), other)
+    else:
+        other.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    if as_of is not None:
+        os.utime(other, ns=(as_of.st_mtime_ns, as_of.st_mtime_ns))
+    other.replace(path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", ends=[2])
+    return tmp_path
+
+
+def planned(folder: Path, name: str = "rows.jsonl") -> tuple[JobSpec, Plan, Path]:
+    """A job with a plan, in which nothing is decoded yet, and its input."""
+    path = folder / name
+    spec = job_spec(folder, PLANNED, input={"path": str(path)})
+    write(path, PLANNED)
+    store = open_store(spec.output.path)
+    return spec, make_plan(prepare(spec, store), store, Silence()), path
+
+
+def decode(spec: JobSpec, plan: Plan) -> list[Failure]:
+    """Decode every unit once, as a new process would, which has nothing of the inputs in memory; what failed."""
+    reader._seekable.cache_clear()
+    row_groups._opened.cache_clear()
+    tables._STRETCHES = Stretches()
+    runner = build_runner(make_job(spec, plan, conditional=True), name="w", node="n", threads=1)
+    failures = []
+    for size in plan.sizes():
+        runner.add(WorkUnit(size.unit, size.unit, size.rows, size.tokens, 1, 1, 0, size.rows))
+        while runner.held:
+            failures += [news for news in runner.step() if isinstance(news, Failure)]
+    runner.close()
+    return failures
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+@pytest.mark.parametrize("same_date", [False, True])
+def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder: Path, name: str, same_date: bool) -> None:
+    spec, plan, path = planned(folder, name)
+    write(path, OTHERS, as_of=path.stat() if same_date else None)
+    (failure,) = decode(spec, plan)
+    assert failure.kind == "INFRA" and path.name in failure.error and "has changed since" in failure.error
+    if same_date:  # size and date are those of the plan: only the ids tell
+        assert re.search(r"row (\d) has the id 'new-\1', which was 'old-\1'", failure.error)
+    assert not results_of(spec)
+    write(path, PLANNED)
+    assert decode(spec, plan) == [] and set(results_of(spec)) == {row["id"] for row in PLANNED}
+
+
+def test_a_file_that_lost_its_ids_is_another_one(folder: Path) -> None:
+    spec, plan, path = planned(folder)
+    size, date = path.stat().st_size, path.stat()
+    write(path, [{"nn": row["id"], "prompt": row["prompt"]} for row in PLANNED], as_of=date)
+    assert path.stat().st_size == size
+    (failure,) = decode(spec, plan)
+    assert re.search(r"row (\d) has the id 'rows.jsonl:\1', which was 'old-\1'", failure.error)
+
+
+def test_a_copy_with_another_date_is_the_planned_file_and_is_read(folder: Path) -> None:
+    spec, plan, path = planned(folder)
+    os.utime(path, (1, 1))
+    assert decode(spec, plan) == [] and len(results_of(spec)) == len(PLANNED)
+
+
+def test_a_resume_after_a_replacement_is_refused_with_the_files_name(folder: Path) -> None:
+    spec, _, path = planned(folder)
+    write(path, OTHERS)
+    with pytest.raises(UserError, match=r"inputs changed since .* was planned: rows\.jsonl"):
+        prepare(spec, open_store(spec.output.path))
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_an_input_that_is_replaced_while_it_is_planned_leaves_no_plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    path = folder / "rows.jsonl"
+    spec = job_spec(folder, PLANNED)
+    write(path, PLANNED)
+    store = open_store(spec.output.path)
+    prepared = prepare(spec, store)
+    if when == "before":
+        write(path, OTHERS)
+    else:
+        inner: Callable[..., Plan] = planning.build_plan
+
+        def late(*arguments: object, **options: object) -> Plan:
+            write(path, OTHERS)  # the file has been hashed, and its rows are read next
+            return inner(*arguments, **options)
+
+        monkeypatch.setattr("draftmill.jobs.plan.prepare.build_plan", late)
+    with pytest.raises(ChangedInput, match=r"^input\.path: .*rows\.jsonl has changed since it was listed"):
+        make_plan(prepared, store, Silence())
+    assert not store.exists("_plan.json")
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BUFFER_BYTES", 64)
+    path = tmp_path / "rows.jsonl"
+    write(path, PLANNED)
+    os.utime(path, (1, 1))
+    (file,) = list_inputs(str(path))
+    rows = iterate(file)
+    next(rows)
+    with path.open("r+") as same:
+        same.seek(0)
+        same.write("".join(f"{json.dumps(row)}\n" for row in OTHERS))
+    with pytest.raises(ChangedInput, match="it was written to while it was read"):
+        list(rows)
+
+
+@pytest.mark.s3
+def test_an_object_that_is_replaced_is_never_read_as_the_listed_one(
+    s3_options: S3Options, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3_store = S3Store(s3_url, s3_options)
+
+    def put(rows: list[dict[str, str]]) -> None:
+        s3_store.put("in/rows.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+
+    put(PLANNED)
+    (file,) = list_inputs(f"{s3_url}/in/rows.jsonl", s3=s3_options)
+    assert [row.values for row in read_rows(file, [(0, 0)], s3=s3_options)] == [PLANNED[0]]
+    put(OTHERS)
+    reader._seekable.cache_clear()
+    monkeypatch.setattr(sources, "BLOCKS", ObjectParts())
+    for rows in (iterate(file, s3=s3_options), read_rows(file, [(0, 0)], s3=s3_options)):
+        with pytest.raises(ChangedInput, match=r"^input\.path: s3://.*rows\.jsonl has changed since it was listed"):
+            list(rows)
