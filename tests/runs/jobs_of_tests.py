@@ -49,6 +49,13 @@ def soak(values: Iterable[Any]) -> list[Any]:
     return [pytest.param(value, marks=pytest.mark.soak) for value in sorted(values)]
 
 
+def write_namesakes(folder: Path) -> None:
+    """Files and a package of a user's with the names of our folders; to import one of them is an error."""
+    (folder / "jobs").mkdir()
+    for name in ("jobs/__init__.py", "actors.py", "decoders.py", "storage.py", "infra.py"):
+        (folder / name).write_text(f"raise RuntimeError('{name} is the user\\'s')\n")
+
+
 def write_rows(path: Path, count: int, *, seed: int = 0, longest: int = 24) -> Path:
     """`count` rows of ids, about half of them masked, as jsonl."""
     rng = random.Random(seed)

@@ -10,8 +10,9 @@ from types import ModuleType
 
 import pytest
 
+import draftmill
 from draftmill.jobs import cli
-from tests.runs.jobs_of_tests import write_rows, write_spec
+from tests.runs.jobs_of_tests import write_namesakes, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
 BEFORE = ("hashing the model: ", "planning: reading 1 input file, ", "starting Ray", "loading the model on ")
@@ -20,10 +21,12 @@ BEFORE = ("hashing the model: ", "planning: reading 1 input file, ", "starting R
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
+def test_a_run_on_a_ray_of_its_own_says_only_what_matters_whatever_stands_beside_it(tmp_path: Path):
+    write_namesakes(tmp_path)
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 12))
     done = subprocess.run(
         [sys.executable, "-m", "draftmill.jobs.cli", "run", str(spec)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=200,
@@ -37,6 +40,19 @@ def test_a_run_on_a_ray_of_its_own_says_only_what_matters(tmp_path: Path):
     assert [line for line in said if not line.startswith(("planning: ", *BEFORE, planned))] == []
     assert not [start for start in BEFORE if not any(line.startswith(start) for line in said)], said
     assert planned in done.stderr and "12 ok" in done.stdout and str(tmp_path / "run" / "data") in done.stdout
+
+
+def test_a_notebook_beside_files_named_as_our_folders_imports_ours_and_runs_a_job(tmp_path: Path):
+    write_namesakes(tmp_path)
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
+    code = (
+        "import sys, draftmill; assert '' in sys.path, sys.path; from draftmill.jobs.cli import main; "
+        "print(draftmill.__version__); sys.exit(main(['run', sys.argv[1], '--local', '--quiet']))"
+    )
+    command = [sys.executable, "-c", code, str(spec)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{draftmill.__version__}\n") and "4 ok" in done.stdout
 
 
 @pytest.mark.ray

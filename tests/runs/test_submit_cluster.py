@@ -18,7 +18,7 @@ from draftmill.jobs.commands.submit import followed
 from draftmill.jobs.submitting.address import reached
 from draftmill.jobs.submitting.client import RayJobs
 from draftmill.storage.failpoints import VARIABLE
-from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of
+from tests.runs.jobs_of_tests import GOLDEN, VOCABULARY, rows_of, write_namesakes
 from tests.runs.local_pool import without_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -47,6 +47,7 @@ def folder_of(tmp_path: Path, name: str, rows: int, *, bad: int = 0, **changes: 
     """A folder to ship: a spec with its rows and its model; `bad` rows can't be read. The results go to a shared folder."""
     folder = tmp_path / name
     folder.mkdir()
+    write_namesakes(folder)
     rng = random.Random(0)
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(rows):
