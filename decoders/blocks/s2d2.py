@@ -17,7 +17,8 @@ it does so only if fewer tokens came out than the step's share.
 A copy predicts a position from the tokens to its left. A mask inside of the draft cannot, since the draft's own token stands
 there. Models that predict the next token need copies only for position 0.
 
-If every span is verified, no revealed token depends on tokens to its right. With a causal cache the text then has exactly the
+If every span is verified, no revealed token depends on tokens to its right (settings.py refuses fewer steps than positions, which
+would add drafts). With a causal cache the text then has exactly the
 distribution of block size 1, and under coupled acceptance it is the same text.
 
 Source: "S2D2" (2026), section 3 and Algorithm 3; its public code for what a step does after a verification.

@@ -63,7 +63,7 @@ class BlockSettings(DecoderChoice):
 
     def check_model(self, info: ModelInfo) -> None:
         """See DecoderChoice."""
-        self.size_for(info)
+        self.check_steps(self.size_for(info))
         if self.fused and info.shift and not self.drafts_in_verifications:
             raise ValueError(
                 f"decoder.fused: true does not work with family {info.family!r}, which predicts the first token of a block in "
@@ -71,12 +71,17 @@ class BlockSettings(DecoderChoice):
                 "tau_edit and paper_compat"
             )
 
+    def check_steps(self, size: int) -> None:
+        """Raise ValueError if a block of `size`, or its sub-blocks, can't have so many denoising steps."""
+
     @model_validator(mode="after")
-    def _whole_sub_blocks(self) -> BlockSettings:
+    def _fits_blocks(self) -> BlockSettings:
         if self.block_size is not None and self.sub_block is not None and self.block_size % self.sub_block:
             raise ValueError(
                 f"decoder.sub_block: {self.sub_block} does not divide block_size = {self.block_size}; allowed: its divisors"
             )
+        if self.block_size is not None:
+            self.check_steps(self.block_size)
         return self
 
 
@@ -101,7 +106,9 @@ class S2d2Settings(BlockSettings):
     `temper` is the power of the ratio p/q under sampling.acceptance 'rejection'. With `causal_draft` a drafting forward runs the
     decided front of the block causally (equation 4). `paper_compat` follows the public code at temperature 0: it accepts by the
     ratio of the untempered distributions, and draws the recovered token. `fused` also drafts in the verifications; it requires a
-    causal cache and a router that verifies every span, without sub-blocks, editing and paper_compat.
+    causal cache and a router that verifies every span, without sub-blocks, editing and paper_compat. A router that verifies every
+    span needs a step for every position; with another one, `steps` add unverified drafts to what a verification reveals, as in
+    SDAR's public code.
     """
 
     kind: Literal["s2d2"]
@@ -116,6 +123,16 @@ class S2d2Settings(BlockSettings):
     def verifies_always(self) -> bool:
         """Whether every token comes from a verification."""
         return isinstance(self.router, MinSpan) and self.router.span == 1
+
+    def check_steps(self, size: int) -> None:
+        """See BlockSettings. A step that reveals several tokens would add drafts that no verification has seen."""
+        size = self.sub_block or size
+        if self.verifies_always and not self.paper_compat and self.steps is not None and self.steps < size:
+            raise ValueError(
+                f"decoder.steps: {self.steps} for {size} positions makes a step reveal {-(-size // self.steps)} tokens, verified "
+                f"or not, but the router verifies every token; allowed: null or at least {size}; with fewer steps, a router that "
+                "verifies only some spans (lossy), or block_diffusion"
+            )
 
     @property
     def drafts_in_verifications(self) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ SAMPLINGS = {"greedy": GREEDY, "coupled": SAMPLED, "rejection": REJECTING, "cut"
 def settings_of(kind, case) -> Any:
     more = {"causal_draft": case["causal_draft"], "router": {"kind": "min_span", "span": case["span"]}}
     common = {name: case[name] for name in ("block_size", "schedule", "steps", "tau", "causal_cache")}
+    if kind == "s2d2" and case["span"] == 1:
+        common["steps"] = None
     if case["sub_block"] and case["block_size"] % case["sub_block"] == 0:
         common["sub_block"] = case["sub_block"]
     return (
@@ -244,11 +247,23 @@ def test_what_predicts_the_next_token_can_not_draft_a_block_before_the_last_is_c
     [
         ({"block_size": 4, "sub_block": 3}, "decoder.sub_block: 3"),
         ({"router": {"kind": "hysteresis", "on": 0, "off": 0}}, "decoder.router.off"),
+        ({"block_size": 8, "causal_cache": True, "steps": 2}, "decoder.steps: 2 for 8 positions makes a step reveal 4"),
+        ({"block_size": 8, "sub_block": 4, "steps": 3}, "decoder.steps: 3 for 4 positions makes a step reveal 2"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         S2d2Settings(kind="s2d2", **settings)
+
+
+def test_fewer_steps_than_positions_never_reveal_drafts_beside_verifications_of_every_token():
+    """Also where the model knows the block's size; the public code's rule, and routers that leave drafts unverified, may."""
+    always = S2d2Settings(kind="s2d2", steps=2)
+    with pytest.raises(ValueError, match=r"decoder\.steps: 2 for 8 .* allowed: null or at least 8"):
+        check_model(always, replace(table_info(), block_size=8))
+    check_model(always, replace(table_info(), block_size=2))
+    for more in ({"router": {"kind": "min_span", "span": 2}}, {"paper_compat": True}, {"steps": 8}):
+        check_model(S2d2Settings(kind="s2d2", block_size=8, **{"steps": 2} | more), table_info())
 
 
 def test_holes_in_the_middle_are_refused():
