@@ -88,8 +88,10 @@ def uniform_rows(keys_R2: Tensor, positions_R: Tensor, purpose: int, draws_R: Te
     return _to_uniform(_words(keys_R2, positions_R, blocks, purpose, draws_R)[:, 0, 0])
 
 
-def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpose: int = TARGET) -> Tensor:
-    """Return the Gumbel noise of every token at each row's position, float32 [R, V]."""
+def gumbel_rows(
+    keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpose: int = TARGET, draws_R: Tensor | None = None
+) -> Tensor:
+    """Return the Gumbel noise of every token at each row's position, float32 [R, V]; `draws_R` are by default all 0."""
     num_rows, num_blocks = keys_R2.shape[0], -(-vocab_size // _BLOCK)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=keys_R2.device)
     blocks = torch.arange(num_blocks, dtype=torch.int64, device=keys_R2.device).unsqueeze(0)
@@ -97,7 +99,7 @@ def gumbel_rows(keys_R2: Tensor, positions_R: Tensor, vocab_size: int, *, purpos
     rows_at_once = max(1, chunk // num_blocks)
     for start in range(0, num_rows, rows_at_once):
         part = slice(start, start + rows_at_once)
-        draws = torch.zeros_like(positions_R[part])
+        draws = torch.zeros_like(positions_R[part]) if draws_R is None else draws_R[part]
         words = _words(keys_R2[part], positions_R[part], blocks, purpose, draws).flatten(1)[:, :vocab_size]
         noise[part] = _gumbel(_to_uniform(words))
     return noise

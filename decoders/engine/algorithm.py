@@ -23,7 +23,7 @@ class Notes:
 
     `entropy`: the entropy of the drawing distribution in nats. `worth`: a measure of it and its parameter (notes.py). `by_ratio`:
     drafts are accepted with probability min(1, (p/q)^temper), else if they equal the token drawn; `cells` are then the hidden
-    states that a sample keeps of its drafts.
+    states that a sample keeps of its drafts. `fresh`: each step of a block draws anew (Named.number).
     """
 
     entropy: bool = False
@@ -31,20 +31,24 @@ class Notes:
     by_ratio: bool = False
     temper: float = 1.0
     cells: int = 0
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canvases:
     """How masked diffusion keeps its canvases (canvases.py): each node has one of `num_slots` slots, or all share one.
 
-    `confidence` says how sure a token is (picks.py). With `cached` the nodes stand beside the canvas in its slot; `conditioned`
-    models are told the time of each canvas.
+    `confidence` says how sure a token is (picks.py), by the distribution that it is drawn from if `warped`. With `fresh`
+    each step draws all masks anew. With `cached` the nodes stand beside the canvas in its slot; `conditioned` models are told the
+    time of each canvas.
     """
 
     confidence: str
     num_slots: int = 1
     cached: bool = False
     conditioned: bool = False
+    fresh: bool = False
+    warped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

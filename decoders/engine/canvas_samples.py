@@ -52,6 +52,11 @@ class Canvas(Sample):
         # How many tokens are kept of a completion that has ended.
         self.keep: int | None = None
 
+    @property
+    def revealed(self) -> int:
+        """How many tokens were revealed: the number of the next step's draws."""
+        return self.decided - self.prompt
+
     # ---- what decoders ask about ---------------------------------------------------------------------------------
 
     def block(self, position: int) -> int:

@@ -32,7 +32,7 @@ from draftmill.decoders.engine.canvas_samples import Canvas
 from draftmill.decoders.engine.lanes import Lane, following
 from draftmill.decoders.engine.look_filling import filled
 from draftmill.decoders.engine.look_packing import Packed, copied, pack
-from draftmill.decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Pick
+from draftmill.decoders.engine.looks import COLUMN, COUNT, LEAD, LO1, MORE, POSITION, Look, Pick
 from draftmill.decoders.engine.memory import Account, column_multiple
 from draftmill.decoders.engine.packing import Ints
 from draftmill.decoders.engine.parcels import Sent
@@ -53,7 +53,7 @@ class CanvasLane(Lane):
         super().__init__(backbone, info.vocab_size, is_target=True)
         self._mask_id, self._shift, self.picks = mask_id, info.shift, picks
         self._cached, self._conditioned = canvases.cached, canvases.conditioned
-        self._slots_each = canvases.num_slots
+        self._fresh, self._slots_each = canvases.fresh, canvases.num_slots
         self._multiple, self._num_slots, self._width = column_multiple(backbone), 0, 0
         # Of each position: its token, the number of a draft there, and the draft.
         self._canvas_3SW = torch.zeros(3, 0, 0, dtype=torch.int64, device=self.device)
@@ -110,7 +110,14 @@ class CanvasLane(Lane):
 
     def look(self, samples: Sequence[Canvas], slot_B: Ints) -> Iterator[list[Pick]]:
         """Run what these samples ask, and read what they want to know; the answers in their order."""
-        packed = pack(samples, slot_B, cached=self._cached, shift=self._shift, conditioned=self._conditioned)
+        packed = pack(
+            samples,
+            slot_B,
+            cached=self._cached,
+            shift=self._shift,
+            conditioned=self._conditioned,
+            fresh=self._fresh,
+        )
         self._reserve(packed)
         new_4N = self.picks.missing_noise(samples, packed.top_B, (self._num_slots, self._canvas_3SW.shape[2]))
         packed.parcel.add("noise", new_4N)
@@ -121,8 +128,8 @@ class CanvasLane(Lane):
             whole = filled(packed, self.graphs.size, (self._canvas_3SW.shape[2] - 1, self.trash))
         record = self._looked(packed) if whole is None else self._captured(whole, packed)
         assert record[-1] == packed.num_masks, "host and device disagree about how many masks a canvas has"
-        record_4P = record[:-1].reshape(4, -1)[:, : int(packed.size_B.sum())]
-        return self._answers(record_4P, packed)
+        record_A4P = record[:-1].reshape(1 + packed.ahead, 4, -1)[:, :, : int(packed.size_B.sum())]
+        return self._answers(record_A4P, samples, packed.size_B)
 
     def _looked(self, packed: Packed) -> NDArray[np.float64]:
         """Run a forward operation by operation."""
@@ -133,7 +140,7 @@ class CanvasLane(Lane):
         """Run a forward that was filled up as a graph."""
         # No array is as long as these: the device makes rows, positions and masks.
         sizes = whole.num_rows, whole.num_positions, whole.num_masks
-        form = sizes, whole.num_sights, self.picks.cuts(packed.slot_R)
+        form = sizes, whole.num_sights, whole.ahead, self.picks.cuts(packed.slot_R)
         up = self.replayed(
             form,
             whole.parcel,
@@ -148,9 +155,9 @@ class CanvasLane(Lane):
         self._write(sent)
         hidden_ND = forward(self._rows(sent, packed))
         row_R, masks, found = self._masks(sent, packed)
-        record_4P = self.picks.read(self.logits, hidden_ND, row_R, masks, sent)
+        record_A4P = self.picks.read(self.logits, hidden_ND, row_R, masks, sent, packed.ahead)
         self._canvas_3SW[_NUMBER, sent["drafts"][0], sent["drafts"][1]] = self._no_draft
-        return hidden_ND, torch.cat([record_4P.flatten(), found.to(torch.float64).unsqueeze(0)])
+        return hidden_ND, torch.cat([record_A4P.flatten(), found.to(torch.float64).unsqueeze(0)])
 
     def settle(self, samples: Sequence[Canvas]) -> None:
         """Copy the columns that samples want copied after their answers; nothing waits for it."""
@@ -243,13 +250,17 @@ class CanvasLane(Lane):
         )
         return own_FR[told.ROW] + (position_R - self._shift).clamp(min=0), masks, count_Q[-1]
 
-    def _answers(self, record_4P: NDArray[np.float64], packed: Packed) -> Iterator[list[Pick]]:
-        """Cut the picks into answers."""
-        worth_P, position_P, token_P, log_p_P = record_4P
-        ints = (position_P.astype(np.int64).tolist(), token_P.astype(np.int64).tolist())
-        picks, first = list(zip(worth_P.tolist(), *ints, log_p_P.tolist(), strict=True)), 0
-        for size in packed.size_B.tolist():
-            yield picks[first : first + size]
+    def _answers(
+        self, record_A4P: NDArray[np.float64], samples: Sequence[Canvas], size_B: Ints
+    ) -> Iterator[list[Pick]]:
+        """Cut the picks into answers: those of each sample's own step, then of the steps ahead that it wants."""
+        steps, first = list[list[Pick]](), 0
+        for worth_P, position_P, token_P, log_p_P in record_A4P:
+            ints = (position_P.astype(np.int64).tolist(), token_P.astype(np.int64).tolist())
+            steps.append(list(zip(worth_P.tolist(), *ints, log_p_P.tolist(), strict=True)))
+        aheads = [sample.ask.ahead for sample in samples if isinstance(sample.ask, Look)]
+        for size, ahead in zip(size_B.tolist(), aheads, strict=True):
+            yield [pick for step in steps[: 1 + ahead] for pick in step[first : first + size]]
             first += size
 
 
@@ -262,6 +273,8 @@ def canvas_lane(setup: Setup, canvases: Canvases, account: Callable[[], Account]
         setup.sampling,
         info.suppressed,
         kind=canvases.confidence,
+        fresh=canvases.fresh,
+        warped=canvases.warped,
         num_slots=setup.max_rows,
         vocab_size=info.vocab_size,
         mask_id=info.mask_id,

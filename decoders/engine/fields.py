@@ -1,7 +1,8 @@
 """The noise of positions, on the device: of every mask, for as long as it may be read.
 
-Every forward reads the noise of a mask until it is revealed. Where the noise of whole canvases fits into memory, it is computed
-once, from left to right as far as masks are asked about; which masks these are the host knows. Else each forward computes it.
+Where steps draw anew, each forward computes the noise of its masks. Else every forward reads the noise of a mask until it is
+revealed: where the noise of whole canvases fits into memory, it is computed once, from left to right as far as masks are asked
+about; which masks these are the host knows. Where it does not fit, each forward computes it again.
 
 Legend: S slots, W positions of a canvas, R rows, V vocabulary.
 """
@@ -22,10 +23,18 @@ from draftmill.decoders.engine.packing import Ints
 
 
 class NoiseField:
-    """Noise [S * W, V], float32, or none if that takes more than the account gives to noise."""
+    """Noise [S * W, V], float32, or none if that takes more than the account gives to noise, or if steps draw anew (`fresh`)."""
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device, account: Callable[[], Account]) -> None:
-        self._vocab_size, self._device, self._account = vocab_size, device, account
+    def __init__(
+        self,
+        vocab_size: int,
+        num_slots: int,
+        device: torch.device,
+        account: Callable[[], Account],
+        *,
+        fresh: bool = False,
+    ) -> None:
+        self._vocab_size, self._device, self._account, self._fresh = vocab_size, device, account, fresh
         self._kept_CV = torch.zeros(0, vocab_size, device=device)
         self._shape = (0, 0)
         # The noise of the masks below this position is kept.
@@ -68,7 +77,7 @@ class NoiseField:
 
     def _resize(self, num_slots: int, width: int) -> None:
         num_cells = num_slots * width
-        if num_cells * self._vocab_size * 4 > self._account().noise:
+        if self._fresh or num_cells * self._vocab_size * 4 > self._account().noise:
             num_cells = 0
         self._kept_CV = torch.zeros(0, self._vocab_size, device=self._device)
         self._kept_CV = torch.zeros(num_cells, self._vocab_size, device=self._device)
@@ -80,14 +89,15 @@ class NoiseField:
         if new_4N.shape[1]:
             self._kept_CV[new_4N[0]] = noise.gumbel_rows(new_4N[2:].T, new_4N[1], self._vocab_size)
 
-    def rows(self, slot_R: Tensor, position_R: Tensor, keys_R2: Tensor) -> Tensor:
-        """The noise at each (slot, position), [R, V]."""
+    def rows(self, slot_R: Tensor, position_R: Tensor, keys_R2: Tensor, step_R: Tensor) -> Tensor:
+        """The noise at each (slot, position), [R, V], where steps draw anew that of a step."""
         cell_R = slot_R * self._shape[1] + position_R
         if self.is_kept:
             return self._kept_CV.index_select(0, cell_R)
+        step_R = step_R if self._fresh else torch.zeros_like(position_R)
         if self._device.type != "cpu":
-            return noise.gumbel_rows(keys_R2, position_R, self._vocab_size)
+            return noise.gumbel_rows(keys_R2, position_R, self._vocab_size, draws_R=step_R)
         # Nodes ask about the same masks. Here, looking at the data costs nothing.
-        cells, which_R = torch.unique(cell_R, return_inverse=True)
-        one = torch.zeros_like(cells).scatter_(0, which_R, torch.arange(len(which_R)))
-        return noise.gumbel_rows(keys_R2[one], position_R[one], self._vocab_size)[which_R]
+        cells, which_R = torch.unique(torch.stack([cell_R, step_R]), dim=1, return_inverse=True)
+        one = torch.zeros_like(cells[0]).scatter_(0, which_R, torch.arange(len(which_R)))
+        return noise.gumbel_rows(keys_R2[one], position_R[one], self._vocab_size, draws_R=step_R[one])[which_R]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from draftmill.decoders.draws.keys import split_key
 from draftmill.decoders.engine.canvas_samples import Canvas
@@ -56,9 +57,10 @@ class Packed:
     """A forward's buffer, and its shape on the host.
 
     `top_B` is the position below which the masks of each sample are asked about, `slot_R` the slot of each mask that is read,
-    `size_B` how many picks a sample gets. Columns are those of the cache; its slots `slot_L` have up to `num_lines` rows. `width`
-    is the length of the longest canvas. `num_masks` are read; where rows, positions and masks were filled up to the sizes of a
-    captured forward (look_filling.py), `trash` is the position and the column of those that mean nothing.
+    `size_B` how many picks a sample gets for each step: its own and `ahead` more. Columns are those of the cache; its slots
+    `slot_L` have up to `num_lines` rows. `width` is the length of the longest canvas. `num_masks` are read; where rows, positions
+    and masks were filled up to the sizes of a captured forward (look_filling.py), `trash` is the position and the column of those
+    that mean nothing.
     """
 
     parcel: Parcel
@@ -75,13 +77,17 @@ class Packed:
     top_B: Ints
     slot_R: Ints
     size_B: Ints
+    ahead: int
     trash: tuple[int, int] | None = None
 
 
-def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, conditioned: bool) -> Packed:
+def pack(
+    samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, conditioned: bool, fresh: bool = False
+) -> Packed:
     """Pack the asks of these samples. With `cached` the nodes of a sample share its slot; else each span has one of its own.
 
-    A row predicts the position `shift` after its own. `conditioned`: the model must know the time of each canvas.
+    A row predicts the position `shift` after its own. `conditioned`: the model must know the time of each canvas. `fresh`: each
+    step draws anew.
     """
     asks = [sample.ask for sample in samples]
     looks = [ask for ask in asks if isinstance(ask, Look)]
@@ -105,8 +111,7 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
         parcel.add("times", np.array([look.times for look in looks], dtype=np.float64)[each_B if cached else owner_P])
     masks_A, best_A = asked_AF[:, MASKS], asked_AF[:, BEST]
     parcel.add("asked", _stretches(samples, asked_AF, span_PF, before_P, owner_A, shift))
-    steps = [(*look.times, look.draw) for look in looks] if conditioned else [(0, 0, 0)] * len(looks)
-    parcel.add("steps", np.array(steps, dtype=np.float64)[owner_A])
+    parcel.add("steps", _steps(looks, owner_A, span_PF[asked_AF[:, SPAN]], conditioned=conditioned, fresh=fresh))
     parcel.add("masks", masks_A)
     parcel.add("picks", _picks(masks_A, best_A))
     _add_tokens(parcel, samples, looks, slot_B)
@@ -127,7 +132,19 @@ def pack(samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, c
         top_B=np.maximum.reduceat(asked_AF[:, HI], first_B),
         slot_R=np.repeat(slot_B[owner_A], masks_A),
         size_B=np.add.reduceat(best_A, first_B),
+        ahead=max(look.ahead for look in looks),
     )
+
+
+def _steps(
+    looks: Sequence[Look], owner_A: Ints, span_AF: Ints, *, conditioned: bool, fresh: bool
+) -> NDArray[np.float64]:
+    """The times and the number of the draws of each stretch, [A, 3]; the stretches have the spans `span_AF`."""
+    if not (conditioned or fresh):
+        return np.zeros((len(owner_A), 3))
+    step_A3 = np.array([(*look.times, look.draw) for look in looks], dtype=np.float64)[owner_A]
+    step_A3[:, 2] += span_AF[:, LEAD] + (span_AF[:, MORE] >= 0)
+    return step_A3
 
 
 def _add_tokens(parcel: Parcel, samples: Sequence[Canvas], looks: Sequence[Look], slot_B: Ints) -> None:

@@ -53,7 +53,8 @@ class Look(NamedTuple):
     """One sample's part of a forward over canvases; answered with a list of Pick, stretch after stretch.
 
     `drafts` are (position, token) pairs, one after the other. `times` are the time of the canvas and that of the next step, in
-    models that are conditioned on the noise, and `draw` numbers the uniforms that decide what a step reveals (picks.py).
+    models that are conditioned on the noise, and `draw` numbers the random numbers of the root's step (picks.py): a node with n
+    drafts has the numbers of the n-th step after it. With `ahead` the picks are followed by those of so many more steps.
     """
 
     spans: Sequence[int]
@@ -61,6 +62,7 @@ class Look(NamedTuple):
     drafts: Sequence[int] = ()
     times: tuple[float, float] = (0.0, 0.0)
     draw: int = 0
+    ahead: int = 0
 
 
 class Free(NamedTuple):

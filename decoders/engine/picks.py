@@ -1,7 +1,10 @@
 """From the hidden states of asked masks to picks: a token for each by its position's noise, and the surest of each stretch.
 
-How sure comes from the model's own distribution, without temperature (draws/confidence.py); only the token is drawn from the
-warped one. More kinds that need no confidence:
+How sure comes from the model's own distribution, without temperature (draws/confidence.py), and only the token is drawn from the
+warped one; with `warped` both are the latter's. Where steps draw anew (`fresh`), the noise is that of the position and the step,
+and masks may also be drawn by the noise of steps `ahead`: what a decoder expects of them if distributions stay as they are.
+
+More kinds that need no confidence:
 
     random           a uniform number of the position: an order that does not depend on the text
     analytic, euler  how far the chance of being revealed in this step (draws/absorbing.py) exceeds a uniform number of the
@@ -23,7 +26,7 @@ Legend: R asked masks, A stretches, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import numpy as np
@@ -61,7 +64,8 @@ class Masks:
     """The masks that one forward reads: slot, position, key and stretch of each.
 
     `own_2R` are their temperatures and top-p (Picks.own), `cuts` says whether any top-p cuts. `step_R3` are the time, the next
-    time and the number of the uniforms (as a float); zeros where the model is told no time.
+    time and the number of the step's draws (as a float); zeros where the model is told no time, and where steps don't draw anew.
+    The draws are those of the step `ahead` of that.
     """
 
     own_2R: Tensor | None
@@ -71,12 +75,23 @@ class Masks:
     key_R2: Tensor
     stretch_R: Tensor
     step_R3: Tensor
+    ahead: int = 0
+
+    def numbers(self) -> Tensor:
+        """The numbers of the masks' draws, int64 [R]."""
+        return self.step_R3[:, 2].to(torch.int64) + self.ahead
 
     def part(self, rows: slice | Tensor) -> Masks:
         """Some of them; a tensor of indices only on the CPU."""
-        tensors = (self.slot_R, self.position_R, self.key_R2, self.stretch_R, self.step_R3)
-        own_2R = None if self.own_2R is None else self.own_2R[:, rows]
-        return Masks(own_2R, self.cuts, *(one[rows] for one in tensors))
+        return replace(
+            self,
+            own_2R=None if self.own_2R is None else self.own_2R[:, rows],
+            slot_R=self.slot_R[rows],
+            position_R=self.position_R[rows],
+            key_R2=self.key_R2[rows],
+            stretch_R=self.stretch_R[rows],
+            step_R3=self.step_R3[rows],
+        )
 
 
 class Picks:
@@ -88,6 +103,8 @@ class Picks:
         suppressed: Sequence[int],
         *,
         kind: str,
+        fresh: bool,
+        warped: bool,
         num_slots: int,
         vocab_size: int,
         mask_id: int,
@@ -95,19 +112,14 @@ class Picks:
         dtype: torch.dtype,
         account: Callable[[], Account],
     ) -> None:
-        self._kind, self._mask_id, self._vocab_size, self._device, self._account = (
-            kind,
-            mask_id,
-            vocab_size,
-            device,
-            account,
-        )
+        self._kind, self._fresh, self._warped = kind, fresh, warped
+        self._mask_id, self._vocab_size, self._device, self._account = mask_id, vocab_size, device, account
         self._suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device)
         self._row_bytes = vocab_size * (8 if dtype == torch.float64 else 4)
         self._laws = RowLaws(sampling, num_slots)
         self._note = find_notes(device, dtype)
         self._suppressed_V = marks(suppressed, vocab_size, device)
-        self._field = NoiseField(vocab_size, num_slots, device, account)
+        self._field = NoiseField(vocab_size, num_slots, device, account, fresh=fresh)
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -153,52 +165,59 @@ class Picks:
         row_R: Tensor,
         masks: Masks,
         sent: Sent,
+        ahead: int = 0,
     ) -> Tensor:
-        """Read the masks from these rows; returns the picks as (-worth, position, token, log-probability), float64 [4, P].
+        """Read the masks from these rows; returns the picks as (-worth, position, token, log-probability), float64 [A, 4, P].
 
-        Of what was `sent`, `noise` is the missing noise, and `picks` are the places of the best masks after sorting.
+        The first of A = 1 + `ahead` are those of the masks' own steps, the next those of the steps after them. Of what was
+        `sent`, `noise` is the missing noise, and `picks` are the places of the best masks after sorting.
         """
         self._field.fill(sent["noise"])
         read = [
-            self._read(logits(hidden_ND.index_select(0, row_R[part])), masks.part(part))
+            self._read(logits(hidden_ND.index_select(0, row_R[part])), masks.part(part), ahead)
             for part in self._account().parts(len(row_R), self._row_bytes)
         ]
-        token_R, log_p_R, sure_R = torch.cat(read, 1) if len(read) > 1 else read[0]
+        told_A3R = torch.cat(read, 2) if len(read) > 1 else read[0]
+        return torch.stack([self._best(told_3R, masks, sent["picks"]) for told_3R in told_A3R])
+
+    def _best(self, told_3R: Tensor, masks: Masks, place_P: Tensor) -> Tensor:
+        token_R, log_p_R, sure_R = told_3R
         order_R = sure_R.sort(descending=True, stable=True).indices
         order_R = order_R[masks.stretch_R[order_R].sort(stable=True).indices]
-        best_P = order_R[sent["picks"]]
         position_R = masks.position_R.to(torch.float64)
-        return torch.stack([-sure_R, position_R, token_R, log_p_R]).index_select(1, best_P)
+        return torch.stack([-sure_R, position_R, token_R, log_p_R]).index_select(1, order_R[place_P])
 
-    def _read(self, logits_RV: Tensor, masks: Masks) -> Tensor:
-        """(token, log-probability, how sure) of each mask, float64 [3, R]."""
+    def _read(self, logits_RV: Tensor, masks: Masks, ahead: int) -> Tensor:
+        """(token, log-probability, how sure) of each mask in this step and so many more, float64 [A, 3, R]."""
+        steps = [masks if not step else replace(masks, ahead=step) for step in range(1 + ahead)]
         if self._note is not None:
-            return self._noted(logits_RV, masks)
+            return torch.stack([self._noted(logits_RV, step) for step in steps])
         if self._kind not in SCORED:
-            return self._told(logits_RV, masks)
+            return self._told(logits_RV, steps)
         sure_R = self._beyond_chance(logits_RV, masks)
         if self._device.type != "cpu":
-            told_3R = self._told(logits_RV, masks)
+            told_3R = self._told(logits_RV, steps)[0]
         else:
             # Where looking at the data costs nothing, only the masks that are revealed are read: those above 0, at the end all.
             wanted = ((sure_R > 0) | (masks.step_R3[:, 1] >= masks.step_R3[:, 0])).nonzero().squeeze(1)
             told_3R = torch.zeros(3, len(sure_R), dtype=torch.float64)
-            told_3R[:, wanted] = self._told(logits_RV[wanted], masks.part(wanted))
+            told_3R[:, wanted] = self._told(logits_RV[wanted], [masks.part(wanted)])[0]
         told_3R[2] = sure_R
-        return told_3R
+        return told_3R.unsqueeze(0)
 
     def _noted(self, logits_RV: Tensor, masks: Masks) -> Tensor:
         """As `_read`, by the kernel."""
         assert self._note is not None and masks.own_2R is not None, "there is a kernel, and it knows the settings"
         wanted = _WANTED.get(self._kind, (cast("Wanted", self._kind),))
-        draw_R = masks.step_R3[:, 2].to(torch.int64) if "order" in wanted else None
         told_FR = self._note(
             logits_RV,
             self._laws.warp(masks.own_2R, self._suppressed_V, cuts=masks.cuts),
             masks.key_R2,
             masks.position_R,
             wanted=wanted,
-            draw_R=draw_R,
+            warped=self._warped,
+            step_R=masks.numbers() if self._fresh else None,
+            draw_R=masks.numbers() if "order" in wanted else None,
             mask_id=self._mask_id,
         )
         token_R, log_p_R, *notes = told_FR.unbind(0)
@@ -215,18 +234,24 @@ class Picks:
                 return told_FR
         return torch.stack([token_R, log_p_R, sure_R])
 
-    def _told(self, logits_RV: Tensor, masks: Masks) -> Tensor:
-        logits_RV = logits_RV.index_fill_(-1, self._suppressed, -torch.inf)
-        token_R = (
-            logits_RV.argmax(1) if self._laws.greedy else self._drawn(self._laws.law(logits_RV, masks.own_2R), masks)
-        )
+    def _told(self, logits_RV: Tensor, steps: Sequence[Masks]) -> Tensor:
+        """See `_read`: the same masks in some steps."""
+        logits_RV, own_2R = logits_RV.index_fill_(-1, self._suppressed, -torch.inf), steps[0].own_2R
+        drawn_RV = None if self._laws.greedy else self._laws.law(logits_RV, own_2R)
         law_RV = torch.log_softmax(logits_RV.to(torch.float64), dim=1)
-        sure_R = self._confidence(law_RV, token_R, masks)
-        return torch.stack([token_R.to(torch.float64), law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1), sure_R])
+        weighed_RV = law_RV
+        if self._warped and not self._laws.greedy:
+            weighed_RV = self._laws.cut(logits_RV, own_2R, law_RV)
+        told = []
+        for masks in steps:
+            token_R = logits_RV.argmax(1) if drawn_RV is None else self._drawn(drawn_RV, masks)
+            log_p_R = law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)
+            told.append(torch.stack([token_R.to(torch.float64), log_p_R, self._confidence(weighed_RV, token_R, masks)]))
+        return torch.stack(told)
 
     def _drawn(self, law_RV: Tensor, masks: Masks) -> Tensor:
         """The token of each mask by its position's noise, [R]; enumerations replace it."""
-        gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2)
+        gumbel_RV = self._field.rows(masks.slot_R, masks.position_R, masks.key_R2, masks.numbers())
         return self._laws.draw(law_RV, gumbel_RV, masks.own_2R)
 
     def _confidence(self, law_RV: Tensor, token_R: Tensor, masks: Masks) -> Tensor:
@@ -243,7 +268,7 @@ class Picks:
 
     def _uniform(self, chance_R: Tensor, masks: Masks) -> Tensor:
         """A number in (0, 1) for each mask and step, [R]; enumerations replace it by one on either side of the chance."""
-        return noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, masks.step_R3[:, 2].to(torch.int64))
+        return noise.uniform_rows(masks.key_R2, masks.position_R, noise.ORDER, masks.numbers())
 
     def _chance(self, logits_RV: Tensor, masks: Masks) -> Tensor:
         """The chance that each mask is revealed in this step, [R]."""

@@ -83,6 +83,16 @@ class RowLaws:
         top_p_R1 = None if self._coupled else own_2R[1].unsqueeze(1)
         return log_laws(logits_RV, own_2R[0].unsqueeze(1), top_k=self._job.top_k, top_p_R1=top_p_R1)
 
+    def cut(self, logits_RV: Tensor, own_2R: Tensor | None, plain_RV: Tensor) -> Tensor:
+        """The log-probabilities of suppressed logits after all cuts, in the type of `plain_RV`, the model's own, [R, V].
+
+        Rows of temperature 0 have the latter.
+        """
+        if own_2R is None:
+            return log_law(logits_RV, self._job).to(plain_RV.dtype)
+        cut_RV = log_laws(logits_RV, own_2R[0].unsqueeze(1), top_k=self._job.top_k, top_p_R1=own_2R[1].unsqueeze(1))
+        return torch.where(own_2R[0].unsqueeze(1) == 0.0, plain_RV, cut_RV.to(plain_RV.dtype))
+
     def draw(self, law_RV: Tensor, gumbel_RV: Tensor | None, own_2R: Tensor | None) -> Tensor:
         """The token of each row by its noise, [R]; at temperature 0 distributions are one-hot, so noise changes nothing."""
         if own_2R is None:

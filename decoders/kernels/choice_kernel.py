@@ -58,7 +58,7 @@ def choose_rows(
         position = tl.load(positions + row).to(tl.uint32)
         chosen = sampled_token(
             logits, suppressed, temperature, least, most, log_total, top_ps + row, seed_of(keys, row),
-            position, V, PURPOSE, TOP_P, BLOCK,
+            position, position * 0, V, PURPOSE, TOP_P, BLOCK,
         )  # fmt: skip
     named = tl.load(scored + row).to(tl.int32)
     named = tl.where(named < 0, chosen, named)

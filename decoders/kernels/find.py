@@ -64,6 +64,7 @@ class Note(Protocol):
         *,
         wanted: Sequence[Wanted],
         warped: bool = False,
+        step_R: Tensor | None = None,
         draw_R: Tensor | None = None,
         mask_id: int = -1,
     ) -> Tensor:

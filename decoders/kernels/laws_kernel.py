@@ -101,11 +101,11 @@ def nucleus_of(logits, suppressed, temperature, least, most, log_total, top_p, V
 
 
 @triton.jit
-def gumbel_at(seed, position, first, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+def gumbel_at(seed, position, draw, first, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
     """The noise of a block of tokens: four neighbours share a counter."""
     quad = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = quad * 0
-    w0, w1, w2, w3 = tl.philox(seed, quad, zero + position, zero + PURPOSE, zero)
+    w0, w1, w2, w3 = tl.philox(seed, quad, zero + position, zero + PURPOSE, zero + draw)
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     # As in decoders/draws/noise.py: close to one the inner logarithm needs float64.
     uniform = (word.to(tl.uint32).to(tl.float64) + 0.5) * 2.3283064365386963e-10
@@ -114,7 +114,7 @@ def gumbel_at(seed, position, first, PURPOSE: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def draw_token(
-    logits, suppressed, temperature, least, most, log_total, bound, count, seed, position, V,
+    logits, suppressed, temperature, least, most, log_total, bound, count, seed, position, draw, V,
     PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The token with the largest sum of log-probability and noise, the first of several; from the nucleus, if `count` > 0."""
@@ -129,7 +129,7 @@ def draw_token(
             rank = equal + tl.cumsum(same, 0) - same
             law = tl.where((mass > bound) | ((same > 0) & (rank < count)), law, float("-inf"))
             equal += tl.sum(same, 0)
-        score = law + gumbel_at(seed, position, first, PURPOSE, BLOCK)
+        score = law + gumbel_at(seed, position, draw, first, PURPOSE, BLOCK)
         top = tl.max(score, 0)
         where = tl.min(tl.where(score == top, token, _NONE), 0)
         better = top > best
@@ -178,12 +178,12 @@ def cut_of(logits, suppressed, temperature, most, log_total, K, V, TOP_K: tl.con
 
 @triton.jit
 def sampled_token(
-    logits, suppressed, temperature, least, most, log_total, top_p_at, seed, position, V,
+    logits, suppressed, temperature, least, most, log_total, top_p_at, seed, position, draw, V,
     PURPOSE: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token that the noise of a position gives. Most lie in the nucleus; it is found for the others alone."""
+    """The token that the noise of a position and draw gives. Most lie in the nucleus; it is found for the others alone."""
     chosen = draw_token(
-        logits, suppressed, temperature, least, most, log_total, 0.0, 0, seed, position, V, PURPOSE, BLOCK
+        logits, suppressed, temperature, least, most, log_total, 0.0, 0, seed, position, draw, V, PURPOSE, BLOCK
     )
     if TOP_P:
         top_p = tl.load(top_p_at)
@@ -194,7 +194,7 @@ def sampled_token(
             if before >= top_p:
                 bound, count, _ = nucleus_of(logits, suppressed, temperature, least, most, log_total, top_p, V, BLOCK)
                 chosen = draw_token(
-                    logits, suppressed, temperature, least, most, log_total, bound, count, seed, position, V,
+                    logits, suppressed, temperature, least, most, log_total, bound, count, seed, position, draw, V,
                     PURPOSE, BLOCK,
                 )  # fmt: skip
     return chosen

@@ -28,6 +28,7 @@ def note(
     *,
     wanted: Sequence[Wanted],
     warped: bool = False,
+    step_R: Tensor | None = None,
     draw_R: Tensor | None = None,
     mask_id: int = -1,
 ) -> Tensor:
@@ -45,6 +46,7 @@ def note(
             warp.top_p_R,
             key_R2.contiguous(),
             position_R,
+            position_R if step_R is None else step_R,
             position_R if draw_R is None else draw_R,
             told_FR,
             logits_RV.stride(0),
@@ -57,6 +59,7 @@ def note(
             TOP_K=cuts_any(warp.top_k, vocab_size),
             TOP_P=warp.cuts,
             WARPED=warped,
+            STEPS=step_R is not None,
             **places,
             BLOCK=block_of(vocab_size),
             num_warps=8,

@@ -96,6 +96,7 @@ def note_rows(
     top_ps,
     keys,
     positions,
+    steps,
     draws,
     out,
     logits_r,
@@ -108,6 +109,7 @@ def note_rows(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     WARPED: tl.constexpr,
+    STEPS: tl.constexpr,
     AT_TOP1: tl.constexpr,
     AT_MARGIN: tl.constexpr,
     AT_ENTROPY: tl.constexpr,
@@ -124,6 +126,9 @@ def note_rows(
     given = tl.load(temperatures + row).to(tl.float32)
     temperature = tl.where(given > 0, given, 1.0)
     seed, position = seed_of(keys, row), tl.load(positions + row).to(tl.uint32)
+    step = position * 0
+    if STEPS:
+        step = tl.load(steps + row).to(tl.uint32)
     largest, place = largest_of(logits, suppressed, V, BLOCK)
     chosen = place
     total, slope, squares, second = _model_sums(logits, suppressed, largest, place, V, moments, BLOCK)
@@ -136,7 +141,7 @@ def note_rows(
         _, log_total = totals_of(logits, suppressed, temperature, largest, V, BLOCK)
         least, log_total = cut_of(logits, suppressed, temperature, most, log_total, K, V, TOP_K, BLOCK)
         chosen = sampled_token(
-            logits, suppressed, temperature, least, most, log_total, top_ps + row, seed, position, V,
+            logits, suppressed, temperature, least, most, log_total, top_ps + row, seed, position, step, V,
             PURPOSE, TOP_P, BLOCK,
         )  # fmt: skip
         if WARPED:

@@ -38,17 +38,19 @@ def note(
     *,
     wanted: Sequence[Wanted],
     warped: bool = False,
+    step_R: Tensor | None = None,
     draw_R: Tensor | None = None,
     mask_id: int = -1,
 ) -> Tensor:
     """Each row's token by the noise of its key and position, its log-probability under the model itself, and the wanted notes.
 
-    float64 [2 + F, R]. `key_R2` are the words of noise.key_words. `order` needs `draw_R`, int64.
+    float64 [2 + F, R]. `key_R2` are the words of noise.key_words; `step_R` (int64, by default 0) numbers the noise.
+    `order` needs `draw_R`, int64.
     """
     plain_RV = logits_RV.masked_fill(warp.suppressed_V, -torch.inf)
     top_p_R1 = warp.top_p_R.unsqueeze(1) if warp.cuts else None
     temperature_R1 = warp.temperature_R.unsqueeze(1)
-    gumbel_RV = noise.gumbel_rows(key_R2, position_R, logits_RV.shape[1])
+    gumbel_RV = noise.gumbel_rows(key_R2, position_R, logits_RV.shape[1], draws_R=step_R)
     token_R = nucleus_draw(log_laws(plain_RV, temperature_R1, top_k=warp.top_k), gumbel_RV, top_p_R1)
     law_RV = torch.log_softmax(plain_RV.to(torch.float64), dim=1)
     told = [token_R.to(torch.float64), law_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)]

@@ -99,7 +99,9 @@ def notes_work(device: torch.device) -> bool:
         for top_k, warped in ((None, False), (30, True)):
             asked, draw_R = _rows(device, top_k), torch.arange(8, device=device)
             found, expected = (
-                one.note(*asked, wanted=notes_reference.WANTED, warped=warped, draw_R=draw_R, mask_id=5)
+                one.note(
+                    *asked, wanted=notes_reference.WANTED, warped=warped, step_R=draw_R * 3, draw_R=draw_R, mask_id=5
+                )
                 for one in (notes, notes_reference)
             )
             pairs += list(zip(found.float(), expected.float(), strict=True))

@@ -18,13 +18,21 @@ class MaskedSettings(Settings):
     Blocks of `block_length` positions, from the first hole on, are finished one after the other; null makes the whole canvas
     one block. `confidence` decides which position of a block comes next. With a `cache`, positions outside of a forward's window
     are read as they were when the cache was built: for each block, or every `refresh` revealed tokens. `dual_relaxed` is for
-    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy.
+    `ssd` only: its drafts continue where the cache would be rebuilt, which is lossy. With `draws: fresh` each step draws all
+    masks anew, as the public samplers do; with `kept` a position keeps its random numbers until it is revealed, which is another
+    distribution where the order depends on the tokens drawn (`top1` above temperature 0), and the same elsewhere.
     """
 
     block_length: Annotated[int, Field(ge=1, le=2**20)] | None = 32
     confidence: Literal["top1", "margin", "entropy", "random"] = "top1"
     cache: Literal["none", "prefix", "dual_strict", "dual_relaxed"] = "none"
     refresh: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    draws: Literal["fresh", "kept"] = "fresh"
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether each step has random numbers of its own; needless where what is drawn does not decide what is revealed."""
+        return self.draws == "fresh" and self.confidence == "top1"
 
     @model_validator(mode="after")
     def _something_to_refresh(self) -> MaskedSettings:

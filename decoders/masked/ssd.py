@@ -1,8 +1,9 @@
 """`ssd`: one forward drafts what the next forwards would reveal, and the next one verifies it.
 
 The last forward's predictions for the remaining masks are the drafts: a token for each, in the order in which they would be
-revealed (blocks first, then confidence). The first N drafts make a chain of canvases, each with one more draft, and all of them
-run in one forward:
+revealed (blocks first, then confidence). Where each step draws anew, the n-th draft is what the n-th next step would draw and
+reveal if distributions stayed as they are (Look.ahead). The first N drafts make a chain of canvases, each with one more draft,
+and all of them run in one forward:
 
     node 0    the big _ sat _ _ .      the canvas as it is          next: cat at 2            the first draft: go on
     node 1    the big cat sat _ _ .    with the first draft         next: mat at 5            the second draft: go on
@@ -24,8 +25,8 @@ round: fewer forwards, but the text may differ from that of `stepwise`.
 `proposed` counts nodes beside the root: NFE + `proposed` are a sample's sequence-forwards.
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
-first forward's own token counts; blocks after the next one give drafts too; sampling is supported as well, since drafts
-read the noise of their positions.
+first forward's own token counts; blocks after the next one give drafts too; sampling is supported as well, since a draft
+reads the noise of its position and step.
 """
 
 from __future__ import annotations
@@ -36,31 +37,37 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from draftmill.decoders.engine.algorithm import Algorithm, Canvases
+from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import SEARCH, Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
 from draftmill.decoders.engine.looks import Free, Look, NodeOffer, Pick
 from draftmill.decoders.masked.cached_windows import Caching, Windows
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
-from draftmill.decoders.masked.stepwise import caching_of, runs_no_prompt
+from draftmill.decoders.masked.stepwise import caching_of, canvases_of, runs_no_prompt
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
 MOST_AUTO: Final = 16
 """The most drafts that `draft_length: auto` gives to a sample."""
+MOST_AHEAD: Final = 8
+"""For how many steps ahead masks are drawn; later drafts are what the last of these would reveal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache; `auto`: fewer, by time."""
+    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache; `auto`: fewer, by time.
+
+    Their tokens are drawn for so many steps `ahead`.
+    """
 
     drafts: int
     mixed: bool
     caching: Caching
     block_length: int | None
     auto: bool
+    ahead: int = 0
 
     @property
     def cached(self) -> bool:
@@ -130,11 +137,14 @@ def ssd(s: Canvas, tree: Tree) -> Decoding:
         near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0) if drafting else 1
         standing = Standing(s, tree.caching.shift, count=near, best=tree.drafts + 1)
         stand(s, tree, windows, standing, nodes, runs, fused=fused)
-        picks = yield Look(standing.spans, standing.asked, [number for draft in drafts for number in draft])
-        said = cut(picks, nodes)
-        news, last = walk(nodes, said, drafts, mixed=tree.mixed)
+        ahead, flat = (tree.ahead if drafting else 0), [number for draft in drafts for number in draft]
+        picks = yield Look(standing.spans, standing.asked, flat, draw=s.revealed, ahead=ahead)
+        each = len(picks) // (1 + ahead)
+        said_A = [cut(picks[step * each : (step + 1) * each], nodes) for step in range(1 + ahead)]
+        news, last = walk(nodes, said_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
-            readings.learn(nodes[number], said[number])
+            step = s.revealed + len(nodes[number].gone)
+            readings.learn(nodes[number], [said[number] for said in said_A], step)
         if fused or (tree.cached and tree.caching.refresh is not None):
             windows.last, windows.made_at = nodes[last].block, nodes[last].made_at
             s.copies = moved(nodes[last].sight, windows.window(windows.last))
@@ -156,7 +166,7 @@ def candidates(
     most = min(most, num_open - 1)
     if tree.cached and tree.caching.refresh is not None and not tree.relaxed:
         most = min(most, tree.caching.refresh * (1 + fused) - windows.since() - 1)
-    return readings.drafts(s, ahead)[: max(most, 0)]
+    return readings.drafts(s, ahead, most)
 
 
 def offer(s: Canvas, tree: Tree, windows: Windows, most: int, rows: int, *, fused: bool) -> NodeOffer:
@@ -225,15 +235,14 @@ def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
     is_auto = settings.draft_length == "auto"
     k = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
-    tree = Tree(k, settings.tree == "mixed", caching_of(setup, settings), settings.block_length, is_auto)
+    # At temperature 0 all steps draw alike.
+    anew = settings.draws_anew and setup.sampling.temperature > 0.0
+    ahead = min(k, MOST_AHEAD) if anew else 0
+    tree = Tree(k, settings.tree == "mixed", caching_of(setup, settings), settings.block_length, is_auto, ahead)
     return Algorithm(
         decode=partial(ssd, tree=tree),
         kind="masked",
-        canvases=Canvases(
-            confidence=settings.confidence,
-            num_slots=1 if is_auto or tree.cached else tree.most_nodes,
-            cached=tree.cached,
-        ),
+        canvases=canvases_of(setup, settings, num_slots=1 if is_auto or tree.cached else tree.most_nodes),
         columns=tree.columns,
         sample=partial(Canvas, block_length=settings.block_length),
         has_prompt=runs_no_prompt,

@@ -183,26 +183,44 @@ def cut(picks: Sequence[Pick], nodes: Sequence[Node]) -> list[list[list[Pick]]]:
 
 
 class Readings:
-    """What was last said of the masks of each block, the surest first: the drafts of later rounds."""
+    """What was last said of the masks of each block, the surest first: the drafts of later rounds.
+
+    A reading speaks of its own step, and of as many after it as were asked for, each with the tokens that the step would draw.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, list[Pick]] = {}
+        # Of each block the first step, and the picks of that and of the next ones.
+        self._known: dict[int, tuple[int, list[list[Pick]]]] = {}
 
-    def learn(self, node: Node, said: Sequence[Sequence[Pick]]) -> None:
-        """Take a node's readings. Of a block that was read in part, the others keep what was said before."""
-        parts: dict[int, list[tuple[int, int]]] = {}
-        news: dict[int, list[Pick]] = {}
-        for (block, low, high, _, is_whole), picks in zip(node.asked, said, strict=True):
-            news.setdefault(block, []).extend(picks)
-            parts.setdefault(block, []).append((0, 1 << 60) if is_whole else (low, high))
-        for block, picks in news.items():
-            ranges = parts[block]
-            kept = [
-                pick for pick in self._known.get(block, ()) if not any(low <= pick[1] < high for low, high in ranges)
+    def learn(self, node: Node, said_A: Sequence[Sequence[Sequence[Pick]]], first: int) -> None:
+        """Take a node's readings of the steps from `first` on. Of a block that was read in part, the others stay as they were."""
+        for block in dict.fromkeys(asked[0] for asked in node.asked):
+            own = [index for index, asked in enumerate(node.asked) if asked[0] == block]
+            ranges = [
+                (0, 1 << 60) if is_whole else (low, high)
+                for _, low, high, _, is_whole in map(node.asked.__getitem__, own)
             ]
-            self._known[block] = sorted(kept + picks) if kept or len(ranges) > 1 else picks
+            news = []
+            for step, said in enumerate(said_A, first):
+                old = [pick for pick in self._at(block, step) if not any(low <= pick[1] < high for low, high in ranges)]
+                news.append(sorted([*old, *(pick for index in own for pick in said[index])]))
+            self._known[block] = first, news
 
-    def drafts(self, s: Canvas, last_block: int) -> list[tuple[int, int]]:
-        """(position, token) of the masks up to `last_block`, block by block."""
-        known = sorted(block for block in self._known if block <= last_block)
-        return [(pick[1], pick[2]) for block in known for pick in self._known[block] if s.tokens[pick[1]] < 0]
+    def _at(self, block: int, step: int) -> Sequence[Pick]:
+        """What was said of a block in a step, or in the next one that there is."""
+        if block not in self._known:
+            return ()
+        first, picks_A = self._known[block]
+        return picks_A[min(max(step - first, 0), len(picks_A) - 1)]
+
+    def drafts(self, s: Canvas, last_block: int, most: int) -> list[tuple[int, int]]:
+        """(position, token) of up to so many masks up to `last_block`, block by block, each from the picks of its step."""
+        found = dict[int, int]()
+        for block in sorted(block for block in self._known if block <= last_block):
+            while len(found) < most:
+                picks = self._at(block, s.revealed + len(found))
+                pick = next((pick for pick in picks if s.tokens[pick[1]] < 0 and pick[1] not in found), None)
+                if pick is None:
+                    break
+                found[pick[1]] = pick[2]
+        return list(found.items())

@@ -68,7 +68,7 @@ def look_at(s: Canvas, windows: Windows, quota: Quota) -> Look:
     runs = windows.next_runs(s.block(s.holes[0]))
     spans = [number for start, end in runs for number in root_span(s, start, end)]
     inside = next(index for index, (start, end) in enumerate(runs) if start < high <= end)
-    return Look(spans, (inside, low, high, masks, quota(masks)))
+    return Look(spans, (inside, low, high, masks, quota(masks)), draw=s.revealed)
 
 
 def root_span(s: Canvas, start: int, end: int) -> tuple[int, ...]:
@@ -145,19 +145,19 @@ def algorithm(setup: Setup, settings: StepwiseSettings) -> Algorithm:
     if settings.steps is not None:
         quota_of = partial(dream_quota if settings.schedule == "dream" else equal_shares, steps=settings.steps)
     decode = partial(stepwise, caching=caching_of(setup, settings), quota_of=quota_of)
-    return _rooted(decode, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
+    return _rooted(decode, setup, settings, knows_logprob=settings.steps is None and settings.tokens_per_step == 1)
 
 
 def threshold(setup: Setup, settings: ThresholdSettings) -> Algorithm:
     """How the engine runs `threshold`."""
     decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(above, settings.tau))
-    return _rooted(decode, settings, knows_logprob=False)
+    return _rooted(decode, setup, settings, knows_logprob=False)
 
 
 def factor(setup: Setup, settings: FactorSettings) -> Algorithm:
     """How the engine runs `factor`."""
     decode = partial(by_confidence, caching=caching_of(setup, settings), count=partial(within, settings.factor))
-    return _rooted(decode, settings, knows_logprob=False)
+    return _rooted(decode, setup, settings, knows_logprob=False)
 
 
 def caching_of(setup: Setup, settings: MaskedSettings) -> Caching:
@@ -165,11 +165,27 @@ def caching_of(setup: Setup, settings: MaskedSettings) -> Caching:
     return Caching(settings.cache, settings.refresh, setup.info.shift)
 
 
-def _rooted(decode: Callable[..., Decoding], settings: MaskedSettings, *, knows_logprob: bool) -> Algorithm:
+def canvases_of(setup: Setup, settings: MaskedSettings, *, num_slots: int = 1) -> Canvases:
+    """How canvases are kept and read under these settings.
+
+    Dream's code takes its confidences from the distribution that it draws from, LLaDA's from the model's own.
+    """
+    return Canvases(
+        confidence=settings.confidence,
+        num_slots=num_slots,
+        cached=settings.cache != "none",
+        fresh=settings.draws_anew,
+        warped=setup.info.family == "dream",
+    )
+
+
+def _rooted(
+    decode: Callable[..., Decoding], setup: Setup, settings: MaskedSettings, *, knows_logprob: bool
+) -> Algorithm:
     return Algorithm(
         decode=decode,
         kind="masked",
-        canvases=Canvases(confidence=settings.confidence, cached=settings.cache != "none"),
+        canvases=canvases_of(setup, settings),
         sample=partial(Canvas, block_length=settings.block_length),
         has_prompt=runs_no_prompt,
         knows_logprob=knows_logprob,

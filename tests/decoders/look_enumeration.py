@@ -1,6 +1,8 @@
 """The exact law of the decoders of masked diffusion: their generators on the real engine, with a chooser in place of noise.
 
-A mask's token is drawn by the noise of its position, and every forward until it is revealed reads the same noise (regions.py).
+A mask's token is drawn by the noise of its position and step, which several forwards may read (regions.py); where a position
+keeps its noise, every forward until it is revealed does. What is drawn for steps ahead only makes drafts: these are the most
+likely tokens here, which takes no branches.
 The chooser takes every branch; the engine then draws from noise of that branch, and must find the same token. With `confidence:
 random` it also chooses how the positions follow each other. All else is the engine's own: distributions, cuts, confidences, the
 order of picks, what they reveal.
@@ -53,10 +55,12 @@ class ChosenPicks(Picks):
         ]
 
     def _drawn(self, law_RV: Tensor, masks: Masks) -> Tensor:
-        token_R = super()._drawn(law_RV, masks)
+        if masks.ahead:
+            return law_RV.argmax(1)
+        token_R, step_R = super()._drawn(law_RV, masks), masks.numbers()
         for row, index, position in self._ours(masks):
-            cut_V = in_nucleus(law_RV[row], self.top_p)
-            token_R[row], region = self.regions.chosen(self.choosers[index], index, position, cut_V)
+            cut_V, step = in_nucleus(law_RV[row], self.top_p), int(step_R[row]) if self._fresh else 0
+            token_R[row], region = self.regions.chosen(self.choosers[index], index, position, cut_V, step)
             points = region.gumbels()
             gumbel_PV = law_RV.new_zeros(len(points), law_RV.shape[1])
             gumbel_PV[:, :3] = torch.from_numpy(points)[:, : law_RV.shape[1]]

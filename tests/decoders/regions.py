@@ -64,31 +64,36 @@ class Regions:
     """Where the noise of each position lies, after the draws so far; a chooser takes the branches."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, int], Triangle] = {}
+        self.known: dict[tuple[int, int, int], Triangle] = {}
 
-    def chosen(self, chooser: Chooser, index: int, position: int, log_law_V: Tensor) -> tuple[int, Triangle]:
-        """A token of a request's position, and where the noise now lies."""
+    def chosen(
+        self, chooser: Chooser, index: int, position: int, log_law_V: Tensor, step: int = 0
+    ) -> tuple[int, Triangle]:
+        """A token of a request's position, and where the noise (of a step) now lies."""
         law_V = log_law_V.to(torch.float64).exp()
         law = np.zeros(3)
         law[: len(law_V)] = law_V[:3]
         assert float(law_V.sum()) - law.sum() < 1e-12, "three tokens at most"
-        before = self.known.get((index, position), Triangle())
+        before = self.known.get((index, position, step), Triangle())
         parts = [before.where(token, law) if law[token] else Triangle(np.zeros((0, 3))) for token in range(3)]
         shares = torch.tensor([part.area / before.area for part in parts], dtype=torch.float64)
         shares[shares < _NOTHING] = 0.0
-        token = chooser.choose(shares.log(), noise.TARGET, position, 0)
-        self.known[index, position] = parts[token]
+        token = chooser.choose(shares.log(), noise.TARGET, position, step)
+        self.known[index, position, step] = parts[token]
         return token, parts[token]
 
 
 class RegionChooser:
-    """Under coupled acceptance: all tokens of a position, drafts too, are drawn by its noise; `chooser` takes the branches."""
+    """Under coupled acceptance: all tokens of a position, drafts too, are drawn by its noise; `chooser` takes the branches.
+
+    `when` numbers the noise, where steps draw anew.
+    """
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser, self._regions = chooser, Regions()
 
     def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
-        return self._regions.chosen(self._chooser, 0, position, log_law_V)[0]
+        return self._regions.chosen(self._chooser, 0, position, log_law_V, when)[0]
 
     def accept(self, probability: float, position: int, when: int) -> bool:
         raise AssertionError("under coupled acceptance drafts are compared")

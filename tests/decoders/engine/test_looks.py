@@ -158,29 +158,31 @@ def test_a_cache_that_keeps_the_mask_of_a_finished_block_is_found(monkeypatch):
 # ---- noise -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_bytes", [1 << 20, 0])
-def test_noise_is_that_of_the_field_through_moves_new_samples_and_more_slots(num_bytes, monkeypatch):
+@pytest.mark.parametrize(("num_bytes", "fresh"), [(1 << 20, False), (0, False), (1 << 20, True)])
+def test_noise_is_that_of_the_field_through_moves_new_samples_and_more_slots(num_bytes, fresh, monkeypatch):
     computed, whole = [], noise.gumbel_rows
-    field = NoiseField(50, 4, torch.device("cpu"), lambda: Account(logits=1 << 20, noise=num_bytes))
+    field = NoiseField(50, 4, torch.device("cpu"), lambda: Account(logits=1 << 20, noise=num_bytes), fresh=fresh)
     canvas = np.full(8, -1, dtype=np.int32)
     canvas[1] = 7
 
-    def counted(keys, positions, *rest):
+    def counted(keys, positions, *rest, **more):
         computed.append(len(positions))
-        return whole(keys, positions, *rest)
+        return whole(keys, positions, *rest, **more)
 
     def check(slot, key, shape):
         sample: Any = SimpleNamespace(slot=slot, key=key, request=Request(0, key, canvas))
         field.fill(torch.from_numpy(field.missing([sample], np.array([6]), shape)))
-        positions, slots = torch.tensor([0, 5, 3, 0]), torch.full((4,), slot)
-        keys = noise.key_words([key] * 4)
-        assert torch.equal(field.rows(slots, positions, keys), whole(keys, positions, 50))
+        positions, slots = torch.tensor([0, 5, 3, 0, 0]), torch.full((5,), slot)
+        keys, steps = noise.key_words([key] * 5), torch.tensor([4, 4, 4, 4, 5])
+        expected = whole(keys, positions, 50, draws_R=steps if fresh else None)
+        assert torch.equal(field.rows(slots, positions, keys, steps), expected)
 
     monkeypatch.setattr(noise, "gumbel_rows", counted)
     check(2, 11, (3, 8))
     check(2, 11, (3, 8))
-    # Kept noise is that of the five masks below 6, once; else each call computes that of the three different positions.
-    assert computed == ([5] if num_bytes else [3, 3])
+    # Kept noise is that of the five masks below 6, once; else each call computes that of the three different positions, one of
+    # which is asked about in two steps.
+    assert computed == ([4, 4] if fresh else [5] if num_bytes else [3, 3])
     field.move(2, 0)
     check(0, 11, (3, 8))
     field.start(2)

@@ -118,7 +118,13 @@ def note(top_k, wanted, *, warped=False):
     keys, positions = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
 
     def call(module):
-        more = {"wanted": wanted, "warped": warped, "draw_R": positions, "mask_id": 7}
+        more = {
+            "wanted": wanted,
+            "warped": warped,
+            "step_R": positions if warped else None,
+            "draw_R": positions,
+            "mask_id": 7,
+        }
         module.note(torch.zeros(4, 50000), warp(4, 50000, top_k), keys, positions, **more)
 
     return call

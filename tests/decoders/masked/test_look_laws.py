@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftmill.decoders.base import ModelInfo, Request
+from draftmill.decoders.base import ModelInfo, Request, RowSettings
 from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.sampling import coupled_draw
@@ -43,8 +44,15 @@ def model(vocab_size: int, length: int) -> TokenTable:
     return TokenTable(vocab_size=vocab_size + 1, num_positions=length, seed=5)
 
 
-def setup_of(vocab_size: int = 2, *, rows: int = 1, stops: Stops | None = None, sampling: Sampling = SAMPLED) -> Setup:
-    info = ModelInfo("table", vocab_size + 1, vocab_size, None, "masked", 0, (vocab_size,))
+def setup_of(
+    vocab_size: int = 2,
+    *,
+    rows: int = 1,
+    stops: Stops | None = None,
+    sampling: Sampling = SAMPLED,
+    family: str = "table",
+) -> Setup:
+    info = ModelInfo(family, vocab_size + 1, vocab_size, None, "masked", 0, (vocab_size,))
     backbone = model(vocab_size, 4)
     return Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, stops=stops)
 
@@ -173,6 +181,117 @@ def test_the_law_of_stepwise_is_that_of_its_order_where_this_depends_on_no_draw(
     assert total_variation(law, expected) < 1e-12
 
 
+# ---- the public samplers ---------------------------------------------------------------------------------------------
+
+Reveal = Callable[[list[float]], int]
+"""How many masks are revealed, given how sure the loop is of them, the highest first."""
+
+
+def public_law(
+    vocab_size: int,
+    canvas: list[int],
+    reveal: Reveal,
+    *,
+    block_length: int | None = None,
+    sampling: Sampling = SAMPLED,
+    dream: bool = False,
+) -> Law:
+    """The law of the loops of LLaDA, Fast-dLLM and Dream: every step draws a token for each mask of the block, independently of
+    all other steps, and reveals the most probable of these tokens, by the model's own distribution (Dream: the one drawn from).
+    """
+    size, found = block_length or len(canvas), Law()
+    origin = canvas.index(-1)
+
+    def loop(held: list[int], mass: float) -> None:
+        masks = [place for place, token in enumerate(held) if token < 0]
+        if not masks:
+            text = tuple(held[place] for place, token in enumerate(canvas) if token < 0)
+            found[text] = found.get(text, 0.0) + mass
+            return
+        masks = [place for place in masks if (place - origin) // size == (masks[0] - origin) // size]
+        law, plain = table_law(vocab_size, held, sampling), table_law(vocab_size, held, Sampling(temperature=1.0))
+        sure = law if dream else plain
+        for drawn in itertools.product(range(vocab_size), repeat=len(masks)):
+            p = math.prod(float(law[place, token]) for place, token in zip(masks, drawn, strict=True))
+            if not p:
+                continue
+            ranked = sorted(
+                (-float(sure[place, token]), place, token) for place, token in zip(masks, drawn, strict=True)
+            )
+            new = list(held)
+            for _, place, token in ranked[: reveal([-worth for worth, *_ in ranked])]:
+                new[place] = token
+            loop(new, mass * p)
+
+    loop(list(canvas), 1.0)
+    return found
+
+
+PUBLIC: dict[str, tuple[dict[str, Any], Reveal]] = {
+    "one a step": ({}, lambda sure: 1),
+    "in blocks": ({"block_length": 2}, lambda sure: 1),
+    "two a step": ({"tokens_per_step": 2}, lambda sure: 2),
+    "threshold": ({"kind": "threshold", "tau": 0.6}, lambda sure: max(sum(one >= 0.6 for one in sure), 1)),
+    "factor": (
+        {"kind": "factor", "factor": 1.0},
+        lambda sure: max((n for n, one in enumerate(sure, 1) if (n + 1) * (1 - one) < 1.0), default=1),
+    ),
+}
+
+
+def decoder_of(settings: dict[str, Any]) -> DecoderChoice:
+    made = {"threshold": ThresholdSettings, "factor": FactorSettings, "stepwise": StepwiseSettings}
+    whole: dict[str, Any] = {"kind": "stepwise", "block_length": None} | settings
+    return made[whole["kind"]](**whole)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_drawn_has_the_law_of_the_public_loops(name: str):
+    (more, reveal), hot = PUBLIC[name], Sampling(temperature=2.0)
+    canvas = CANVASES["tail"]
+    expected = public_law(2, canvas, reveal, block_length=more.get("block_length"), sampling=hot)
+    assert total_variation(law_alone(decoder_of(more), canvas, sampling=hot), expected) < 1e-12
+    # A position that keeps its random numbers over all steps gives another law, so the test can tell.
+    kept = law_alone(decoder_of(more | {"draws": "kept"}), canvas, sampling=hot)
+    assert total_variation(kept, expected) > 0.05
+
+
+@pytest.mark.parametrize("cut", [None, "top-k", "top-p", "both"])
+@pytest.mark.parametrize("family", ["table", "dream"])
+def test_cut_distributions_have_the_law_of_the_public_loops_too(family: str, cut: str | None):
+    """Dream's confidences are those of the distribution that it draws from, LLaDA's those of the model's own."""
+    canvas, sampling = [-1, 1, 0, -1], CUTS[cut] if cut else SAMPLED
+    law = law_alone(step(), canvas, vocab_size=3, sampling=sampling, family=family)
+    dream = family == "dream"
+    expected, other = (
+        public_law(3, canvas, lambda sure: 1, sampling=sampling, dream=kind) for kind in (dream, not dream)
+    )
+    assert total_variation(law, expected) < 1e-12
+    if cut:
+        assert total_variation(law, other) > 1e-3
+
+
+def test_a_step_that_reveals_nothing_leaves_no_trace():
+    """Dream's schedule with as many steps as masks: none in the first step, two in the last. The first step's draws are gone."""
+    canvas, shares = CANVASES["middle"], {3: 1, 2: 2}
+    law = law_alone(step(block_length=None, steps=3, schedule="dream"), canvas)
+    assert total_variation(law, public_law(2, canvas, lambda sure: shares[len(sure)])) < 1e-12
+
+
+def test_a_sample_of_its_own_temperature_in_a_greedy_job_draws_anew_too():
+    own, found = RowSettings(temperature=SAMPLED.temperature), dict[str, list[list[int]]]()
+    requests = [replace(request(CANVASES["whole"], index), settings=own) for index in range(40)]
+    for name, sampling, settings in (
+        ("own", Sampling(temperature=0.0), step()),
+        ("job", SAMPLED, step()),
+        ("ssd", Sampling(temperature=0.0), drafting(draft_length=3)),
+        ("kept", SAMPLED, step(draws="kept")),
+    ):
+        outcomes = decoded(build_decoder(setup_of(rows=3, sampling=sampling), settings), requests)
+        found[name] = [outcomes[index].tokens.tolist() for index in range(40)]
+    assert found["own"] == found["job"] == found["ssd"] != found["kept"]
+
+
 CUTS = {
     "top-p": Sampling(temperature=0.8, top_p=0.7),
     "top-k": Sampling(temperature=1.3, top_k=2),
@@ -228,11 +347,12 @@ CUT_SSD: list[tuple[dict[str, Any], dict[str, Any], Sampling]] = [
     ({"block_length": 2, "confidence": "random"}, {"draft_length": 2}, SAMPLED),
     ({"block_length": None, "confidence": "random"}, {"draft_length": 1}, CUTS["top-p"]),
 ]
+# Where a position keeps its noise there are fewer branches, and canvases may be larger.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"block_length": None}, {"draft_length": 2}),
-    ({"block_length": 2}, {"draft_length": 3}),
+    ({"block_length": 2, "draws": "kept"}, {"draft_length": 3}),
     ({"block_length": 2, "confidence": "margin"}, {"draft_length": 1}),
-    ({"block_length": None}, {"draft_length": 2, "tree": "mixed"}),
+    ({"block_length": None, "draws": "kept"}, {"draft_length": 2, "tree": "mixed"}),
     ({"block_length": 2, "cache": "prefix"}, {"draft_length": 2}),
     ({"block_length": 2, "cache": "dual_strict", "refresh": 3}, {"draft_length": 2, "tree": "mixed"}),
     ({"block_length": 2, "cache": "dual_strict", "refresh": 2}, {"draft_length": 3}),

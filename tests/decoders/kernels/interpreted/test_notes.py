@@ -57,6 +57,19 @@ def test_notes_come_in_the_order_in_which_they_are_wanted(wanted, warped):
     assert_equal(found, expected, warped=warped)
 
 
+def test_a_step_has_noise_of_its_own_and_the_first_one_that_of_no_step():
+    asked = drawn(6, 500, suppressed=(MASK,))
+    alone, _ = both(*asked, wanted=("top1",))
+    steps = [torch.tensor(numbers) for numbers in ([0] * 6, [1] * 6, [0, 1, 2, 3, 2**20, 2**31])]
+    tokens = []
+    for step_R in steps:
+        found, expected = both(*asked, wanted=("top1",), step_R=step_R)
+        assert_equal(found, expected)
+        tokens.append(found["token"].tolist())
+    assert tokens[0] == alone["token"].tolist()
+    assert tokens[1] != tokens[0] and tokens[2][:2] == [tokens[0][0], tokens[1][1]] and tokens[2][2:] != tokens[0][2:]
+
+
 @pytest.mark.parametrize("vocab_size", [3, 16, 17, 2048, 2049])
 def test_one_row_of_any_vocabulary(vocab_size):
     for warped in (False, True):
