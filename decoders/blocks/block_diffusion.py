@@ -46,7 +46,7 @@ Forwards = Generator[Any, Noted, None]
 class Block:
     """The block at work, [start, end), with `begun` masks at first.
 
-    `step` counts denoising steps of the sub-block so far, `post` those since the last mask was revealed.
+    `step` counts denoising steps of the sub-block so far, `post` those since the last mask was revealed, `drawn` the block's.
     """
 
     start: int
@@ -54,6 +54,7 @@ class Block:
     begun: int
     step: int = 0
     post: int = 0
+    drawn: int = 0
     finished: bool = False
 
 
@@ -82,7 +83,7 @@ def denoise(s: BlockSample, rules: Rules, verifier: Verifier | None = None) -> D
     while not s.is_over:
         end = min(start + rules.size, len(s.tokens))
         block = Block(start, end, s.tokens[start:end].count(HOLE))
-        s.first = max(start, s.prompt)
+        s.first, s.number = max(start, s.prompt), 0
         if behind and not rules.fused:
             yield from finish(s, rules, behind, block)
             behind = None
@@ -151,7 +152,7 @@ def drafted(
 ) -> Generator[Any, Noted, Draft]:
     """Predict a token for these masks, and for every place that may be edited."""
     start, end = block.start, block.end
-    s.draws += 1
+    s.draws, s.number, block.drawn = s.draws + 1, block.drawn if rules.fresh else 0, block.drawn + 1
     tokens = [rules.mask if token == HOLE else token for token in s.tokens[start:end]]
     spans: Spans = ()
     front = front_of(rules, masks, end - start)
@@ -229,7 +230,7 @@ def algorithm(setup: Setup, settings: BlockDiffusionSettings) -> Algorithm:
     return algorithm_of(
         rules,
         partial(denoise, rules=rules),
-        Notes(entropy=settings.schedule == "entropy"),
+        Notes(entropy=settings.schedule == "entropy", fresh=rules.fresh),
         # Whether every token is revealed alone, given all that was revealed before.
         knows_logprob=rules.tau_edit is None and (rules.size == 1 or one_by_one),
     )

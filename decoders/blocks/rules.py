@@ -11,7 +11,8 @@ from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Blocks of `size`, denoised in parts of `sub_block`; `mask` is the id of a mask, `shift` is 1 in models in which a row
-    predicts the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1)."""
+    predicts the next token. `grain` is how far a decided token sees: to the end of its block, or to itself (1). With `fresh`
+    each step draws all masks anew."""
 
     size: int
     sub_block: int
@@ -25,6 +26,7 @@ class Rules:
     post_steps: int
     fused: bool
     causal_draft: bool
+    fresh: bool
     max_length: int | None
 
     @classmethod
@@ -47,6 +49,7 @@ class Rules:
             post_steps=settings.post_steps,
             fused=settings.fused,
             causal_draft=isinstance(settings, S2d2Settings) and settings.causal_draft,
+            fresh=settings.draws_anew,
             max_length=info.max_length,
         )
 

@@ -95,6 +95,7 @@ def algorithm(setup: Setup, settings: S2d2Settings) -> Algorithm:
         by_ratio=by_ratio,
         temper=settings.temper,
         cells=rules.size,
+        fresh=rules.fresh,
     )
     # Whether every token comes from a verification, which sees only the tokens to its left.
     known = settings.verifies_always and rules.tau_edit is None and rules.takes_all_steps

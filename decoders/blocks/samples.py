@@ -36,18 +36,20 @@ class Told(NamedTuple):
 
 class BlockSample(Sample):
     """See the module's docstring. `draws` counts drafting forwards: under the rejection rule each has random numbers of its own.
+    Under coupled acceptance they are those of the step `number`, counted from the beginning of a block.
 
     `first` is the first position that may still be asked about. `log_p_at` are log-probabilities by position, `kinds` forwards by
     purpose. `is_over`: nothing is left to do.
     """
 
-    __slots__ = ("draws", "first", "is_over", "kinds", "log_p_at")
+    __slots__ = ("draws", "first", "is_over", "kinds", "log_p_at", "number")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if HOLE in self.tokens[: self.prompt]:
             raise ValueError("block diffusion decodes from left to right: the holes must come after the prompt")
         self.kinds, self.draws, self.first, self.is_over = [0] * len(KINDS), 0, self.prompt, False
+        self.number = 0
         self.log_p_at: list[float] = []
 
     def widen(self, length: int) -> None:
@@ -70,7 +72,7 @@ class BlockSample(Sample):
         """Rows of one kind, and the positions that they speak of."""
         count = len(rows)
         drafts, cells, sures = drafts or [NO_DRAFT] * count, cells or [0] * count, sures or [1.0] * count
-        return Named(rows, positions, [kind] * count, drafts, cells, sures, self.first, self.draws)
+        return Named(rows, positions, [kind] * count, drafts, cells, sures, self.first, self.draws, self.number)
 
     def forward(self, purpose: int, tokens: list[int], spans: Spans, named: Named) -> Ask:
         """A forward, counted by its purpose."""

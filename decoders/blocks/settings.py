@@ -27,7 +27,9 @@ class BlockSettings(DecoderChoice):
     (`entropy`, which ignores `steps`). With `sub_block` each block is denoised in parts of that many positions, from left to
     right. With `tau_edit` a revealed token is replaced by another whose probability exceeds it, in up to `post_steps` more steps
     after the last mask. With `causal_cache` finished tokens see only those to their left, as in a causal model. With `fused` the
-    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own.
+    prompt and finished blocks run together with the draft of the next block instead of in forwards of their own. With `draws:
+    fresh` each step draws all masks anew, as the public samplers do; with `kept` a position keeps its random numbers over all
+    steps, which is another distribution where drawn tokens decide what is revealed, routed or edited, and the same elsewhere.
     """
 
     runs_on: ClassVar[ModelKind] = "blocks"
@@ -42,6 +44,20 @@ class BlockSettings(DecoderChoice):
     post_steps: int = Field(default=16, ge=0, le=2**20)
     causal_cache: bool = False
     fused: bool = False
+    draws: Literal["fresh", "kept"] = "fresh"
+
+    @property
+    def draws_anew(self) -> bool:
+        """Whether each step has random numbers of its own; needless where what is drawn does not decide what is revealed."""
+        return self.draws == "fresh" and (self.schedule in {"static", "dynamic"} or self.tau_edit is not None)
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """See DecoderChoice; also ValueError if positions are to keep random numbers that the rejection rule draws anew."""
+        super().check_sampling(sampling)
+        if self.draws == "kept" and sampling.acceptance == "rejection":
+            raise ValueError(
+                "decoder.draws: 'kept', but sampling.acceptance 'rejection' draws anew in each step; allowed with it: 'fresh'"
+            )
 
     @property
     def drafts_in_verifications(self) -> bool:
@@ -127,12 +143,17 @@ class S2d2Settings(BlockSettings):
     def check_steps(self, size: int) -> None:
         """See BlockSettings. A step that reveals several tokens would add drafts that no verification has seen."""
         size = self.sub_block or size
-        if self.verifies_always and not self.paper_compat and self.steps is not None and self.steps < size:
+        if self.verifies_always and self.steps is not None and self.steps < size:
             raise ValueError(
                 f"decoder.steps: {self.steps} for {size} positions makes a step reveal {-(-size // self.steps)} tokens, verified "
                 f"or not, but the router verifies every token; allowed: null or at least {size}; with fewer steps, a router that "
                 "verifies only some spans (lossy), or block_diffusion"
             )
+
+    @property
+    def draws_anew(self) -> bool:
+        """See BlockSettings. A token that a verification gives is drawn once, from left to right, whatever was drafted before."""
+        return self.draws == "fresh" and not (self.verifies_always and self.tau_edit is None)
 
     @property
     def drafts_in_verifications(self) -> bool:

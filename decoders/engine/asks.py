@@ -96,7 +96,8 @@ class Named(NamedTuple):
     `rows` are numbers among the ask's rows (a row may be asked twice), `positions` those that they speak of, none below `first`,
     from which on positions may be asked about from now on. `drafts` are those that they judge, or NO_DRAFT. Under the rejection
     rule a DRAFT row leaves its hidden state in its one of the sample's `cells`; a JUDGE row finds there that of its draft, which
-    had probability `sures`. The JUDGE rows are one chain. `when` is the number of these draws among the sample's.
+    had probability `sures`. The JUDGE rows are one chain. `when` is the number of these draws among the sample's; under coupled
+    acceptance `number` is that of the noise, if steps draw anew.
     """
 
     rows: list[int]
@@ -107,6 +108,7 @@ class Named(NamedTuple):
     sures: list[float]
     first: int
     when: int
+    number: int = 0
 
 
 class Window(NamedTuple):

@@ -44,14 +44,14 @@ class KernelNotes:
     ) -> None:
         self._note, self._rows, self._places, self._vocab_size = note, rows, places, info.vocab_size
         self._suppressed_V = marks(info.suppressed, info.vocab_size, device)
-        self._worth = notes.worth
+        self._worth, self._fresh = notes.worth, notes.fresh
         wanted: list[Wanted] = ["top1", "entropy"] if notes.entropy else ["top1"]
         self._num_told = 2 + len(wanted)
         of: Wanted = MEASURES[notes.worth[0]][0] if notes.worth else "top1"
         self._wanted, self._worth_at = [*wanted, *({of} - set(wanted))], 2 + [*wanted, of].index(of)
 
     def plan(
-        self, slot_R: Ints, position_R: Ints, parcel: Parcel, *, size: int | None = None
+        self, slot_R: Ints, position_R: Ints, number_R: Ints, parcel: Parcel, *, size: int | None = None
     ) -> Callable[[Sent, Tensor], Tensor]:
         """Plan what is told of rows, float64 [F, R], from their raw logits.
 
@@ -60,11 +60,20 @@ class KernelNotes:
         """
         keys = parcel.enclose(self._places.key_S2[slot_R].T, size=size)
         positions = parcel.enclose(self._places.positions(slot_R, position_R), size=size)
+        numbers = parcel.enclose(number_R, size=size) if self._fresh else None
         each, cuts = parcel.enclose(self._rows.each(slot_R), size=size, fill=1), self._rows.cuts(slot_R)
 
         def work(sent: Sent, logits_RV: Tensor) -> Tensor:
             warp = self._rows.warp(sent[each], self._suppressed_V, cuts=cuts)
-            told_FR = self._note(logits_RV, warp, sent[keys].T, sent[positions], wanted=self._wanted, warped=True)
+            told_FR = self._note(
+                logits_RV,
+                warp,
+                sent[keys].T,
+                sent[positions],
+                wanted=self._wanted,
+                warped=True,
+                step_R=None if numbers is None else sent[numbers],
+            )
             if self._worth is None:
                 return told_FR
             worth_R = worth_of(*self._worth, told_FR[self._worth_at], self._vocab_size)

@@ -33,6 +33,7 @@ class NamedRows:
     sure_R: Floats
     first_R: Ints
     when_R: Ints
+    number_R: Ints
     size_B: Ints
 
     @classmethod
@@ -57,6 +58,7 @@ class NamedRows:
             sure_R=np.fromiter(chain.from_iterable(ask.sures for ask in asks), dtype=np.float64, count=len(row_R)),
             first_R=first_R,
             when_R=np.array([ask.when for ask in asks], dtype=np.int64)[owner_R],
+            number_R=np.array([ask.number for ask in asks], dtype=np.int64)[owner_R],
             size_B=size_B,
         )
 

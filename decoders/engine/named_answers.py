@@ -32,7 +32,7 @@ from draftmill.decoders.engine.named import Chains, NamedRows
 from draftmill.decoders.engine.notes import entropy, plain_log_p, worth
 from draftmill.decoders.engine.packing import Ints
 from draftmill.decoders.engine.parcels import Parcel, Sent
-from draftmill.decoders.engine.rings import Ring
+from draftmill.decoders.engine.rings import Ring, passing
 from draftmill.decoders.engine.rolls import Draft
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.kernels.find import find_notes
@@ -133,7 +133,7 @@ class NamedAnswers(NoiseAnswers):
         self, lane: Lane, told: KernelNotes, asked: NamedRows, size: int, parcel: Parcel
     ) -> Reading[Noted]:
         """All rows at once, and more, which mean nothing: a forward that can be captured."""
-        tell = told.plan(asked.slot_R, asked.position_R, parcel, size=size)
+        tell = told.plan(asked.slot_R, asked.position_R, asked.number_R, parcel, size=size)
 
         def read(record: NDArray[np.float64]) -> Iterator[Noted]:
             return self._matched(record.reshape(-1, size)[:, : asked.num_rows], asked)
@@ -165,7 +165,7 @@ class NamedAnswers(NoiseAnswers):
         By ratio also log p(token), with which a row judges; a row that judges by ratio says its draft.
         """
         if self._told is not None:
-            tell = self._told.plan(asked.slot_R[part], asked.position_R[part], parcel)
+            tell = self._told.plan(asked.slot_R[part], asked.position_R[part], asked.number_R[part], parcel)
             return lambda sent, hidden_ND: (tell(sent, lane.logits(hidden_ND)), None)
         tokens = self._tokens(asked, part, parcel)
 
@@ -208,7 +208,10 @@ class NamedAnswers(NoiseAnswers):
             return lambda _, law_NV: law_NV.argmax(-1)
         if self._coupled:
             slot_N, position_N = asked.slot_R[rows_N], asked.position_R[rows_N]
-            noise = self._noise_ring().plan(slot_N, position_N, asked.first_R[rows_N], parcel)
+            if self._notes.fresh:
+                noise = passing(self._places, self._vocab_size, slot_N, position_N, asked.number_R[rows_N], parcel)
+            else:
+                noise = self._noise_ring().plan(slot_N, position_N, asked.first_R[rows_N], parcel)
             return lambda sent, law_NV: coupled_draw(law_NV, noise(sent))
         uniform_N = self.uniforms(asked, rows_N, keys.BONUS)
         drafts = asked.is_draft[rows_N]

@@ -108,6 +108,25 @@ class Ring:
             self.data_CV[other : other + self.num_cells] = self.data_CV[own : own + self.num_cells]
 
 
+def passing(places: Places, vocab_size: int, slot_R: Ints, rank_R: Ints, step_R: Ints, parcel: Parcel) -> Found:
+    """Plan noise that is not kept, [R, V]: that of each different (slot, rank, step) is computed once."""
+    each_N, which_R = np.unique(np.stack([slot_R, rank_R, step_R]), axis=1, return_inverse=True)
+    computed, which = computed_noise(places, vocab_size, *each_N, parcel=parcel), parcel.enclose(which_R.reshape(-1))
+    return lambda sent: computed(sent)[sent[which]]
+
+
+def computed_noise(
+    places: Places, vocab_size: int, slot_N: Ints, rank_N: Ints, step_N: Ints | None = None, *, parcel: Parcel
+) -> Found:
+    """Plan the noise of these ranks (and steps), [N, V]."""
+    keys = parcel.enclose(places.key_S2[slot_N])
+    positions = parcel.enclose(places.positions(slot_N, rank_N))
+    steps = None if step_N is None else parcel.enclose(step_N)
+    return lambda sent: noise.gumbel_rows(
+        sent[keys], sent[positions], vocab_size, draws_R=None if steps is None else sent[steps]
+    )
+
+
 class NoiseRing:
     """Target noise of the next ranks of every slot, each rank computed once however often it is read.
 
@@ -193,7 +212,8 @@ class NoiseRing:
         count = need_S[slots] - from_S[slots]
         slot_N = np.repeat(slots, count)
         rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
-        cells, computed = parcel.enclose(self.ring.cells(slot_N, rank_N)), self._computed(slot_N, rank_N, parcel)
+        cells = parcel.enclose(self.ring.cells(slot_N, rank_N))
+        computed = computed_noise(self._places, self._vocab_size, slot_N, rank_N, parcel=parcel)
         self._until_S[slots] = need_S[slots]
 
         def fill(sent: Sent) -> None:
@@ -202,13 +222,4 @@ class NoiseRing:
         return fill
 
     def _passing(self, slot_R: Ints, rank_R: Ints, parcel: Parcel) -> Found:
-        """Noise that is not kept."""
-        width = int(rank_R.max(initial=0)) + 1
-        cells, which_R = np.unique(slot_R * width + rank_R, return_inverse=True)
-        computed, which = self._computed(cells // width, cells % width, parcel), parcel.enclose(which_R)
-        return lambda sent: computed(sent)[sent[which]]
-
-    def _computed(self, slot_N: Ints, rank_N: Ints, parcel: Parcel) -> Found:
-        keys = parcel.enclose(self._places.key_S2[slot_N])
-        positions = parcel.enclose(self._places.positions(slot_N, rank_N))
-        return lambda sent: noise.gumbel_rows(sent[keys], sent[positions], self._vocab_size)
+        return passing(self._places, self._vocab_size, slot_R, rank_R, np.zeros_like(rank_R), parcel)

@@ -140,6 +140,12 @@ class _Block:
     end: int
     laws: dict[int, Tensor] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
+    drawn: int = -1
+
+    @property
+    def number(self) -> int:
+        """The number of the step's noise."""
+        return self.drawn if self.model.settings.draws_anew else 0
 
 
 def _denoise(block: _Block, length: int) -> None:
@@ -157,10 +163,10 @@ def _step(block: _Block, masks: list[int], step: int) -> None:
     """Draft the block once and reveal tokens; `masks` are the masks in question."""
     model, trail = block.model, block.trail
     trail.nfe["draft"] += 1
-    trail.drafts += 1
+    trail.drafts, block.drawn = trail.drafts + 1, block.drawn + 1
     rows = model.drafting(trail.canvas, block.start, block.end)
     block.laws = {place: model.law(rows, max(place - model.info.shift, 0)) for place in masks}
-    block.tokens = {place: block.rule.draft(block.laws[place], place, trail.drafts) for place in masks}
+    block.tokens = {place: block.rule.draft(block.laws[place], place, trail.drafts, block.number) for place in masks}
     share = min(_share(model.settings, model.size, step), len(masks))
     span = [place for place in masks if place - masks[0] == masks.index(place)]
     decoded = _judge(block, span) if _verified(model.settings, len(span)) else 0
@@ -186,7 +192,8 @@ def _judge(block: _Block, span: list[int]) -> int:
     trail.proposed += len(span)
     for count, place in enumerate(span, 1):
         p_law = model.law(*model.verifying(trail.canvas, block.start, place))
-        passed, token = block.rule.settle(p_law, block.laws[place], block.tokens[place], place, trail.drafts)
+        draft = block.laws[place], block.tokens[place]
+        passed, token = block.rule.settle(p_law, *draft, place, trail.drafts, block.number)
         trail.canvas[place] = token
         trail.accepted += passed
         if not passed:

@@ -94,11 +94,13 @@ def enumerate_law(run: Callable[[Chooser], tuple[int, ...]]) -> dict[tuple[int, 
 class Rule(Protocol):
     """An acceptance rule for one sample."""
 
-    def draft(self, q_V: Tensor, position: int, when: int) -> int:
-        """Draw a draft."""
+    def draft(self, q_V: Tensor, position: int, when: int, number: int = 0) -> int:
+        """Draw a draft; `number` is that of the step's noise under coupled acceptance."""
         ...
 
-    def settle(self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int) -> tuple[bool, int]:
+    def settle(
+        self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int, number: int = 0
+    ) -> tuple[bool, int]:
         """Return (accepted, the token to commit) for one draft."""
         ...
 
@@ -113,11 +115,13 @@ class RejectionRule:
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
 
-    def draft(self, q_V: Tensor, position: int, when: int) -> int:
+    def draft(self, q_V: Tensor, position: int, when: int, number: int = 0) -> int:
         """Draw from q."""
         return self._chooser.choose(q_V, noise.DRAFT, position, when)
 
-    def settle(self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int) -> tuple[bool, int]:
+    def settle(
+        self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int, number: int = 0
+    ) -> tuple[bool, int]:
         """Accept the draft or draw from the positive part of p - q."""
         ratio = float((p_V[token].to(torch.float64) - q_V[token].to(torch.float64)).exp())
         if self._chooser.accept(ratio, position, when):
@@ -136,17 +140,19 @@ class CoupledRule:
     def __init__(self, key: int, sampling: Sampling) -> None:
         self._key, self._greedy = noise.key_words([key]), sampling.temperature == 0.0
 
-    def direct(self, p_V: Tensor, position: int, when: int) -> int:
+    def direct(self, p_V: Tensor, position: int, when: int, number: int = 0) -> int:
         """argmax of log p + g; `when` does not matter."""
-        where = torch.tensor([position])
-        gumbel = None if self._greedy else noise.gumbel_rows(self._key, where, len(p_V))
+        where, draws = torch.tensor([position]), torch.tensor([number])
+        gumbel = None if self._greedy else noise.gumbel_rows(self._key, where, len(p_V), draws_R=draws)
         return int(coupled_draw(p_V.unsqueeze(0), gumbel))
 
-    def draft(self, q_V: Tensor, position: int, when: int) -> int:
+    def draft(self, q_V: Tensor, position: int, when: int, number: int = 0) -> int:
         """argmax of log q + g."""
-        return self.direct(q_V, position, when)
+        return self.direct(q_V, position, when, number)
 
-    def settle(self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int) -> tuple[bool, int]:
+    def settle(
+        self, p_V: Tensor, q_V: Tensor, token: int, position: int, when: int, number: int = 0
+    ) -> tuple[bool, int]:
         """Compare with the target's own token."""
-        own = self.direct(p_V, position, when)
+        own = self.direct(p_V, position, when, number)
         return own == token, own

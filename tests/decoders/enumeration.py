@@ -36,13 +36,13 @@ Law = dict[tuple[int, ...], float]
 
 
 class CoupledChooser:
-    """Draws every token, drafts too, by the noise of its position alone."""
+    """Draws every token, drafts too, by the noise of its position alone; `when` numbers it, where steps draw anew."""
 
     def __init__(self, key: int, sampling: Sampling) -> None:
         self._rule = CoupledRule(key, sampling)
 
     def choose(self, log_law_V: Tensor, purpose: int, position: int, when: int) -> int:
-        return self._rule.direct(log_law_V, position, when)
+        return self._rule.direct(log_law_V, position, when, when)
 
     def accept(self, probability: float, position: int, when: int) -> bool:
         raise AssertionError("under coupled acceptance drafts are compared")
@@ -102,11 +102,15 @@ class ChosenAnswers:
             first += size
             slot = int(asked.slot_R[rows][0])
             law = self.law(lane.logits(hidden_RD[rows]))
-            answers.append(self._one(self.samples[slot], law, asked, rows, int(asked.when_B[owner])))
+            answers.append(self._one(self.samples[slot], law, asked, rows, self.when(asked.when_B[owner])))
         return answers
 
     def law(self, logits: Tensor) -> Tensor:
         return log_law(logits.index_fill_(-1, self.suppressed, -torch.inf), self.sampling)
+
+    def when(self, when: int, number: int = 0) -> int:
+        """The number of a draw: under coupled acceptance that of the noise."""
+        return number if self.sampling.acceptance == "coupled" else int(when)
 
     def drafted(self, sample: Sample, rank: int, when: int, law: Tensor) -> int:
         """Draw a draft and keep its distribution."""
@@ -121,7 +125,7 @@ class ChosenAnswers:
             def draw(sent: Sent, logits: Tensor) -> Tensor:
                 rows = zip(places, self.law(logits), strict=True)
                 return torch.tensor(
-                    [self.drafted(self.samples[slot], rank, when, law) for (slot, rank, when), law in rows]
+                    [self.drafted(self.samples[slot], rank, self.when(when), law) for (slot, rank, when), law in rows]
                 )
 
             return draw
@@ -133,7 +137,9 @@ class ChosenAnswers:
         for sample, ask in zip(samples, asks, strict=True):
             weights = torch.zeros(1, lane.backbone.vocab_size, dtype=torch.float64)
             weights[0, ask.tokens or slice(None)] = torch.tensor(ask.weights or 1.0, dtype=torch.float64)
-            yield Answer(0, [self.drafted(sample, ask.rank, sample.decided, self.law(weights.log())[0])], [0.0])
+            yield Answer(
+                0, [self.drafted(sample, ask.rank, self.when(sample.decided), self.law(weights.log())[0])], [0.0]
+            )
 
     def named(self, lane: Lane, asked: NamedRows, parcel: Parcel) -> Reading[Noted]:
         return reading_of(lambda hidden_RD: self.noted(lane, hidden_RD, asked))
@@ -153,7 +159,7 @@ class ChosenAnswers:
         if self.sampling.temperature == 0.0:
             law = torch.log_softmax(logits.to(torch.float64), -1)
         index = self.samples[int(asked.slot_R[rows][0])].request.index
-        chooser, when = self.choosers[index], int(asked.when_R[rows][0])
+        chooser, when = self.choosers[index], self.when(asked.when_R[rows][0], int(asked.number_R[rows][0]))
         tokens: list[int] = []
         new: dict[tuple[int, int], Tensor] = {}
         accepted, broken = 0, False

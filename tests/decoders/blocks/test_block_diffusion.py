@@ -56,6 +56,8 @@ def settings_of(kind, case) -> Any:
         common["steps"] = None
     if case["sub_block"] and case["block_size"] % case["sub_block"] == 0:
         common["sub_block"] = case["sub_block"]
+    if SAMPLINGS[case["sampling"]].acceptance == "coupled":
+        common["draws"] = case["draws"]
     return (
         S2d2Settings(kind="s2d2", **common, **more) if kind == "s2d2" else BlockDiffusionSettings(kind=kind, **common)
     )
@@ -74,6 +76,7 @@ CASES = list(
             "causal_cache": (False, True),
             "causal_draft": (False, True),
             "span": (1, 2),
+            "draws": ("fresh", "kept"),
             "sampling": tuple(SAMPLINGS),
             "rows": (1, 3, 16),
             "max_length": (None, 7),
@@ -221,6 +224,11 @@ def test_a_draft_without_numbers_reveals_something_all_the_same(schedule):
             Sampling(temperature=0.0, acceptance="rejection"),
             "decoder.temper",
         ),
+        (
+            BlockDiffusionSettings(kind="block_diffusion", block_size=2, draws="kept"),
+            REJECTING,
+            "decoder.draws: 'kept', but sampling.acceptance 'rejection'",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, sampling, message):
@@ -257,12 +265,12 @@ def test_settings_that_contradict_each_other_are_refused(settings, message):
 
 
 def test_fewer_steps_than_positions_never_reveal_drafts_beside_verifications_of_every_token():
-    """Also where the model knows the block's size; the public code's rule, and routers that leave drafts unverified, may."""
+    """Also where the model knows the block's size; routers that leave drafts unverified may."""
     always = S2d2Settings(kind="s2d2", steps=2)
     with pytest.raises(ValueError, match=r"decoder\.steps: 2 for 8 .* allowed: null or at least 8"):
         check_model(always, replace(table_info(), block_size=8))
     check_model(always, replace(table_info(), block_size=2))
-    for more in ({"router": {"kind": "min_span", "span": 2}}, {"paper_compat": True}, {"steps": 8}):
+    for more in ({"router": {"kind": "min_span", "span": 2}}, {"steps": 8}):
         check_model(S2d2Settings(kind="s2d2", block_size=8, **{"steps": 2} | more), table_info())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
-from draftmill.decoders.common_settings import DecoderChoice
+from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
@@ -39,10 +40,10 @@ def always(size: int, **more: Any) -> S2d2Settings:
     return S2d2Settings(kind="s2d2", block_size=size, causal_cache=True, **more)
 
 
-def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None) -> Setup:
+def setup_of(*, shift: int = 0, rows: int = 1, stops: Stops | None = None, sampling: Sampling = REJECTING) -> Setup:
     """A table of two tokens and a mask."""
     info, model = table_info(2, shift=shift), table(2)
-    return Setup(backbone=model, info=info, sampling=REJECTING, max_rows=rows, max_tokens=1 << 20, stops=stops)
+    return Setup(backbone=model, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 20, stops=stops)
 
 
 def request(canvas: list[int], index: int = 0) -> Request:
@@ -96,6 +97,83 @@ def test_block_diffusion_has_the_law_of_the_plain_reference(schedule: Any) -> No
     plain = PlainBlocks(table(2), table_info(2), settings, REJECTING)
     wanted = enumerate_law(lambda chooser: tuple(decode_blocks(plain, tokens, RejectionRule(chooser)).canvas[1:4]))
     assert total_variation(law_of(setup_of(), settings, [request(tokens)], 0), wanted) < 1e-12
+
+
+# ---- the public samplers
+
+
+HOT = Sampling(temperature=2.0)
+
+
+def public_law(settings: BlockDiffusionSettings, canvas: list[int], sampling: Sampling) -> Law:
+    """The law of the loops of SDAR and LLaDA2: every step draws a token for each place of the block, independently of all other
+    steps, edits, and reveals the masks whose tokens are the most probable, by the distribution that they are drawn from.
+    """
+    plain = PlainBlocks(table(2), table_info(2), settings, sampling)
+    size, found, length = plain.size, Law(), len(canvas)
+    prompt, full = sum(token >= 0 for token in canvas), -(-length // size) * size
+
+    def loop(held: list[int], start: int, step: int, post: int, mass: float) -> None:
+        masks = [place for place in range(start, start + size) if held[place] < 0]
+        if start >= length or (not masks and post == settings.post_steps) or (not masks and settings.tau_edit is None):
+            if start + size < length:
+                return loop(held, start + size, 0, 0, mass)
+            text = tuple(held[prompt:length])
+            found[text] = found.get(text, 0.0) + mass
+            return None
+        rows = plain.drafting(held, start, start + size)
+        editable = [place for place in range(max(start, prompt), start + size) if held[place] >= 0]
+        places = masks + (editable if settings.tau_edit is not None else [])
+        laws = {place: plain.law(rows, place)[:2].exp().tolist() for place in places}
+        for drawn in itertools.product(range(2), repeat=len(places)):
+            token_of = dict(zip(places, drawn, strict=True))
+            p_of = {place: laws[place][token] for place, token in token_of.items()}
+            p = math.prod(p_of.values())
+            new = list(held)
+            edits = [
+                x for x in places if held[x] >= 0 and held[x] != token_of[x] and p_of[x] > (settings.tau_edit or 0)
+            ]
+            steps = min(settings.steps or size, size)
+            count = min(size // steps + (step < size % steps), len(masks))
+            if settings.schedule == "dynamic":
+                count = max(count, sum(p_of[place] > settings.tau for place in masks))
+            for place in edits + sorted(masks, key=lambda place: (-p_of[place], place))[:count]:
+                new[place] = token_of[place]
+            ends = not masks and not edits
+            loop(new, start, step + 1, settings.post_steps if ends else post + (not masks), mass * p)
+        return None
+
+    loop([*canvas, *[-1] * (full - length)], prompt // size * size, 0, 0, 1.0)
+    return found
+
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "static": {"block_size": 3, "schedule": "static"},
+    "static, two steps": {"block_size": 3, "schedule": "static", "steps": 2},
+    "dynamic": {"block_size": 3, "tau": 0.7},
+    "two blocks": {"block_size": 2, "schedule": "static"},
+    "editing": {"block_size": 2, "schedule": "static", "tau_edit": 0.6, "post_steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_drawn_has_the_law_of_the_public_loops(name: str) -> None:
+    canvas = [0, -1, -1] if name == "editing" else [0, 1, -1, -1] if name == "two blocks" else [-1, -1, -1]
+    settings = BlockDiffusionSettings(kind="block_diffusion", **PUBLIC[name])
+    setup, wanted = setup_of(sampling=HOT), public_law(settings, canvas, HOT)
+    assert sum(wanted.values()) == pytest.approx(1.0, abs=1e-12)
+    assert total_variation(law_of(setup, settings, [request(canvas)], 0), wanted) < 1e-12
+    # A position that keeps its random numbers over all steps gives another law, so the test can tell.
+    kept = law_of(setup, settings.model_copy(update={"draws": "kept"}), [request(canvas)], 0)
+    assert total_variation(kept, wanted) > 0.01
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_coupled_acceptance_the_law_is_that_of_block_size_one_too(fused: bool) -> None:
+    tokens = CANVASES["long"]
+    setup = setup_of(sampling=REJECTING.model_copy(update={"acceptance": "coupled"}))
+    law = law_of(setup, always(2, fused=fused), [request(tokens)], 0)
+    assert total_variation(law, block_size_one(tokens)) < 1e-12
 
 
 # ---- planted mistakes
