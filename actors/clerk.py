@@ -17,6 +17,7 @@ from draftmill.actors.job import Job
 from draftmill.actors.makers import maker_for
 from draftmill.actors.messages import Receipt, WorkUnit
 from draftmill.actors.plan_table import PlannedRow, PlanTable
+from draftmill.actors.requests import named_model
 from draftmill.actors.results import counted, decoded, failed, infilled
 from draftmill.actors.rows import Values, row_id, row_key
 from draftmill.actors.samples import Sample, tally_of
@@ -41,12 +42,13 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Note:
     """The clerk's data on a row between opening and closing: the plan's entry, its canvas if it has one, and the values of
-    the columns that are copied into the results.
+    the columns that are copied into the results. `request_model` is the model that an OpenAI request names.
     """
 
     planned: PlannedRow
     canvas: Canvas | None = None
     keep: dict[str, Any] | None = None
+    request_model: str | None = None
 
 
 class RowClerk:
@@ -167,6 +169,7 @@ class RowClerk:
         if row.error is not None:
             sample.error = row.error
             return
+        sample.note.request_model = named_model(row.values or {})
         if self._keep is not None:
             schema = self._keep
             kept = guarded(lambda: kept_values(row.values or {}, schema), "read", "bad_row")
@@ -231,7 +234,7 @@ class RowClerk:
             "key": sample.key,
             "worker": self._worker,
             "node": self._node,
-            "metrics": {},
+            "request_model": sample.note.request_model,
         }
         if self._keep is not None:
             row[KEEP] = sample.note.keep

@@ -96,6 +96,12 @@ def body_of(values: Values) -> Mapping[str, Any] | None:
     return body if isinstance(body, dict) else None
 
 
+def named_model(values: Values) -> str | None:
+    """The model that an OpenAI request names; None if the row is not one, or names none. It has no effect on the text."""
+    name = (body_of(values) or {}).get("model")
+    return name if isinstance(name, str) and name else None
+
+
 def endpoint_of(values: Values, body: Mapping[str, Any]) -> str:
     """The endpoint of a request: decided by its body, or by its url if the body has both a prompt and messages.
 

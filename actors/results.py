@@ -124,7 +124,7 @@ def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dic
         text = said = tokenizer.continuation(outcome.tokens.tolist())
     # The bytes of a hole are unknown where it begins or ends within a character.
     num_bytes = 0 if said is None or (fills is not None and "\ufffd" in said) else len(said.encode())
-    metrics = {}
+    metrics: dict[str, float] = {}
     if num_bytes and outcome.logprob is not None:
         metrics["bits_per_byte"] = -outcome.logprob / math.log(2) / num_bytes
     return {
@@ -133,7 +133,7 @@ def scored(canvas: Canvas, outcome: Outcome, tokenizer: Tokenizer | None) -> dic
         "token_logprobs": outcome.token_logprobs,
         "is_greedy": outcome.is_greedy,
         "logprob_stderr": outcome.logprob_stderr,
-        "metrics": metrics,
+        "metrics": metrics or None,
     }
 
 

@@ -26,6 +26,7 @@ _DICTIONARY_COLUMNS = [
     "worker",
     "node",
     "endpoint",
+    "request_model",
 ]
 
 

@@ -95,8 +95,11 @@ def numbers(table: pa.Table, name: str, kind: Any) -> NDArray[Any]:
     return np.asarray(table[name].fill_null(0).to_numpy(), dtype=kind)
 
 
-def mapped(column: pa.MapArray) -> dict[str, NDArray[np.float64]]:
-    """The values of a column of maps, one array per key, NaN where a row lacks it."""
+def mapped(column: pa.MapArray | pa.StructArray) -> dict[str, NDArray[np.float64]]:
+    """The values of a column of structs, or of maps (before result schema 6): one array per name, NaN where a row lacks it."""
+    if pa.types.is_struct(column.type):
+        fields = {field.name: pc.struct_field(column, field.name) for field in column.type}
+        return {name: _array_of(values) for name, values in fields.items()}
     offsets = column.offsets.to_numpy()
     keys, items = column.keys[offsets[0] : offsets[-1]], column.items[offsets[0] : offsets[-1]]
     owner = np.repeat(np.arange(len(column)), np.diff(offsets))
@@ -104,9 +107,13 @@ def mapped(column: pa.MapArray) -> dict[str, NDArray[np.float64]]:
     for name in pc.unique(keys).to_pylist():
         here = np.asarray(pc.equal(keys, name))
         values = np.full(len(column), np.nan)
-        values[owner[here]] = items.cast(pa.float64()).to_numpy(zero_copy_only=False)[here]
+        values[owner[here]] = _array_of(items)[here]
         found[name] = values
     return found
+
+
+def _array_of(values: pa.Array) -> NDArray[np.float64]:
+    return np.asarray(values.cast(pa.float64()).to_numpy(zero_copy_only=False), np.float64)
 
 
 def metrics_of_files(

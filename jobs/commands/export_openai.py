@@ -15,7 +15,7 @@ from draftmill.storage.inputs.kept import KEEP
 
 OPENAI_COLUMNS = (
     "id", "sample", "status", "error_kind", "error", "text", "prompt_tokens", "new_tokens", "finish", "model", "key",
-    "started_at", "endpoint", "token_logprobs", "token_texts",
+    "started_at", "endpoint", "token_logprobs", "token_texts", "request_model",
 )  # fmt: skip
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "filled": "stop", "length": "length"}
@@ -94,10 +94,16 @@ def _body(samples: Sequence[Mapping[str, Any]], name: str, chat: bool) -> dict[s
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(datetime.fromisoformat(first["started_at"]).timestamp()) if first["started_at"] else 0,
-        "model": first["model"],
+        "model": first.get("request_model") or shown_model(first["model"]),
         "choices": [_choice(row, chat) for row in samples],
         "usage": {"prompt_tokens": given, "completion_tokens": new, "total_tokens": given + new},
     }
+
+
+def shown_model(path: str) -> str:
+    """The name of a job's model for answers whose requests name none: a path on this machine or in a bucket is its last part."""
+    is_place = "://" in path or path.startswith(("/", ".", "~"))
+    return path.rstrip("/").rpartition("/")[2] if is_place else path
 
 
 def _choice(row: Mapping[str, Any], chat: bool) -> dict[str, Any]:

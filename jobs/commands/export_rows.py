@@ -153,7 +153,7 @@ def json_line(value: Mapping[str, Any]) -> bytes:
 
 
 def plain_rows(table: pa.Table, keep: pa.Schema | None = None) -> list[dict[str, Any]]:
-    """The rows as JSON values: times as ISO 8601, maps as objects, and null for NaN and infinity.
+    """The rows as JSON values: times as ISO 8601, maps (of results before schema 6) as objects, and null for NaN and infinity.
 
     `keep` has the fields of the struct `keep`, whose JSON texts are parsed; a kept column may also stand by itself.
     """

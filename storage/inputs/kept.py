@@ -181,8 +181,6 @@ def _plain_type(found: pa.DataType) -> pa.DataType:
         return _plain_type(found.storage_type)
     if _types.is_struct(found):
         return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in found])
-    if _types.is_map(found):
-        return pa.map_(_plain_type(found.key_type), _plain_type(found.item_type))
     if _types.is_list(found) or _types.is_large_list(found) or _types.is_fixed_size_list(found):
         return pa.list_(_plain_type(found.value_type))
     if _types.is_timestamp(found) and found.unit == "s":
@@ -229,7 +227,8 @@ def _has_float(found: pa.DataType) -> bool:
 def _is_kept_as_it_is(found: pa.DataType, depth: int = 0) -> bool:
     """Whether values of the type survive a round trip through Python, and Parquet supports them."""
     if _types.is_nested(found):
-        known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found) or _types.is_map(found)
+        # Maps become JSON: Hugging Face's `datasets` can't read them.
+        known = _types.is_list(found) or _types.is_large_list(found) or _types.is_struct(found)
         inner = _inner(found)
         return bool(known and inner and depth < MOST_DEPTH and all(_is_kept_as_it_is(one, depth + 1) for one in inner))
     return any(is_one(found) for is_one in _SIMPLE)

@@ -1,6 +1,6 @@
 """The versioned schema of results, and building and reading tables of it. Knows nothing of where files go.
 
-Only nullable columns are ever added; SCHEMA_VERSION grows when one is.
+Only nullable columns are ever added; SCHEMA_VERSION grows when one is. Version 6 also made structs of two maps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.promises import promised
 from draftmill.storage.stores.verbs import Store
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _ADDED = {
     "token_logprobs": 2,
     "nfe_kinds": 3,
@@ -26,8 +26,12 @@ _ADDED = {
     "sample": 5,
     "is_greedy": 5,
     "logprob_stderr": 5,
+    "request_model": 6,
 }
 """The version that added a column; the other columns are in every version."""
+
+_MAPS = {"metrics": pa.map_(pa.string(), pa.float64()), "nfe_kinds": pa.map_(pa.string(), pa.int32())}
+"""The types of two columns before version 6. Hugging Face's `datasets` can't read maps, so they became structs."""
 
 
 STATUSES = ("ok", "failed", "skipped")
@@ -40,6 +44,10 @@ _FILL = pa.struct(
         pa.field("text", pa.string()),
     ]
 )
+
+
+_METRICS = pa.struct([pa.field("bits_per_byte", pa.float64())])
+_NFE_KINDS = pa.struct([pa.field(kind, pa.int32()) for kind in ("prefill", "draft", "verify", "commit")])
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field:
@@ -83,15 +91,16 @@ SCHEMA: pa.Schema = pa.schema(
         pa.field("worker", _WORDS),
         pa.field("node", _WORDS),
         pa.field("started_at", pa.timestamp("us", tz="UTC")),
-        pa.field("metrics", pa.map_(pa.string(), pa.float64())),
+        pa.field("metrics", _METRICS),
         pa.field("token_logprobs", pa.list_(pa.float32())),
-        pa.field("nfe_kinds", pa.map_(pa.string(), pa.int32())),
+        pa.field("nfe_kinds", _NFE_KINDS),
         pa.field("truncated_tokens", pa.int32()),
         pa.field("endpoint", _WORDS),
         pa.field("token_texts", pa.list_(pa.string())),
         pa.field("sample", pa.int32()),
         pa.field("is_greedy", pa.bool_()),
         pa.field("logprob_stderr", pa.float64()),
+        pa.field("request_model", _WORDS),
     ]
 )
 """One row per sample; docs/formats.md says what each column means."""
@@ -100,6 +109,8 @@ SCHEMA: pa.Schema = pa.schema(
 def schema_of(version: int, keep: pa.Schema | None = None) -> pa.Schema:
     """The schema of a version up to SCHEMA_VERSION, with the struct `keep` of these fields, if there are any."""
     fields = [field for field in SCHEMA if _ADDED.get(field.name, 1) <= version]
+    if version < 6:
+        fields = [field.with_type(_MAPS.get(field.name, field.type)) for field in fields]
     return pa.schema(fields if keep is None else [*fields, pa.field(KEEP, pa.struct(list(keep)))])
 
 
@@ -139,8 +150,7 @@ TIMING_COLUMNS = frozenset(
 def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SCHEMA) -> pa.Table:
     """Return rows (column -> Python value; a column left out is null) as a table of exactly `schema`.
 
-    A map (`metrics`, `nfe_kinds`) may be a dict. An unknown column, or a null in a required one, is a bug of ours:
-    AssertionError.
+    An unknown column or field of a struct, or a null in a required column, is a bug of ours: AssertionError.
     """
     names = set(schema.names)
     for row in rows:
@@ -150,9 +160,10 @@ def table_from_rows(rows: Sequence[Mapping[str, Any]], *, schema: pa.Schema = SC
 
 
 def _column(values: list[Any], field: pa.Field) -> pa.Array:
-    if pa.types.is_map(field.type):
-        values = [list(value.items()) if isinstance(value, Mapping) else value for value in values]
-    elif pa.types.is_string(field.type):
+    if field.type in (_METRICS, _NFE_KINDS):
+        known = {inner.name for inner in field.type}
+        assert all(known.issuperset(value) for value in values if value is not None), f"{field.name} has {known}"
+    elif field.type in (pa.string(), _WORDS):
         values = [None if value is None else _encodable(value) for value in values]
     array = pa.array(values, type=field.type)
     assert field.nullable or not array.null_count, f"{field.name} may not be null"

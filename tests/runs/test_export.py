@@ -110,6 +110,7 @@ def test_prompts_of_a_batch_come_back_as_its_answers(prompts: Path, tmp_path: Pa
         (choice,) = body["choices"]
         assert answer["error"] is None and answer["response"]["status_code"] == 200
         assert body["object"] == "text_completion" and body["created"] > 10**9
+        assert body["model"] == "m", "the name in the request, by which clients group answers"
         assert choice["text"] == row["text"] and choice["index"] == 0
         assert choice["finish_reason"] == {"eos": "stop", "length": "length"}[row["finish"]]
         given, new = row["prompt_tokens"], row["new_tokens"]
@@ -145,12 +146,31 @@ def test_conversations_of_a_batch_come_back_as_messages(talks: Path, tmp_path: P
 
 def test_an_answer_of_every_kind_has_the_reason_that_the_api_has() -> None:
     row = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "model", "started_at"])
-    row |= {"id": "a", "status": "ok", "text": "t", "key": 1}
+    row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": "m"}
     for finish, reason in {"eos": "stop", "stop": "stop", "length": "length", "filled": "stop"}.items():
         answer = openai_answer([row | {"finish": finish}], chat=True)
         assert answer["response"]["body"]["choices"][0]["finish_reason"] == reason
     skipped = openai_answer([row | {"status": "skipped"}], chat=True)
     assert skipped["response"] is None and skipped["error"] == {"code": "skipped", "message": "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/me/models/tiny-Q4_1.gguf", "tiny-Q4_1.gguf"),
+        ("~/models/tiny/", "tiny"),
+        ("../tiny", "tiny"),
+        ("s3://bucket/models/tiny", "tiny"),
+        ("org/tiny", "org/tiny"),
+        ("builtin:ar-tiny", "builtin:ar-tiny"),
+    ],
+)
+def test_an_answer_to_a_request_without_a_model_names_no_local_path(path: str, shown: str) -> None:
+    row: dict[str, Any] = dict.fromkeys(["error_kind", "error", "prompt_tokens", "new_tokens", "started_at"])
+    row |= {"id": "a", "status": "ok", "text": "t", "key": 1, "model": path, "finish": "eos"}
+    assert openai_answer([row], chat=True)["response"]["body"]["model"] == shown
+    named = openai_answer([row | {"request_model": "gpt-x"}], chat=True)
+    assert named["response"]["body"]["model"] == "gpt-x"
 
 
 def test_every_format_has_every_row_once(prompts: Path, tmp_path: Path) -> None:
@@ -168,7 +188,7 @@ def test_every_format_has_every_row_once(prompts: Path, tmp_path: Path) -> None:
             assert row[name] == same[name]
             written = record[name] if isinstance(same[name], str) else json.loads(record[name] or "null")
             assert written == same[name]
-        assert row["metrics"] == {} and (row["started_at"] or "2").startswith("2")
+        assert row["metrics"] is None and (row["started_at"] or "2").startswith("2")
 
 
 def test_columns_are_chosen_and_failed_samples_set_apart(
@@ -188,11 +208,13 @@ def test_numbers_that_json_has_not_are_null(tmp_path: Path) -> None:
     from draftmill.storage.runs.records import table_from_rows
     from tests.storage.inputs.tables import result_row
 
-    row = result_row(0, logprob=float("-inf"), metrics={"a": float("nan")}, token_logprobs=[0.5, float("inf")])
+    row = result_row(
+        0, logprob=float("-inf"), metrics={"bits_per_byte": float("nan")}, token_logprobs=[0.5, float("inf")]
+    )
     with (tmp_path / "one.jsonl").open("wb") as file:
         LineSink(file).add(table_from_rows([row]))
     found = json.loads((tmp_path / "one.jsonl").read_text(), parse_constant=pytest.fail)
-    assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"a": None}, [0.5, None])
+    assert (found["logprob"], found["metrics"], found["token_logprobs"]) == (None, {"bits_per_byte": None}, [0.5, None])
 
 
 def test_what_a_rerun_mended_is_exported_mended(tmp_path: Path) -> None:

@@ -56,7 +56,6 @@ def row(number: int, **values: Any) -> Row:
         "worker": "w0",
         "node": "n",
         "started_at": START + datetime.timedelta(seconds=number % 50),
-        "metrics": {},
         "sample": 0,
     }
     return usual | values
@@ -66,7 +65,7 @@ def failed(number: int, kind: str = "too_long", **values: Any) -> Row:
     """One failed row."""
     kept = {name: row(number)[name] for name in ("id", "unit", "pass", "attempt", "decoder", "model", "sample")}
     reason = {"status": "failed", "error_kind": kind, "error_stage": "plan", "error": f"row {number} is {kind}"}
-    return kept | reason | {"new_tokens": 0, "metrics": {}} | values
+    return kept | reason | {"new_tokens": 0} | values
 
 
 def write_run(place: Path, rows: Sequence[Row], *, units: int = 2, **changes: Any) -> Path:

@@ -25,7 +25,7 @@ from tests.runs.jobs_of_tests import VOCABULARY, write_spec
 
 PAGE = (ROOT / "docs" / "analysis.md").read_text()
 SQL = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
-PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+OPENING, *PYTHON = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,19 @@ def python(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> dict[s
 
 def test_the_page_has_five_queries_of_each_kind() -> None:
     assert len(SQL) == len(PYTHON) == 5
+
+
+def test_the_first_lines_open_a_run_in_four_ways(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    names: dict[str, Any] = {}
+    exec(OPENING, names)
+    ids = sorted(row["id"] for row in rows(folder, "a"))
+    for found in (names["by_datasets"], names["by_pandas"], names["by_polars"]):
+        assert sorted(found["id"]) == ids
+    assert sorted(row[0] for row in names["by_duckdb"].fetchall()) == ids
 
 
 def test_acceptance_by_decoder_and_length(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,3 +61,10 @@ def test_metrics_of_a_map_column_become_columns() -> None:
     assert sorted(found) == ["a", "b"]
     np.testing.assert_array_equal(found["a"], [np.nan, np.nan, np.nan, -3.0])
     np.testing.assert_array_equal(found["b"], [np.nan, np.nan, 2.0, np.nan])
+
+
+def test_metrics_of_a_struct_column_become_columns() -> None:
+    column = pa.array([{"a": 1.0}, None, {"a": None}, {"a": -3.0}], pa.struct([("a", pa.float64())]))
+    found = mapped(column.slice(1))
+    np.testing.assert_array_equal(found.pop("a"), [np.nan, np.nan, -3.0])
+    assert not found

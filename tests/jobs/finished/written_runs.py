@@ -54,7 +54,7 @@ def write_units(plan: Plan, texts: Callable[[str], Written]) -> None:
     has_samples = getattr(plan.spec.sampling, "n", 1) > 1
     for unit, planned in enumerate(plan.tables()):
         rows = [
-            result_row(0, unit=unit, metrics={})
+            result_row(0, unit=unit, metrics=None)
             | {"id": row["id"], "pass": plan.pass_}
             | kept_of(rows_of[row["id"]], kept)
             | changes

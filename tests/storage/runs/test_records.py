@@ -28,7 +28,7 @@ CONTRACT_ORDER = re.findall(
     "id unit pass attempt status error_kind error_stage error text fills tokens prompt_tokens new_tokens finish logprob "
     "decoder model drafter key nfe nfe_draft iterations proposed accepted accept_hist wait_s prefill_s decode_s total_s "
     "device_s batch_rows pad_fraction worker node started_at metrics token_logprobs nfe_kinds truncated_tokens endpoint "
-    "token_texts sample is_greedy logprob_stderr",
+    "token_texts sample is_greedy logprob_stderr request_model",
 )
 
 
@@ -44,6 +44,8 @@ def test_an_older_schema_lacks_what_was_added_later() -> None:
     for version in (1, 2, 3):
         known = CONTRACT_ORDER[: CONTRACT_ORDER.index("nfe_kinds") + 1]
         assert schema_of(version).names == [name for name in known if added.get(name, 1) <= version]
+    for name in ("metrics", "nfe_kinds"):
+        assert pa.types.is_map(schema_of(5).field(name).type) and pa.types.is_struct(SCHEMA.field(name).type)
 
 
 def test_rows_come_back_as_they_were() -> None:
@@ -51,7 +53,7 @@ def test_rows_come_back_as_they_were() -> None:
     rows = [result_row(0, started_at=started), failed_row(1)]
     again = read_parquet(write_parquet(table_from_rows(rows), {})).to_pylist()
     assert again[0]["key"] == 2**64 - 1
-    assert again[0]["metrics"] == [("exact", 1.0)]
+    assert again[0]["metrics"] == {"bits_per_byte": 1.0}
     assert again[0]["started_at"] == started
     assert again[0]["fills"] == [{"start": 1, "end": 3, "text": "ab"}]
     assert again[0]["text"] == "text 0 é\n"
@@ -66,6 +68,8 @@ def test_an_empty_unit_is_a_file_too() -> None:
 def test_our_own_mistakes_are_caught() -> None:
     with pytest.raises(AssertionError, match="nfee"):
         table_from_rows([{**result_row(0), "nfee": 1}])
+    with pytest.raises(AssertionError, match="metrics"):
+        table_from_rows([{**result_row(0), "metrics": {"exact": 1.0}}])
     with pytest.raises(AssertionError, match="status"):
         table_from_rows([{**result_row(0), "status": None}])
 
@@ -131,5 +135,5 @@ def test_every_column_of_the_contract_is_typed_as_it_says() -> None:
     types = {field.name: re.sub(r"\s", "", str(field.type)) for field in SCHEMA}
     assert types["key"] == "uint64" and types["started_at"] == "timestamp[us,tz=UTC]"
     assert types["batch_rows"] == types["pad_fraction"] == "float"
-    assert types["metrics"].startswith("map<string,double")
+    assert types["metrics"] == "struct<bits_per_byte:double>"
     assert types["worker"].startswith("dictionary<values=string")
