@@ -18,6 +18,9 @@ FailureKind = Literal["TASK", "INFRA"]
 """TASK: this unit's data raised an exception. INFRA: the store or the machine failed; the data is not to blame."""
 
 
+STORE_FULL = "store_full"
+"""The `error_kind` of an INFRA failure whose reason is a full disk: trying again helps only once somebody makes room."""
+
 MOST_UNITS = 4
 """Maximum units that a worker holds: one that waits, and those that are being decoded or written."""
 
@@ -121,13 +124,15 @@ class Effort:
 class TurnReport:
     """The result of one call of a worker: news, and the effort and the ended samples since the last call.
 
-    `spent` lists the leases most of whose samples have a slot: the worker could take another unit.
+    `spent` lists the leases most of whose samples have a slot: the worker could take another unit. `waiting` is a level, not a
+    difference: the samples that have ended and whose units are not committed yet.
     """
 
     news: tuple[Receipt | Failure, ...]
     effort: Effort
     decoded: Tally
     spent: tuple[int, ...] = ()
+    waiting: int = 0
 
     @property
     def moved(self) -> bool:

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
-from draftmill.actors.messages import MOST_UNITS, Effort, Failure, Receipt, Tally, WorkUnit
+from draftmill.actors.messages import MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
 from draftmill.actors.row_limit import RowLimit
 from draftmill.actors.samples import Meter, Sample, length_of
 from draftmill.actors.seating import in_order
 from draftmill.decoders.base import Decoder, Outcome
-from draftmill.storage.errors import RowError, StoreError, UserError
+from draftmill.storage.errors import RowError, StoreError, StoreFull, UserError
 
 
 class Clerk(Protocol):
@@ -91,6 +91,11 @@ class UnitRunner:
         """Leases of the units with at most half of their samples still waiting for a slot."""
         opened = (unit for unit in self._open.values() if unit.opened)
         return tuple(unit.unit.lease for unit in opened if 2 * len(unit.waiting) <= len(unit.samples))
+
+    @property
+    def waiting(self) -> int:
+        """Samples that have ended and whose units are not committed yet."""
+        return sum(len(unit.samples) - unit.left for unit in self._open.values() if not unit.unit.probe)
 
     def add(self, unit: WorkUnit) -> None:
         """Add a unit; its rows are read while the decoder continues."""
@@ -177,14 +182,15 @@ class UnitRunner:
     def _fail_unit(self, unit: Open, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
         infra = isinstance(error, StoreError | UserError | OSError)
+        kind = STORE_FULL if isinstance(error, StoreFull) else "store" if infra else "worker_error"
         failure = Failure(
             lease=unit.unit.lease,
             unit=unit.unit.unit,
             worker=self.worker,
             kind="INFRA" if infra else "TASK",
-            error_kind="store" if infra else "worker_error",
+            error_kind=kind,
             stage="store" if unit.closing else "read",
-            error=f"{type(error).__name__}: {error}",
+            error=str(error) if isinstance(error, StoreError | UserError) else f"{type(error).__name__}: {error}",
         )
         self._news.append(failure)
 

@@ -54,7 +54,7 @@ class Turns:
             failpoint("worker.step")
             news = self._runner.step()
         effort, decoded = self._runner.take_effort()
-        return TurnReport(tuple(news), effort, decoded, self._runner.spent)
+        return TurnReport(tuple(news), effort, decoded, self._runner.spent, self._runner.waiting)
 
 
 class DecodeWorker(Turns):

@@ -1,7 +1,7 @@
 """The commands of draftmill: arguments in, exit code out. The options of each are in jobs/arguments.
 
 Exit codes: 0 finished within the error threshold; 2 the spec, the input or the run directory is unusable; 3 finished, but
-more samples failed than allowed; 4 interrupted, resumable; 1 anything unexpected.
+more samples failed than allowed; 4 interrupted or the disk is full, resumable; 1 anything unexpected.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from draftmill.jobs.arguments import (
     validate,
     verify,
 )
-from draftmill.jobs.codes import INTERRUPTED, UNEXPECTED, UNUSABLE
-from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
+from draftmill.jobs.codes import INTERRUPTED, UNEXPECTED, code_of
+from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
 
 COMMANDS = (
@@ -81,10 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         return int(arguments.command(arguments))
-    except UNUSABLE_ERRORS as error:
-        return _complain(arguments, error, UNUSABLE)
-    except StoreError as error:
-        return _complain(arguments, error, UNEXPECTED)
+    except (UserError, StoreError) as error:
+        return _complain(arguments, error, code_of(error))
     except KeyboardInterrupt:
         resumes = getattr(arguments, "resumes", False)  # the other commands leave nothing to resume
         print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
@@ -100,7 +98,7 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
     if arguments.debug:
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
-    hint = "" if isinstance(error, UNUSABLE_ERRORS) else " (--debug shows where)"
+    hint = "" if isinstance(error, (*UNUSABLE_ERRORS, StoreFull)) else " (--debug shows where)"
     print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
     return code
 

@@ -55,6 +55,10 @@ class StoreRefused(StoreError):
     """
 
 
+class StoreFull(StoreError):
+    """The disk, or the user's share of it, is full. Nothing is lost: with more room the same command goes on (exit code 4)."""
+
+
 class ChangedInput(StoreError):
     """An input is not what it was when it was listed or planned: its rows may be others."""
 

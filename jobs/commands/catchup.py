@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of
 from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.notes import counted
 from draftmill.jobs.recurring.catching_up import Due, dates_of
 from draftmill.jobs.spec.dated_path import written
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
-from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError
+from draftmill.storage.errors import StoreError, UserError
 
 SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
 """The exit code of several runs is the first of these that one of them has."""
@@ -64,12 +64,9 @@ def run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due], start: Calla
 def _run(spec: JobSpec, options: RunOptions) -> int:
     try:
         return run_job(spec, options)
-    except UNUSABLE_ERRORS as error:
+    except (UserError, StoreError) as error:
         print(f"draftmill: {error}", file=sys.stderr)
-        return UNUSABLE
-    except StoreError as error:
-        print(f"draftmill: {error}", file=sys.stderr)
-        return UNEXPECTED
+        return code_of(error)
 
 
 def _starter(options: RunOptions, stack: ExitStack) -> Callable[[], None]:

@@ -53,7 +53,7 @@ from draftmill.jobs.spec.places import check_places
 from draftmill.jobs.spec.thresholds import hopeless, most_failed, too_many_failed
 from draftmill.jobs.watching.ending import Ending, ended
 from draftmill.jobs.watching.estimate import Estimate, EstimateWatcher, read_estimate
-from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.errors import StoreError, StoreFull, UserError
 from draftmill.storage.runs.commit import (
     SUCCESS,
     CommittedUnit,
@@ -234,8 +234,15 @@ def without_ray(error: StoreError, store: Store) -> StoreError:
     return StoreError(f"{error}; {hint}")
 
 
+def told_full(finish: Finish) -> str:
+    """What to do about a full disk."""
+    return f"{finish.message}; make room, then run it again to continue"
+
+
 def broken_off(store: Store, plan: Plan, finish: Finish, *, conditional: bool) -> int:
     """Report how an unfinished run ended; returns the exit code."""
+    if finish.how == "full":
+        raise StoreFull(told_full(finish))
     if finish.how == "failed":
         raise StoreError(f"{finish.message}; run it again to resume")
     done = f"{len(done_units(store, conditional=conditional)):,} of {plan.units:,} units done"

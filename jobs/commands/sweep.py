@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
-from draftmill.jobs.commands.run import Run, RunOptions, decode
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of
+from draftmill.jobs.commands.run import Run, RunOptions, decode, told_full
 from draftmill.jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.jobs.commands.sweep_table import sweep_lines
 from draftmill.jobs.driving.driver import TOO_MANY, StopFlag
@@ -28,7 +28,7 @@ from draftmill.jobs.finished.passes import left_failed, passes_of
 from draftmill.jobs.notes import counted
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD, Sweep, described, load_sweep
 from draftmill.jobs.spec.thresholds import too_many_failed
-from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, UserError
+from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.runs.lease import LeaseHeld, LeaseLost
 from draftmill.storage.stores.store import open_store, probe
@@ -160,6 +160,8 @@ def decode_case(
                 case.code = judged(case)
             case "hopeless":
                 case.fail(TOO_MANY_FAILED, f"{finish.message}; raise errors.max_rate or errors.max_count to continue")
+            case "full":
+                case.fail(INTERRUPTED, told_full(finish))
             case "failed":
                 case.fail(UNEXPECTED, f"{finish.message}; run it again to resume")
             case _:
@@ -218,10 +220,8 @@ def blamed(case: SweepCase, stops: Stops, display: Display) -> Iterator[StopFlag
         raise
     except (LeaseHeld, LeaseLost) as error:
         case.fail(INTERRUPTED, error)
-    except UNUSABLE_ERRORS as error:
-        case.fail(UNUSABLE, error)
-    except StoreError as error:
-        case.fail(UNEXPECTED, error)
+    except (UserError, StoreError) as error:
+        case.fail(code_of(error), error)
     if case.problem is not None:
         display.note(f"case {case.name}: {case.problem}")
     if stop.reason not in {None, TOO_MANY}:

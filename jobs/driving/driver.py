@@ -150,6 +150,7 @@ class Driver:
     _watched_s: float = 0.0
     _deadline_s: float | None = None
     _loading: set[str] = field(default_factory=set)
+    _told: set[tuple[str, str]] = field(default_factory=set)
     _room: int | None = None
     _room_at_s: float = 0.0
     _held_at_s: float = 0.0
@@ -230,6 +231,7 @@ class Driver:
                 self.stop.warn("this node is being drained")
             case Reported(worker, report):
                 self.totals.reported(report)
+                self.totals.waiting[worker] = report.waiting
                 self.totals.devices.heard(worker, report.effort.wall_s)
                 self.watchers.reported(worker, report)
                 for item in report.news:
@@ -238,6 +240,7 @@ class Driver:
 
     def _worker_died(self, died: Died) -> None:
         self._loading.discard(died.worker)
+        self.totals.waiting.pop(died.worker, None)
         held = self.scheduler.books.workers.get(died.worker)
         self.totals.devices.gone(died.worker, lost=held is not None and bool(held.leases))
         if self.scheduler.finished is None:
@@ -251,7 +254,7 @@ class Driver:
         if isinstance(item, Failure):
             self.watchers.failed(item)
             facts = {"kind": item.kind, "stage": item.stage, "error": item.error}
-            self._event("failed", level="warning", unit=item.unit, worker=item.worker, **facts)
+            self._event("failed", self._trouble(item), level="warning", unit=item.unit, worker=item.worker, **facts)
             self._tell(UnitFailed(item.lease, item.unit, item.kind, item.error_kind, item.stage, item.error))
         elif item.committed is None:
             self._tell(ProbeDone(item.lease, item.unit))
@@ -260,9 +263,22 @@ class Driver:
             self._committed(item, item.committed)
             self._tell(UnitDone(item.lease, item.unit))
 
+    def _trouble(self, failure: Failure) -> str | None:
+        """What a person is told of a failure: of each kind the first one since a unit was committed; None of the others.
+
+        Of a TASK failure they hear when its rows are quarantined.
+        """
+        kind = failure.error_kind, failure.stage
+        if failure.kind == "TASK" or kind in self._told:
+            return None
+        self._told.add(kind)
+        what = "stored" if failure.stage == "store" else "read"
+        return f"unit {failure.unit} can't be {what}: {failure.error}; it is tried again"
+
     def _committed(self, receipt: Receipt, committed: CommittedUnit) -> None:
         if receipt.unit not in self.committed:
             self.committed.add(self.record(committed))
+            self._told.clear()
             self.totals.received(receipt)
             self.totals.devices.counted(receipt.spent_s)
             self.watchers.committed(receipt)
@@ -289,6 +305,7 @@ class Driver:
                 self.pool.start(worker)
             case KillWorker(worker, reason):
                 self._loading.discard(worker)
+                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
                 self.totals.worker_died()
                 self.watchers.died(worker)
@@ -296,6 +313,7 @@ class Driver:
                 message = f"worker {worker} killed: {reason}"
                 self._event("worker_killed", message, level="warning", worker=worker, reason=reason)
             case LetGo(worker, lost):
+                self.totals.waiting.pop(worker, None)
                 self.pool.kill(worker)
                 if worker not in self._loading:
                     self.totals.worker_left()

@@ -1,10 +1,11 @@
-"""Progress display of a running job: a live line on a terminal, one line every 30 s in a pipe or as JSON, nothing with --quiet.
+"""Progress display of a running job: a live line on a terminal, lines in a pipe or as JSON, nothing with --quiet.
 
 Everything goes to stderr; stdout is reserved for results. Reads Totals; does not compute them.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,6 +21,9 @@ from draftmill.jobs.notes import Notes, Unnoted, counted, duration, rate_text, s
 from draftmill.storage.secrets import presentable
 
 LINE_EVERY_S = 30.0
+FIRST_EVERY_S = 5.0
+"""Seconds between two lines in the first FIRST_S of the display, and of decoding."""
+FIRST_S = 60.0
 BAR = 16
 """Width of the bar in characters."""
 
@@ -80,26 +84,33 @@ class Silence(Unnoted):
 
 
 class LineDisplay(Silence):
-    """One line every `every_s` seconds, for logs."""
+    """One line every LINE_EVERY_S seconds, at first every FIRST_EVERY_S, for logs."""
 
-    def __init__(
-        self, stream: TextIO, *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
-        self._every_s = every_s
         self._clock = clock
-        self._last_s = clock()
+        self._began_s = self._last_s = clock()
+        self._decoding_s: float | None = None
+
+    def _is_due(self, *, decoding: bool = False) -> bool:
+        """Whether it is time for another line; `decoding` starts the first minute of decoding."""
+        now_s = self._clock()
+        if decoding and self._decoding_s is None:
+            self._decoding_s = now_s
+        is_first = now_s - max(self._began_s, self._decoding_s or -math.inf) < FIRST_S
+        if now_s - self._last_s < (FIRST_EVERY_S if is_first else LINE_EVERY_S):
+            return False
+        self._last_s = now_s
+        return True
 
     def show(self, totals: Totals) -> None:
         """See Display."""
-        if self._clock() - self._last_s >= self._every_s:
-            self._last_s = self._clock()
+        if self._is_due(decoding=totals.started_s is not None):
             self.note(self.heading + progress_line(totals))
 
     def line(self, share: float, text: str) -> None:
         """See Display."""
-        if self._clock() - self._last_s >= self._every_s:
-            self._last_s = self._clock()
+        if self._is_due():
             self.note(text)
 
     def note(self, message: str) -> None:
@@ -110,13 +121,12 @@ class LineDisplay(Silence):
 
     def step(self, what: str, done: int, total: int) -> None:
         """See Display."""
-        if self._clock() - self._last_s >= self._every_s:
-            self._last_s = self._clock()
+        if self._is_due():
             self.note(f"{what}: {size_text(done)} of {size_text(total)}")
 
 
 class EventDisplay(LineDisplay):
-    """Events as JSON lines (`--log json`), and one with the progress every 30 s."""
+    """Events as JSON lines (`--log json`), and some with the progress, as often as LineDisplay has them."""
 
     def __init__(self, stream: JsonStream, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream, clock=clock)  # type: ignore[arg-type]  # it has the methods that are used
@@ -124,8 +134,7 @@ class EventDisplay(LineDisplay):
 
     def show(self, totals: Totals) -> None:
         """See Display."""
-        if self._clock() - self._last_s >= self._every_s:
-            self._last_s = self._clock()
+        if self._is_due(decoding=totals.started_s is not None):
             self._events.emit("progress", self.heading + progress_line(totals), **progress_facts(totals))
 
     def note(self, message: str) -> None:

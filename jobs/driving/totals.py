@@ -20,7 +20,8 @@ class Totals:
 
     `loading` counts the workers that are not up yet.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
-    session's receipts. `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
+    session's receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet.
+    `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
     results are bit-identical in any batch; None before the first receipt.
     """
 
@@ -38,6 +39,7 @@ class Totals:
     units_done: int = 0
     decoded: Tally = field(default_factory=Tally)
     committed: Tally = field(default_factory=Tally)
+    waiting: dict[str, int] = field(default_factory=dict)
     errors: Counter[str] = field(default_factory=Counter)
     effort: Effort = field(default_factory=Effort)
     deaths: int = 0
@@ -92,8 +94,10 @@ class Totals:
 
     @property
     def rows_done(self) -> int:
-        """Samples that ended before and in this session, capped at the total."""
-        ended = max(self.decoded.rows, self.committed.rows)
+        """Samples that ended before and in this session, capped at the total; not those of units that failed and wait for
+        another attempt.
+        """
+        ended = self.committed.rows + sum(self.waiting.values())
         return min(self.rows, self.rows_before + ended)
 
     @property

@@ -154,9 +154,9 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job ends: every unit is done, it was drained, too many samples failed, or it can't continue."""
+    """The job ends: every unit is done, it was drained, too many samples failed, the disk is full, or it can't continue."""
 
-    how: Literal["done", "drained", "hopeless", "failed"]
+    how: Literal["done", "drained", "hopeless", "full", "failed"]
     message: str = ""
 
 

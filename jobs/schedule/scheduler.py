@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from draftmill.actors.messages import Verdict
+from draftmill.actors.messages import STORE_FULL, Verdict
 from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
 from draftmill.jobs.schedule.events import (
     Assign,
@@ -212,7 +212,7 @@ class Scheduler:
         if event.kind == "TASK":
             self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
-            self._rest(lease, f"{event.error_kind} in {event.stage}: {event.error}")
+            self._rest(lease, event.error, full=event.error_kind == STORE_FULL)
 
     def _unburden(self, worker: Worker) -> None:
         """Take back the leases that a worker has not begun, and its probes, which may never end."""
@@ -235,11 +235,12 @@ class Scheduler:
         unit.alone = unit.alone or unit.deaths >= self.limits.deaths
         return self.books.enqueue(lease.unit)
 
-    def _rest(self, lease: UnitLease, message: str) -> None:
+    def _rest(self, lease: UnitLease, message: str, *, full: bool = False) -> None:
         unit = self.books.touched[lease.unit]
         unit.infra_failures += 1
-        if unit.infra_failures >= self.limits.infra:
-            self._finish("failed", f"unit {lease.unit} failed {unit.infra_failures} times: {message}")
+        if unit.infra_failures >= (self.limits.full if full else self.limits.infra):
+            told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
+            self._finish("full" if full else "failed", told)
         if unit.inquest is not None and lease.rows is not None:
             unit.inquest.unanswered(lease.rows)
         elif unit.leases:  # another worker still decodes a copy
@@ -388,7 +389,7 @@ class Scheduler:
         if unit.resting_until_s is None and (unit.inquest is not None or not unit.leases):
             self.books.enqueue(lease.unit)
 
-    def _finish(self, how: Literal["done", "drained", "failed"], message: str = "") -> None:
+    def _finish(self, how: Literal["done", "drained", "full", "failed"], message: str = "") -> None:
         if self.finished is None:
             self.finished = Finish(how, message)
             self._out.append(self.finished)

@@ -28,10 +28,10 @@ class Limits:
 
     `attempts`: TASK failures of a unit before its rows are probed. `deaths`: workers that die with a unit before it runs
     alone. `devices`: devices that a unit's workers may lose before each further loss counts as such a death.
-    `infra`: INFRA failures of a unit before the job gives up. `starts`: failed starts in a row, per worker wanted, and
-    `fruitless`: worker deaths in a row without a success (at least three per worker wanted), before the job gives up. A
-    unit rests `rest_s` after its first INFRA failure, twice as long after each further one, at most `max_rest_s`. A worker
-    is killed after `lease_s` without progress, or if it is not up after `start_s`. A worker that no unit is left for ends after
+    `infra`: INFRA failures of a unit before the job gives up, or `full` if the disk is full. `starts`: failed starts in a
+    row, per worker wanted, and `fruitless`: worker deaths in a row without a success (at least three per worker
+    wanted), before the job gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further
+    one, at most `max_rest_s`. A worker is killed after `lease_s` without progress, or if it is not up after `start_s`. A worker that no unit is left for ends after
     `idle_s`, so that its machine can go; infinite where machines do not come and go.
     """
 
@@ -39,6 +39,7 @@ class Limits:
     deaths: int = 2
     devices: int = 2
     infra: int = 8
+    full: int = 3
     starts: int = 2
     fruitless: int = 30
     lease_s: float = 600.0

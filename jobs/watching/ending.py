@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, code_of
 from draftmill.jobs.driving.device_time import HOUR_S
 from draftmill.jobs.driving.driver_log import DriverLog
 from draftmill.jobs.driving.events import JsonStream, Level, say_in_events, time_text
@@ -18,7 +18,6 @@ from draftmill.jobs.spec.job_spec import JobSpec
 from draftmill.jobs.watching.cost import money_text
 from draftmill.jobs.watching.notify import StallWatcher, check_receivers, send
 from draftmill.jobs.watching.run_facts import run_facts
-from draftmill.storage.errors import UNUSABLE_ERRORS
 from draftmill.storage.secrets import presentable
 from draftmill.storage.stores.verbs import Store
 
@@ -127,8 +126,7 @@ def ended(spec: JobSpec, store: Store, *, ignored: tuple[type[BaseException], ..
         ending.over(INTERRUPTED, MESSAGES[INTERRUPTED])
         raise
     except Exception as error:
-        code = UNUSABLE if isinstance(error, UNUSABLE_ERRORS) else UNEXPECTED
-        ending.over(code, str(error), is_error=True)
+        ending.over(code_of(error), str(error), is_error=True)
         raise
     if ending.code is not None:
         ending.over(ending.code, MESSAGES.get(ending.code, f"exit code {ending.code}"))

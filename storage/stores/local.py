@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from draftmill.storage.errors import StoreError, StoreRefused
+from draftmill.storage.errors import StoreError, StoreFull, StoreRefused
 from draftmill.storage.failpoints import failpoint
 from draftmill.storage.stores.levels import Level
 from draftmill.storage.stores.verbs import AlreadyExists, Body, Conflict, NotFound, Stat, checked_name
@@ -21,6 +21,7 @@ except ImportError:  # not on Windows, where `replace` is then not safe between 
     fcntl = None  # type: ignore[assignment]
 
 _REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 TEMPORARY = ".tmp-"
 
@@ -251,4 +252,4 @@ def translated(path: Path) -> Iterator[Path]:
         reason = error.strerror or str(error)
         if error.errno in _REFUSALS:
             raise StoreRefused(f"{path}: {reason}") from None
-        raise StoreError(f"{path}: {reason}") from None
+        raise (StoreFull if error.errno in _FULL else StoreError)(f"{path}: {reason}") from None

@@ -19,6 +19,7 @@ def totals_after(seconds: float) -> Totals:
     totals.worker_up()
     decoded = Tally(rows=25, ok=24, failed=1, new_tokens=500, nfe=300)
     totals.reported(TurnReport((), Effort(), decoded))
+    totals.waiting["w0"] = 25
     return totals
 
 
@@ -54,7 +55,7 @@ def test_workers_that_are_not_up_yet_load_the_model():
 
 
 def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
-    now = iter([0.0, 10.0, 31.0, 31.0, 40.0])
+    now = iter([0.0, 3.0, 6.0, 9.0])
     stream = io.StringIO()
     lines = LineDisplay(stream, clock=lambda: next(now))
     for done in (10**9, 2 * 10**9, 3 * 10**9):
@@ -65,18 +66,33 @@ def test_what_takes_long_before_the_first_token_has_a_line_with_sizes():
 
 def test_samples_decoded_twice_never_make_more_than_there_are():
     totals = totals_after(10.0)
-    totals.reported(TurnReport((), Effort(), Tally(rows=90)))
+    totals.waiting["w1"] = 90
     assert totals.rows_done == 100
 
 
-def test_a_pipe_gets_one_line_each_thirty_seconds_and_notes_at_once():
-    now = iter([0.0, 10.0, 29.0, 30.0, 30.0, 31.0])
+def test_samples_of_a_unit_that_could_not_be_stored_are_not_done():
+    totals = totals_after(10.0)
+    totals.waiting["w0"] = 0  # the unit has failed, and its samples will be decoded again
+    assert totals.rows_done == 25 and progress_line(totals).startswith("25/100 samples (25%)")
+    totals.received(Receipt(0, 0, "w0", "n", None, Tally(rows=30, ok=30)))
+    assert totals.rows_done == 55
+
+
+def test_a_pipe_gets_a_line_each_five_seconds_at_first_then_each_thirty_and_notes_at_once():
+    now = [0.0]
     stream = io.StringIO()
-    lines = LineDisplay(stream, clock=lambda: next(now))
-    for _ in range(4):
-        lines.show(Totals(units=1, rows=10))
+    lines = LineDisplay(stream, clock=lambda: now[0])
+    shown = []
+    for second in range(400):
+        now[0], totals = float(second), Totals(units=1, rows=10)
+        totals.started_s = 200.0 if second >= 200 else None
+        before = len(stream.getvalue())
+        lines.show(totals)
+        shown += [second] if len(stream.getvalue()) > before else []
+    loading = [*range(5, 60, 5), 85, 115, 145, 175]
+    assert shown == [*loading, *range(200, 260, 5), 285, 315, 345, 375]
     lines.note("worker w0 died")
-    assert [line.split(" ")[0] for line in stream.getvalue().splitlines()] == ["0/10", "worker"]
+    assert stream.getvalue().splitlines()[-1] == "worker w0 died"
 
 
 def test_the_display_suits_the_stream():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from unittest.mock import patch
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.messages import MOST_UNITS, WorkUnit
+from draftmill.actors.messages import MOST_UNITS, STORE_FULL, WorkUnit
 from draftmill.jobs.schedule import unit_leases
 from draftmill.jobs.schedule.events import (
     Assign,
@@ -305,6 +306,16 @@ def test_infra_failures_rest_longer_each_time_and_have_their_own_bound():
     (work,) = units_of(scheduler.on(Tick(3.0)))
     (finish,) = scheduler.on(failure(work, "INFRA"))
     assert isinstance(finish, Finish) and finish.how == "failed" and "it broke" in finish.message
+
+
+def test_a_full_disk_is_tried_three_times_and_ends_the_job_with_its_own_word():
+    scheduler = Scheduler(sizes(9), workers=1, limits=Limits(rest_s=0.0))
+    (work,) = units_of(started(scheduler))
+    for attempt in (1, 2):
+        assert scheduler.on(replace(failure(work, "INFRA"), error_kind=STORE_FULL)) == []
+        (work,) = units_of(scheduler.on(Tick(float(attempt))))
+    (finish,) = scheduler.on(replace(failure(work, "INFRA"), error_kind=STORE_FULL))
+    assert isinstance(finish, Finish) and finish.how == "full" and finish.message.endswith("failed 3 times: it broke")
 
 
 def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_counts():
