@@ -31,8 +31,8 @@ class Limits:
     `infra`: INFRA failures of a unit before the job gives up, or `full` if the disk is full. `starts`: failed starts in a
     row, per worker wanted, and `fruitless`: worker deaths in a row without a success (at least three per worker
     wanted), before the job gives up. A unit rests `rest_s` after its first INFRA failure, twice as long after each further
-    one, at most `max_rest_s`. A worker is killed after `lease_s` without progress, or if it is not up after `start_s`. A worker that no unit is left for ends after
-    `idle_s`, so that its machine can go; infinite where machines do not come and go.
+    one, at most `max_rest_s`. A worker is killed after `lease_s` without progress, or if it is not up after `start_s`. A worker
+    that no unit is left for ends after `idle_s`, so that its machine can go; infinite where machines do not come and go.
     """
 
     attempts: int = 3
