@@ -47,7 +47,8 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The run over time, in equal bins: tokens per second of the samples that ended in a bin, and samples in a slot on average.
+    """The run over time, in equal bins: tokens per second, each sample's spread evenly over its time in a slot, and samples in a
+    slot on average.
 
     Times are seconds of decoding since the first sample got a slot, without pauses; `resumed_s` are the ends of pauses.
     """
@@ -262,18 +263,27 @@ def course_of(start_N: NDArray[np.float64], end_N: NDArray[np.float64], tokens_N
         return None
     edges = np.linspace(0.0, last, bins + 1)
     width = edges[1]
-    ended = np.histogram(end, edges, weights=tokens)[0] / width
     occupied = _time_before(edges, start) - _time_before(edges, end)
+    begun = np.minimum(start, np.maximum(end - width / 1000, 0.0))  # also for samples that took no time at all
+    until = np.maximum(end, begun + width / 1000)
+    rate = tokens / (until - begun)
+    made = _time_before(edges, begun, rate) - _time_before(edges, until, rate)
     resumed = tuple(float(value) for value in start[1:][cut > 0])
-    return Course(edges, ended, np.diff(occupied) / width, resumed)
+    return Course(edges, np.diff(made) / width, np.diff(occupied) / width, resumed)
 
 
-def _time_before(edges: NDArray[np.float64], moments: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each edge, the sum over moments before it of the time since the moment: its differences count samples times seconds."""
-    moments = np.sort(moments)
-    sums = np.concatenate([[0.0], np.cumsum(moments)])
+def _time_before(
+    edges: NDArray[np.float64], moments: NDArray[np.float64], weights: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """For each edge, the weighted sum over moments before it of the time since the moment: its differences count samples times
+    seconds, or with a rate as the weight what came of them.
+    """
+    order = np.argsort(moments, kind="stable")
+    moments, weights = moments[order], (np.ones(len(moments)) if weights is None else weights[order])
+    sums = np.concatenate([[0.0], np.cumsum(moments * weights)])
+    totals = np.concatenate([[0.0], np.cumsum(weights)])
     count = np.searchsorted(moments, edges)
-    return np.asarray(count * edges - sums[count])
+    return np.asarray(totals[count] * edges - sums[count])
 
 
 def spread_of(values: NDArray[Any]) -> Spread:

@@ -81,9 +81,10 @@ class MetricFigure:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run against the baseline. `equal` counts pairs with equal tokens (or texts, see `equal_by`); None for scored texts."""
+    """A run against its baseline. `equal` counts pairs with equal tokens (or texts, see `equal_by`); None for scored texts."""
 
     run: str
+    baseline: str
     pairs: Pairs
     equal: int | None
     equal_by: By
@@ -93,23 +94,26 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Comparisons:
-    """Several runs, the first of which is the baseline of the others."""
+    """Several runs, and each of them against its baseline, if it has one."""
 
     runs: tuple[RunFigures, ...]
     against: tuple[Comparison, ...]
     unfinished: tuple[str, ...] = ()
 
     @property
-    def baseline(self) -> str:
-        """The name of the first run."""
-        return self.runs[0].name
+    def baselines(self) -> list[str]:
+        """The runs with which others are compared, in order."""
+        return list(dict.fromkeys(one.baseline for one in self.against))
 
 
-def compare_runs(runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = ()) -> Comparisons:
-    """Compare each run with the first one; two runs in memory at a time.
+def compare_runs(
+    runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = (), baseline: str | None = None
+) -> Comparisons:
+    """Compare each run with its baseline (see `baselines_of`); two runs in memory at a time.
 
     Raises UserError, before any row is read, where a run decoded something else, and where no pair is left.
     """
+    chosen = baselines_of(runs, baseline)
     if len(runs) < 2:
         missing = f"; not finished: {', '.join(unfinished)}" if unfinished else ""
         raise UserError(f"{len(runs)} finished run to compare{missing}; allowed: two or more")
@@ -117,13 +121,56 @@ def compare_runs(runs: Sequence[FinishedRun], *, unfinished: Sequence[str] = ())
     for run in others:
         check_same_work(first.name, first.plan, run.name, run.plan)
     by: By = "tokens" if all(same_tokenizer(first.plan, run.plan) for run in others) else "text"
-    baseline = read_rows(first, by=by)
-    figures, found = [figures_of(first, baseline)], []
-    for run in others:
-        rows = read_rows(run, by=by)
-        figures.append(figures_of(run, rows))
-        found.append(compare_rows(first, baseline, run, rows, by))
-    return Comparisons(tuple(figures), tuple(found), tuple(unfinished))
+    figures: dict[int, RunFigures] = {}
+    found: dict[int, Comparison] = {}
+    for place in dict.fromkeys(chosen):  # each baseline once, with all that are compared with it
+        rows = read_rows(runs[place], by=by)
+        figures[place] = figures_of(runs[place], rows)
+        for number in [number for number, one in enumerate(chosen) if one == place != number]:
+            others_rows = read_rows(runs[number], by=by)
+            figures[number] = figures_of(runs[number], others_rows)
+            found[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
+    in_order = (tuple(one[number] for number in sorted(one)) for one in (figures, found))
+    return Comparisons(*in_order, tuple(unfinished))
+
+
+def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:
+    """The place of each run's baseline among `runs`, its own if it has none.
+
+    With a `baseline` (a name, a short name or a directory) it is that run for all. A case of a sweep
+    that differs from the first one in several settings is compared with the first case from which it differs in one, in the
+    decoder if there is such a case: a grid's decoders are compared at the same temperature. All others: with the first.
+    """
+    if baseline is not None:
+        names = [{run.name, run.short, run.place.rstrip("/")} for run in runs]
+        place = next((number for number, one in enumerate(names) if baseline.rstrip("/") in one), None)
+        if place is None:
+            allowed = ", ".join(run.name for run in runs)
+            raise UserError(f"{baseline!r} is none of the finished runs; allowed: {allowed}", field="--baseline")
+        return [place] * len(runs)
+    if not all(run.short for run in runs):
+        return [0] * len(runs)
+    settings = [_settings(run) for run in runs]
+    return [_nearest(settings, number) for number in range(len(runs))]
+
+
+def _nearest(settings: Sequence[dict[str, Any]], number: int) -> int:
+    mine = settings[number]
+    apart = [{key for key in mine.keys() | one.keys() if mine.get(key) != one.get(key)} for one in settings[:number]]
+    if number == 0 or len(apart[0]) <= 1:
+        return 0
+    by_decoder = [place for place, keys in enumerate(apart) if keys == {"decoder"}]
+    by_one = [place for place, keys in enumerate(apart) if len(keys) == 1]
+    return [*by_decoder, *by_one, 0][0]
+
+
+def _settings(run: FinishedRun) -> dict[str, Any]:
+    """What may differ between cases, by the key of the spec; decoder and model count as one setting each."""
+    found: dict[str, Any] = {}
+    for section, value in run.plan.spec.results_key().items():
+        whole = section in {"decoder", "model"} or not isinstance(value, dict)
+        found |= {section: value} if whole else {f"{section}.{key}": inner for key, inner in value.items()}
+    return found
 
 
 def figures_of(run: FinishedRun, rows: RunRows) -> RunFigures:
@@ -156,7 +203,7 @@ def compare_rows(first: FinishedRun, baseline: RunRows, run: FinishedRun, rows: 
     equal = int((baseline.digest_N[pairs.first_P] == rows.digest_N[pairs.second_P]).sum())
     ratios, metrics = _figures(pairs, baseline, rows)
     scored = first.plan.spec.task.kind == "score"
-    return Comparison(run.name, pairs, None if scored else equal, by, ratios, metrics)
+    return Comparison(run.name, first.name, pairs, None if scored else equal, by, ratios, metrics)
 
 
 def _figures(pairs: Pairs, baseline: RunRows, rows: RunRows) -> tuple[dict[str, RatioFigure], dict[str, MetricFigure]]:

@@ -39,18 +39,25 @@ HOW: Final = (
 
 def as_text(found: Comparisons) -> str:
     """The comparison for a terminal."""
-    parts = [f"runs, the first is the baseline\n{_aligned(runs_table(found.runs))}"]
-    parts += [f"{_heading(one, found.baseline)}\n{_aligned(comparison_table(one))}" for one in found.against]
+    parts = [f"runs{_which(found)}\n{_aligned(runs_table(found.runs))}"]
+    for one in found.against:
+        alike = equal_text(one)
+        parts.append(f"{heading(one)}\n{_aligned(comparison_table(one))}" + (f"\n  {alike}" if alike else ""))
     return printable("\n\n".join([*parts, "\n".join(notes(found))])) + "\n"
 
 
 def as_markdown(found: Comparisons) -> str:
     """The comparison as Markdown tables."""
-    parts = ["### Runs, the first is the baseline", _markdown(runs_table(found.runs))]
+    parts = [f"### Runs{_escaped(_which(found))}", _markdown(runs_table(found.runs))]
     for one in found.against:
-        title, counts = _heading(one, found.baseline).split(": ", 1)
+        title, counts = heading(one).split(": ", 1)
         parts += [f"### {_escaped(title)}", f"{_escaped(counts)}.", _markdown(comparison_table(one))]
+        parts += [f"{_escaped(alike)}." for alike in [equal_text(one)] if alike]
     return printable("\n\n".join([*parts, *(_escaped(note) for note in notes(found))])) + "\n"
+
+
+def _which(found: Comparisons) -> str:
+    return f", the baseline is {found.baselines[0]}" if len(found.baselines) == 1 else ""
 
 
 def as_data(found: Comparisons) -> dict[str, Any]:
@@ -59,7 +66,7 @@ def as_data(found: Comparisons) -> dict[str, Any]:
         "level": LEVEL,
         "alpha": ALPHA,
         "resamples": RESAMPLES,
-        "baseline": found.baseline,
+        "baselines": found.baselines,
         "runs": [_plain(asdict(run)) for run in found.runs],
         "comparisons": [_comparison_data(one) for one in found.against],
         "unfinished": list(found.unfinished),
@@ -79,16 +86,29 @@ def runs_table(runs: Sequence[RunFigures], *, with_metrics: bool = True) -> Tabl
 
 
 def comparison_table(one: Comparison) -> Table:
-    """A run's figures against the baseline's."""
+    """A run's figures against the baseline's; those that are equal are in `equal_text`."""
     rows = [["figure", "baseline", "run", "change", "verdict"]]
     if one.equal is not None:
         what = "equal texts" if one.equal_by == "text" else "equal texts (tokens)"
         rows.append([what, "", "", share_text(one.equal, one.pairs.num_compared), ""])
     for name, ratio in one.ratios.items():
-        rows.append(_ratio_row(RATIO_LABELS[name], ratio))
+        if ratio.verdict != "equal":
+            rows.append(_ratio_row(RATIO_LABELS[name], ratio))
     for name, metric in one.metrics.items():
-        rows.append(_metric_row(name, metric, one.pairs.num_compared))
+        if metric.verdict != "equal":
+            rows.append(_metric_row(name, metric, one.pairs.num_compared))
     return rows
+
+
+def equal_text(one: Comparison) -> str:
+    """The figures that are equal in both runs, with their values; empty if there are none."""
+    found = [
+        f"{RATIO_LABELS[name]} ({_figure_text(ratio.run)})"
+        for name, ratio in one.ratios.items()
+        if ratio.verdict == "equal"
+    ]
+    found += [f"{name} ({number(metric.run)})" for name, metric in one.metrics.items() if metric.verdict == "equal"]
+    return f"equal in both: {', '.join(found)}" if found else ""
 
 
 def notes(found: Comparisons) -> list[str]:
@@ -103,15 +123,15 @@ def notes(found: Comparisons) -> list[str]:
     return lines
 
 
-def counts_text(one: Comparison, baseline: str) -> str:
+def counts_text(one: Comparison) -> str:
     """How many pairs there are, and what has none."""
     pairs = one.pairs
     failed = pairs.failed_first + pairs.failed_second + pairs.failed_both
     split = (
-        f" ({pairs.failed_first:,} in {baseline}, {pairs.failed_second:,} in {one.run}, {pairs.failed_both:,} in both)"
+        f" ({pairs.failed_first:,} in the baseline, {pairs.failed_second:,} in the run, {pairs.failed_both:,} in both)"
     )
     return (
-        f"{pairs.both:,} pairs, {pairs.only_first:,} only in {baseline}, {pairs.only_second:,} only in {one.run}; "
+        f"{pairs.both:,} pairs, {pairs.only_first:,} only in the baseline, {pairs.only_second:,} only in the run; "
         f"{failed:,} failed{split if failed else ''}, {pairs.num_compared:,} compared"
     )
 
@@ -143,8 +163,9 @@ def p_text(p: float) -> str:
     return f"p = {p:.4f}" if p >= 1e-4 else f"p = {p:.1e}"
 
 
-def _heading(one: Comparison, baseline: str) -> str:
-    return f"{one.run} against {baseline}: {counts_text(one, baseline)}"
+def heading(one: Comparison) -> str:
+    """What is compared with what, and how many pairs there are."""
+    return f"{one.run} against {one.baseline}: {counts_text(one)}"
 
 
 def _run_cell(name: str, value: Any) -> str:
@@ -172,7 +193,9 @@ def _metric_row(name: str, figure: MetricFigure, num_compared: int) -> list[str]
         f"{sign}{number(figure.difference.value)}{interval_text(figure.difference)}, {p_text(figure.p)} ({figure.test})"
     )
     if figure.only_baseline is not None:
-        change += f", 1 only in baseline {figure.only_baseline:,}, only in run {figure.only_run:,}"
+        change += (
+            f"; pairs in which only the baseline has 1: {figure.only_baseline:,}, only the run: {figure.only_run:,}"
+        )
     if figure.pairs < num_compared:
         change += f", {figure.pairs:,} pairs have it"
     return [name, number(figure.baseline), number(figure.run), change, figure.verdict]
@@ -197,6 +220,7 @@ def _comparison_data(one: Comparison) -> dict[str, Any]:
     pairs = one.pairs
     return {
         "run": one.run,
+        "baseline": one.baseline,
         "pairs": pairs.both,
         "compared": pairs.num_compared,
         "rows": pairs.num_rows,

@@ -30,17 +30,20 @@ a:focus-visible, summary:focus-visible { outline: 3px solid var(--mark); outline
 .wide { overflow-x: auto; margin: .8rem 0 1.2rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .2rem 0 .5rem; caption-side: top; }
+caption span { display: block; max-width: calc(100vw - 5rem); }
+td, tbody th { white-space: nowrap; }
 th, td { padding: .35rem .8rem .35rem 0; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
 th:first-child, td:first-child, td.words, th.words { text-align: left; }
-td.words:last-child { white-space: nowrap; }
+td.words { min-width: 9rem; white-space: normal; }
 thead th { border-bottom: 2px solid var(--soft); vertical-align: bottom; }
 tbody th { font-weight: 600; }
 .facts td, .facts th { text-align: left; }
 .facts th { font-weight: 400; color: var(--soft); white-space: nowrap; }
-.facts td { overflow-wrap: anywhere; }
+.facts td { overflow-wrap: anywhere; white-space: normal; }
 figure { margin: 1.2rem 0 2rem; }
 figure h3 { margin: 0 0 .3rem; }
-svg { display: block; width: 100%; height: auto; }
+.plot { overflow-x: auto; }
+svg { display: block; width: 100%; min-width: 34rem; height: auto; }
 details { margin: .8rem 0; }
 summary { cursor: pointer; color: var(--mark); }
 pre { background: var(--band); padding: .9rem 1rem; border-radius: .4rem; overflow-x: auto; font-size: .85rem; }
@@ -53,7 +56,8 @@ footer { padding-top: 1rem; padding-bottom: 3rem; margin-top: 2.5rem; border-top
   h2, h3 { break-after: avoid; }
   figure, tr, .cards div { break-inside: avoid; }
   .cards div, pre { background: none; border: 1px solid var(--line); }
-  .wide, pre { overflow: visible; }
+  .wide, .plot, pre { overflow: visible; }
+  svg { min-width: 0; }
   pre { white-space: pre-wrap; }
   table { font-size: 8.5pt; }
   a { color: inherit; text-decoration: none; }
@@ -86,7 +90,8 @@ def paragraph(content: str, kind: str = "") -> str:
 def facts(title: str, pairs: Iterable[tuple[str, object]]) -> str:
     """A table of names and values."""
     rows = "\n".join(f'<tr><th scope="row">{text(name)}</th><td>{text(value)}</td></tr>' for name, value in pairs)
-    return f'<div class="wide"><table class="facts"><caption>{text(title)}</caption><tbody>\n{rows}\n</tbody></table></div>'
+    head = f"<caption><span>{text(title)}</span></caption>"
+    return f'<div class="wide"><table class="facts">{head}<tbody>\n{rows}\n</tbody></table></div>'
 
 
 def table(title: str, rows: Sequence[Sequence[str]], *, words: Sequence[int] = ()) -> str:
@@ -99,7 +104,7 @@ def table(title: str, rows: Sequence[Sequence[str]], *, words: Sequence[int] = (
         cells = "".join(f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(rest, kinds[1:], strict=True))
         lines.append(f'<tr><th scope="row">{text(first)}</th>{cells}</tr>')
     return (
-        f'<div class="wide"><table><caption>{text(title)}</caption><thead><tr>{top}</tr></thead><tbody>\n'
+        f'<div class="wide"><table><caption><span>{text(title)}</span></caption><thead><tr>{top}</tr></thead><tbody>\n'
         + "\n".join(lines)
         + "\n</tbody></table></div>"
     )
@@ -115,7 +120,7 @@ def figure(name: str, title: str, caption: str, svg: str, description: str) -> s
     """A plot with its heading and caption, and its figures in words for everyone."""
     words = details("The figures in words", paragraph(description, "note"))
     return (
-        f'<figure aria-labelledby="{name}-head"><h3 id="{name}-head">{text(title)}</h3>\n{svg}\n'
+        f'<figure aria-labelledby="{name}-head"><h3 id="{name}-head">{text(title)}</h3>\n<div class="plot">{svg}</div>\n'
         f"<figcaption>{text(caption)}</figcaption>\n{words}</figure>"
     )
 

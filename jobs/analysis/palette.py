@@ -48,14 +48,17 @@ MARKERS: Final = {
 OTHER_COLOUR: Final = "#333333"
 LINES: Final = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
+FILLED: Final = ("full", "none", "left", "bottom", "right", "top")
+
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a case is drawn; `line` tells apart cases of the same decoder."""
+    """How a case is drawn; `line` and the filled side of the marker tell apart cases of the same decoder."""
 
     colour: str
     marker: str
     line: str | tuple[int, tuple[int, ...]]
+    filled: str = "full"
 
 
 def styles_of(decoders: Sequence[str]) -> list[Style]:
@@ -63,7 +66,8 @@ def styles_of(decoders: Sequence[str]) -> list[Style]:
     seen: Counter[str] = Counter()
     found = []
     for decoder in decoders:
-        line = LINES[seen[decoder] % len(LINES)]
-        found.append(Style(COLOURS.get(decoder, OTHER_COLOUR), MARKERS.get(decoder, "o"), line))
+        number = seen[decoder] % len(LINES)
+        look = COLOURS.get(decoder, OTHER_COLOUR), MARKERS.get(decoder, "o"), LINES[number], FILLED[number]
+        found.append(Style(*look))
         seen[decoder] += 1
     return found

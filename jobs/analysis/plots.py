@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH: Final = 8.6
+POINTS_WIDE: Final = 590.0
+"""Points of a figure's width that a legend may take; LETTER is the width of a letter in it."""
+
+LETTER: Final = 5.2
+PANEL_LETTERS: Final = 84
+"""Letters of titles that fit next to each other, in all panels of a row."""
+
+TICK_LETTERS: Final = 30
 SCATTER_UP_TO: Final = 2000
 """Above this many points a plot counts them in hexagons."""
 
@@ -59,11 +68,10 @@ def _quality(cases: Sequence[Case], name: str) -> Plot | None:
             style = styles[case.figures.name]
             low, high = _bounds(mean)
             axes.plot([x, x], [low, high], color=style.colour, linewidth=1.2)
-            axes.plot([x], [mean.value], style.marker, color=style.colour, markersize=6)
+            _point(axes, x, mean.value, style, case.figures.name)
         axes.set_xlabel(label)
         axes.margins(x=0.12, y=0.15)
-    _label_points(figure, left, [(nfe_cost(case), case.metrics[name].value, case.figures.name) for case in shown])
-    _label_points(figure, right, [(device_cost(case), case.metrics[name].value, case.figures.name) for case in shown])
+    _legend_below(figure, right)
     left.set_ylabel(name)
     listed = "; ".join(
         f"{case.figures.name}: {name} {interval_words(case.metrics[name])} at {number(nfe_cost(case))} NFE and "
@@ -82,13 +90,13 @@ def cost_plot(cases: Sequence[Case]) -> Plot | None:
         return None
     figure, (axes,) = _axes(3.2)
     for case, style in zip(shown, styles_of(_decoders(shown)), strict=True):
-        axes.plot([nfe_cost(case)], [device_cost(case)], style.marker, color=style.colour, markersize=6)
+        _point(axes, nfe_cost(case), device_cost(case), style, case.figures.name)
     axes.set_xlabel("NFE per token")
     axes.set_ylabel("device ms per token")
     axes.margins(x=0.12, y=0.15)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _label_points(figure, axes, [(nfe_cost(case), device_cost(case), case.figures.name) for case in shown])
+    _legend_below(figure, axes)
     listed = "; ".join(
         f"{case.figures.name}: {number(nfe_cost(case))} NFE, {number(device_cost(case))} ms" for case in shown
     )
@@ -188,7 +196,7 @@ def course_plot(cases: Sequence[Case]) -> Plot | None:
     if len(shown) > 1:
         _legend_below(figure, right)
     resumed = sum(len(course.resumed_s) for _, course in shown)
-    caption = "Tokens count when their sample ends. " + (
+    caption = "The tokens of a sample are spread evenly over its time in a slot. " + (
         "Dotted lines: pauses without any sample, which are cut out." if resumed else "There was no pause in decoding."
     )
     listed = "; ".join(f"{case.figures.name}: {_course_words(course)}" for case, course in shown)
@@ -220,10 +228,15 @@ def errors_plot(cases: Sequence[Case]) -> Plot | None:
         _bars(grid[0], kinds, [totals[kind] for kind in kinds], [styles[0].colour] * len(kinds))
     else:
         drawn = kinds[:ERROR_PANELS]
-        figure, grid = _axes(1.2 + 0.26 * len(cases), columns=len(drawn), share_y=True)
+        figure, grid = _axes(_rows_height(cases), columns=len(drawn), share_y=True)
         for kind, axes in zip(drawn, grid, strict=True):
             counts = [case.errors.get(kind, 0) for case in cases]
-            _bars(axes, [case.figures.name for case in cases], counts, [style.colour for style in styles])
+            _bars(
+                axes,
+                [wrapped(case.figures.name, TICK_LETTERS) for case in cases],
+                counts,
+                [style.colour for style in styles],
+            )
             axes.set_title(kind)
         if len(kinds) > len(drawn):
             caption += f" The table has {len(kinds) - len(drawn)} more classes."
@@ -236,6 +249,11 @@ def errors_plot(cases: Sequence[Case]) -> Plot | None:
         if case.errors
     )
     return Plot(figure, "Errors by class", caption, listed)
+
+
+def _rows_height(cases: Sequence[Case]) -> float:
+    """Inches for a row per case, whose names may take several lines."""
+    return 1.2 + sum(0.12 + 0.14 * len(wrapped(case.figures.name, TICK_LETTERS).splitlines()) for case in cases)
 
 
 def _bars(axes: Axes, names: Sequence[str], counts: Sequence[int], colours: Sequence[str]) -> None:
@@ -308,41 +326,37 @@ def _bounds(mean: Interval) -> tuple[float, float]:
     return (mean.value if low is None else low), (mean.value if high is None else high)
 
 
+def _point(axes: Axes, x: float, y: float, style: Style, label: str) -> None:
+    look: Any = {"fillstyle": style.filled, "markerfacecoloralt": "white"}
+    axes.plot([x], [y], style.marker, color=style.colour, markersize=7, linestyle="", label=label, **look)
+
+
 def _frontier(axes: Axes, points: Sequence[tuple[float, float]], direction: int) -> None:
     best = frontier(points, direction) if direction else []
     if len(best) > 1:
         axes.plot(*zip(*best, strict=True), color="#aaaaaa", linewidth=1.2, zorder=1)
 
 
-def _label_points(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Names next to points, moved down where they would overlap, with a thin line to the point."""
-    figure.draw_without_rendering()  # the places in pixels are known only after the layout
-    to_data = axes.transData.inverted()
-    placed = sorted(((*axes.transData.transform((x, y)), name) for x, y, name in points), key=lambda item: -item[1])
-    taken: list[tuple[float, float, float]] = [(px - 5, px + 5, py) for px, py, _ in placed]
-    for px, py, name in placed:
-        width = 7.0 * len(name)
-        begin = px + 10 if px + 10 + width < axes.bbox.x1 else px - 10 - width
-        height = py
-        while any(abs(height - other) < 14 and begin < right and left < begin + width for left, right, other in taken):
-            height -= 3
-        taken.append((begin, begin + width, height))
-        moved = py - height > 16
-        axes.annotate(
-            name,
-            tuple(to_data.transform((px, py))),
-            xytext=tuple(to_data.transform((begin, height))),
-            va="center",
-            fontsize=8,
-            color="#222222",
-            bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.6},
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkB": 3} if moved else None,
-        ).set_in_layout(False)
-
-
 def _legend_below(figure: Figure, axes: Axes) -> None:
+    """A legend under the plot, in as many columns as its longest name allows; the figure grows by its height."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), handlelength=2.6)
+    labels = [wrapped(label, 90) for label in labels]
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    columns = max(1, min(4, len(labels), int(POINTS_WIDE // (45 + LETTER * longest))))
+    lines = -(-len(labels) // columns) * max(len(label.splitlines()) for label in labels)
+    figure.set_figheight(figure.get_figheight() + 0.19 * lines)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=2.6)
+
+
+def wrapped(name: str, width: int) -> str:
+    """The name in lines of at most `width` characters, broken after spaces, hyphens and underscores where there are any."""
+    lines = [""]
+    for piece in re.findall(r"[^ _/-]*[ _/-]+|[^ _/-]+", name):
+        for part in [piece[start : start + width] for start in range(0, len(piece), width)]:
+            if len(lines[-1] + part.rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _whole_numbers(axes: Axes) -> None:
@@ -386,7 +400,7 @@ def _panels(
         if diagonal:
             axes.plot([0, min(limits)], [0, min(limits)], color="#555555", linestyle="--", linewidth=0.9)
         if len(shown) > 1:
-            axes.set_title(case.figures.name)
+            axes.set_title(wrapped(case.figures.name, PANEL_LETTERS // columns))
         axes.set_xlim(0, limits[0] or 1.0)
         axes.set_ylim(0, limits[1] or 1.0)
         axes.set_xlabel(labels[0])
@@ -449,7 +463,7 @@ def _spreads(cases: Sequence[Case], names: dict[str, str], title: str, unit: str
     if not shown:
         return None
     present = [name for name in names if any(len(case.spreads[name].counts) for case in shown)]
-    height = 2.7 if len(shown) == 1 else 1.2 + 0.26 * len(shown)
+    height = 2.7 if len(shown) == 1 else _rows_height(shown)
     figure, grid = _axes(height, columns=len(present), share_y=len(shown) > 1)
     styles = styles_of(_decoders(shown))
     for name, axes in zip(present, grid, strict=True):
@@ -460,7 +474,7 @@ def _spreads(cases: Sequence[Case], names: dict[str, str], title: str, unit: str
         axes.set_title(names[name])
         axes.set_xlabel(unit)
     if len(shown) > 1:
-        grid[0].set_yticks(range(len(shown)), [case.figures.name for case in shown])
+        grid[0].set_yticks(range(len(shown)), [wrapped(case.figures.name, TICK_LETTERS) for case in shown])
         grid[0].invert_yaxis()
         caption += " Boxes go from the first to the third quartile, with the median; lines from 5 % to 95 %."
     else:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import yaml
 
 from draftmill.jobs.analysis import page, plots
 from draftmill.jobs.analysis.case import Case, read_case
-from draftmill.jobs.analysis.comparison import Comparison, Comparisons, compare_runs
-from draftmill.jobs.analysis.comparison_text import comparison_table, counts_text, notes, number, runs_table
+from draftmill.jobs.analysis.comparison import Comparisons, baselines_of, compare_runs
+from draftmill.jobs.analysis.comparison_text import comparison_table, equal_text, heading, notes, number, runs_table
 from draftmill.jobs.analysis.runs import FinishedRun, Found
 from draftmill.jobs.analysis.same_work import check_same_work
 from draftmill.jobs.analysis.statistics import LEVEL
@@ -19,7 +20,7 @@ from draftmill.jobs.analysis.svg import inline_svg, plotting
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.finished.summary import is_small
 from draftmill.jobs.notes import counted, duration, rate_text
-from draftmill.jobs.watching.cost import PURPOSES, cost_rows, hours_text, mean_price, money_cells, purposes_of
+from draftmill.jobs.watching.cost import PURPOSES, cost_rows, device_text, mean_price, money_cells, purposes_of
 from draftmill.jobs.watching.estimate import estimate_rows
 from draftmill.storage.errors import UserError, printable
 from draftmill.storage.runs.commit import all_exact
@@ -36,20 +37,32 @@ EFFICIENCY: Final = {
 }
 
 
-def report_page(found: Found, title: str) -> str:
-    """The page of these runs; several are the cases of a sweep. UserError without a run, or without matplotlib."""
+def report_page(found: Found, title: str, *, baseline: str | None = None) -> str:
+    """The page of these runs; several are the cases of a sweep, with their short names.
+
+    UserError without a run, without one named `baseline`, or without matplotlib.
+    """
     if not found.runs:
         raise UserError(f"no finished run to report on; not finished: {', '.join(found.unfinished)}")
     with plotting():
-        cases = [read_case(run) for run in found.runs]
-        compared = [] if len(cases) == 1 else comparisons_of(found.runs)
+        runs = [replace(run, name=run.short or run.name) for run in found.runs]
+        compared = [] if len(runs) == 1 else comparisons_of(runs, chosen_name(found.runs, baseline))
+        cases = [read_case(run) for run in runs]
         sections = list(_sections(cases, compared))
     top = page.cards(_key_figures(cases[0])) if len(cases) == 1 else ""
     return page.page(title, _lead(cases, found.unfinished), top, sections, _foot(cases))
 
 
-def comparisons_of(runs: Sequence[FinishedRun]) -> list[Comparisons]:
-    """Paired comparisons of the runs that decoded the same: each with the first such run."""
+def chosen_name(runs: Sequence[FinishedRun], baseline: str | None) -> str | None:
+    """The short name of the case that the user names as the baseline; UserError if there is none."""
+    if baseline is None:
+        return None
+    run = runs[baselines_of(runs, baseline)[0]]
+    return run.short or run.name
+
+
+def comparisons_of(runs: Sequence[FinishedRun], baseline: str | None = None) -> list[Comparisons]:
+    """Paired comparisons of the runs that decoded the same, with `baseline` where it is among them."""
     groups: list[list[FinishedRun]] = []
     for run in runs:
         group = next((group for group in groups if _same_work(group[0], run)), None)
@@ -57,7 +70,11 @@ def comparisons_of(runs: Sequence[FinishedRun]) -> list[Comparisons]:
             groups.append([run])
         else:
             group.append(run)
-    return [compare_runs(group) for group in groups if len(group) > 1]
+    return [
+        compare_runs(group, baseline=baseline if any(run.name == baseline for run in group) else None)
+        for group in groups
+        if len(group) > 1
+    ]
 
 
 def _same_work(one: FinishedRun, other: FinishedRun) -> bool:
@@ -87,7 +104,7 @@ def _sections(cases: Sequence[Case], compared: Sequence[Comparisons]) -> Iterato
         ("time", "Time", drawn(plots.course_plot(cases), plots.times_plot(cases))),
         ("errors", "Errors", [*drawn(plots.errors_plot(cases)), _errors(cases)]),
         ("lengths", "Lengths", drawn(plots.sizes_plot(cases))),
-        ("run", "What was run", [part for case in cases for part in _what_was_run(case, alone=len(cases) == 1)]),
+        ("run", "What was run", _what_was_run(cases)),
     ):
         yield name, title, page.section(name, title, parts)
 
@@ -147,15 +164,15 @@ def _figures(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _costs(cases: Sequence[Case]) -> str:
-    """Device hours by purpose, and their price, if any case has them."""
+    """Device time by purpose, and its price, if any case has them."""
     if len(cases) == 1 or not any(case.spent.up_s for case in cases):
         return ""
-    rows = [["run", "device hours", *PURPOSES, "cost", "per million tokens"]]
+    rows = [["run", "device time", *PURPOSES, "cost", "per million tokens"]]
     for case in cases:
         purposes = purposes_of(case.spent)
-        hours = [hours_text(case.spent.up_s), *(hours_text(purposes[name]) for name in PURPOSES)]
+        hours = [device_text(case.spent.up_s), *(device_text(purposes[name]) for name in PURPOSES)]
         rows.append([case.figures.name, *hours, *money_cells(case.spent, case.figures.tokens)])
-    return page.table("Device hours and cost", rows, words=[])
+    return page.table("Device time and cost", rows, words=[])
 
 
 def commits_one_more(case: Case) -> bool:
@@ -194,12 +211,9 @@ def _metrics(cases: Sequence[Case]) -> str:
 
 def _comparison(found: Comparisons) -> Iterator[str]:
     for one in found.against:
-        yield page.table(_heading(one, found.baseline), comparison_table(one), words=[3, 4])
+        yield page.table(heading(one), comparison_table(one), words=[3, 4])
+        yield page.paragraph(equal_text(one), "note")
     yield from (page.paragraph(note, "note") for note in notes(found))
-
-
-def _heading(one: Comparison, baseline: str) -> str:
-    return f"{one.run} against {baseline}: {counts_text(one, baseline)}"
 
 
 def _errors(cases: Sequence[Case]) -> str:
@@ -216,11 +230,36 @@ def _errors(cases: Sequence[Case]) -> str:
     )
 
 
-def _what_was_run(case: Case, *, alone: bool) -> Iterator[str]:
-    title = "The job" if alone else case.figures.name
-    yield page.facts(title, _job(case))
-    spec = case.run.plan.spec.model_dump(mode="json")
-    yield page.details("The whole spec", page.preformatted(yaml.safe_dump(spec, sort_keys=False, allow_unicode=True)))
+def _what_was_run(cases: Sequence[Case]) -> Iterator[str]:
+    """What all cases share, once, and for each case what differs; the whole spec of the first, and of the others what differs."""
+    jobs = [dict(_job(case)) for case in cases]
+    specs = [_lines(case.run.plan.spec.model_dump(mode="json")) for case in cases]
+    shared = {name: value for name, value in jobs[0].items() if all(job.get(name) == value for job in jobs)}
+    yield page.facts("The job" if len(cases) == 1 else "The same in all cases", shared.items())
+    for case, job in zip(cases, jobs, strict=True):
+        own = {name: value for name, value in job.items() if name not in shared}
+        if own:
+            yield page.facts(case.figures.name, own.items())
+    title = "The whole spec" if len(cases) == 1 else f"The whole spec of {cases[0].figures.name}"
+    yield page.details(title, page.preformatted(_yaml(cases[0].run.plan.spec.model_dump(mode="json"))))
+    for case, spec in zip(cases[1:], specs[1:], strict=True):
+        differs = {key: value for key, value in spec.items() if specs[0].get(key, ...) != value}
+        differs |= dict.fromkeys(specs[0].keys() - spec.keys(), "not set")
+        yield page.details(f"How the spec of {case.figures.name} differs", page.preformatted(_yaml(differs)))
+
+
+def _lines(spec: Any, key: str = "") -> dict[str, Any]:
+    """The values of a spec by their dotted keys."""
+    if not isinstance(spec, dict) or not spec:
+        return {key: spec}
+    found: dict[str, Any] = {}
+    for name, value in spec.items():
+        found |= _lines(value, f"{key}.{name}" if key else name)
+    return found
+
+
+def _yaml(data: Any) -> str:
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
 def _job(case: Case) -> Iterator[tuple[str, Any]]:

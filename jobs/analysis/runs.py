@@ -6,9 +6,11 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftmill.jobs.finished.passes import Pass, finished, passes_of
 from draftmill.jobs.plan.plan import Plan
+from draftmill.jobs.spec.sweep_spec import short_names
 from draftmill.storage.errors import DamagedRun
 from draftmill.storage.runs.commit import MANIFEST
 from draftmill.storage.stores.store import open_store
@@ -20,11 +22,15 @@ CASES = "cases/"
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A finished run. `name` is unique among the runs that are read together; `place` is its directory or URL."""
+    """A finished run. `name` is unique among the runs that are read together; `place` is its directory or URL.
+
+    `short` is set for a case of a sweep: its name, or what tells it apart from the grid's other cases.
+    """
 
     name: str
     place: str
     passes: tuple[Pass, ...]
+    short: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -57,10 +63,11 @@ def find_runs(places: Iterable[str], *, s3: S3Options | None = None) -> Found:
         if not store.exists(SWEEP):
             runs.append(open_run(place, s3=s3))
             continue
-        for name in case_names(store):
+        names = short_names(cases_of(store))
+        for name in names:
             case = f"{place.rstrip('/')}/{CASES}{name}"
             if open_store(case, s3=s3).exists(MANIFEST):
-                runs.append(replace(open_run(case, s3=s3), name=name))
+                runs.append(replace(open_run(case, s3=s3), name=name, short=names[name]))
             else:
                 unfinished.append(name)
     return Found(tuple(_with_unique_names(runs)), tuple(unfinished))
@@ -72,11 +79,12 @@ def open_run(place: str, *, s3: S3Options | None = None) -> FinishedRun:
     return FinishedRun(_last_part(place), place, tuple(finished(passes_of(store, s3=s3))))
 
 
-def case_names(store: Store) -> list[str]:
-    """The names of a sweep's cases, in the order of its file."""
+def cases_of(store: Store) -> dict[str, dict[str, Any]]:
+    """A sweep's cases with their changes, in the order of its file."""
     try:
         cases = json.loads(store.get(SWEEP))["cases"]
-        return [one if isinstance(one, str) else str(one["name"]) for one in cases]
+        known = [{"name": one} if isinstance(one, str) else one for one in cases]
+        return {str(one["name"]): dict(one.get("changes") or {}) for one in known}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None
 

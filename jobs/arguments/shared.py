@@ -85,6 +85,16 @@ def store_arguments(command: argparse.ArgumentParser) -> None:
     s3_arguments(command)
 
 
+def baseline_argument(command: argparse.ArgumentParser) -> None:
+    """Add --baseline."""
+    command.add_argument(
+        "--baseline",
+        metavar="CASE",
+        help="the run or case with which all others are compared; default: the first run, and in a sweep for each case the first "
+        "one that differs in a single setting",
+    )
+
+
 def s3_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of S3, for commands without a spec."""
     command.add_argument("--s3-endpoint", metavar="URL", help="endpoint of an S3 service other than Amazon's")

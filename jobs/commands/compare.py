@@ -1,4 +1,4 @@
-"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with the first of them. Writes nothing."""
+"""`draftmill compare`: compares finished runs of the same samples, pair by pair, with a baseline. Writes nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from draftmill.storage.stores.verbs import S3Options
 Form = Literal["text", "json", "markdown"]
 
 
-def compare(places: Sequence[str], *, form: Form = "text", s3: S3Options | None = None) -> int:
-    """Print the comparison; a sweep's directory stands for its cases. Returns the exit code.
+def compare(
+    places: Sequence[str], *, form: Form = "text", baseline: str | None = None, s3: S3Options | None = None
+) -> int:
+    """Print the comparison; a sweep's directory stands for its cases, `baseline` names one run. Returns the exit code.
 
     Raises UserError if a place has no finished run, or if the runs did not decode the same samples.
     """
     found = find_runs(places, s3=s3)
-    compared = compare_runs(found.runs, unfinished=found.unfinished)
+    compared = compare_runs(found.runs, unfinished=found.unfinished, baseline=baseline)
     if form == "json":
         print(json.dumps(as_data(compared), indent=1))
     else:

@@ -10,7 +10,7 @@ from draftmill.jobs.plan.fingerprint import results_key
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.recurring.earlier_cost import earlier_estimate
 from draftmill.jobs.spec.job_spec import JobSpec
-from draftmill.jobs.watching.cost import hours_text, money_text, purposes_text
+from draftmill.jobs.watching.cost import device_text, money_text, purposes_text
 from draftmill.jobs.watching.estimate import Estimate, estimate_from, per_million_text
 from draftmill.storage.stores.verbs import Store
 
@@ -26,7 +26,7 @@ def forecast_lines(
         yield "devices   unknown: there is no earlier run of this job, and nothing was decoded here"
     else:
         purposes = "" if found.sums is None else f" ({purposes_text(found.sums)})"
-        yield f"devices   ~{hours_text(found.device_s)} device hours{purposes}; from {found.source}"
+        yield f"devices   ~{device_text(found.device_s)} of device time{purposes}; from {found.source}"
     if money := price_text(prepared.spec, found):
         yield f"cost      {money}"
 

@@ -16,10 +16,14 @@ from draftmill.storage.stores.verbs import S3Options
 OUT = "--out"
 
 
-def report(place: str, out: str, *, overwrite: bool = False, s3: S3Options | None = None) -> int:
+def report(
+    place: str, out: str, *, baseline: str | None = None, overwrite: bool = False, s3: S3Options | None = None
+) -> int:
     """Write the report on `place` to the local file `out`; returns the exit code.
 
-    An earlier report is replaced. Raises UserError if there is no finished run, if the file exists and is something else, or if
+    `baseline` is the case with which the others are compared. An earlier report is replaced.
+
+    Raises UserError if there is no finished run, if the file exists and is something else, or if
     matplotlib is missing.
     """
     target = checked_target(out, overwrite=overwrite)
@@ -27,7 +31,7 @@ def report(place: str, out: str, *, overwrite: bool = False, s3: S3Options | Non
     found = find_runs([place], s3=s3)
     is_sweep = store.exists(SWEEP)
     title = place.rstrip("/").rpartition("/")[2] if is_sweep else found.runs[0].plan.spec.name
-    content = report_page(found, f"{'Sweep' if is_sweep else 'Run'}: {title}")
+    content = report_page(found, f"{'Sweep' if is_sweep else 'Run'}: {title}", baseline=baseline)
     write_whole(target, content.encode())
     print(f"{out}: {len(content.encode()):,} bytes")
     return OK

@@ -247,6 +247,43 @@ def _labels(keys: Sequence[str]) -> dict[str, str]:
     return {key: _safe(key if label in twice else label) for key, label in labels.items()}
 
 
+def short_names(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """What tells the cases of a grid apart, in few words: `speculative 0.8`. Names that a grid did not make stay as they are.
+
+    `cases` has each case's changes. What all cases share is left out, and so is a key whose values speak for themselves.
+    """
+    names = {name: name for name in cases}
+    first = next(iter(cases.values()), {})
+    labels = _labels(list(first))
+    if len(cases) < 2 or any(changes.keys() != first.keys() for changes in cases.values()) or not first:
+        return names
+    if not all(name.startswith(f"{labels[next(iter(first))]}-") for name in cases):
+        return names
+    varied = [key for key in first if any(not _same(changes[key], first[key]) for changes in cases.values())]
+    bare = [key for key in varied if all(isinstance(changes[key], str | Mapping) for changes in cases.values())]
+    bare += varied if len(varied) - len(bare) == 1 and bare else []
+    parts = {
+        name: [
+            _told_apart(changes[key], [other[key] for other in cases.values()])
+            if key in bare
+            else f"{labels[key]} {_short(changes[key])}"
+            for key in varied
+        ]
+        for name, changes in cases.items()
+    }
+    found = {name: " ".join(words) for name, words in parts.items()}
+    return found if len(set(found.values())) == len(found) and all(found.values()) else names
+
+
+def _told_apart(value: Any, others: Sequence[Any]) -> str:
+    """A value in words; of a mapping its kind, and what others of this kind have differently."""
+    if not isinstance(value, Mapping) or "kind" not in value:
+        return _short(value)
+    alike = [one for one in others if isinstance(one, Mapping) and one.get("kind") == value["kind"]]
+    own = [key for key in value if any(one.get(key) != value[key] for one in alike)]
+    return " ".join([_short(value["kind"]), *(f"{key} {_short(value[key])}" for key in own)])
+
+
 def _last(key: str) -> str:
     """The last part that says something: `model` of model.path."""
     parts = key.split(".")

@@ -1,4 +1,4 @@
-"""What a run's workers cost, in words: device hours by purpose, and money where the spec has a price. Pure.
+"""What a run's workers cost, in words: device time by purpose, and money where the spec has a price. Pure.
 
 Money has no currency here: it is in whatever unit `workers.price_per_hour` is.
 """
@@ -23,13 +23,13 @@ def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tup
     """
     if not sums.up_s:
         return []
-    rows = [("device hours", f"{hours_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    rows = [("device time", f"{device_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
     if not sums.priced_s:
         return rows
     money = f"{money_text(sums.cost)}"
     unpriced_s = sums.up_s - sums.priced_s
     if unpriced_s > UNPRICED_S:
-        money += f" for {hours_text(sums.priced_s)} device hours; {hours_text(unpriced_s)} had no price"
+        money += f" for {device_text(sums.priced_s)}; {device_text(unpriced_s)} had no price"
     elif tokens:
         money += f"  ({money_text(sums.cost * MILLION / tokens)} per million tokens of ok samples)"
     return [*rows, ("cost", money)]
@@ -48,11 +48,13 @@ def mean_price(sums: DeviceSums) -> float | None:
 
 
 def purposes_text(sums: DeviceSums, open_s: float = 0.0) -> str:
-    """Device hours by purpose: `0.42 decoding, 0.05 loading, 0.01 idle, 0 wasted`."""
+    """Device time by purpose: `1.42 h decoding, 180 s loading, 36 s idle, 0 s wasted`."""
     purposes = purposes_of(sums, open_s)
     return ", ".join(
-        f"{hours_text(seconds)} {name.replace('_', ' ')}" for name, seconds in purposes.items() if name != "in_progress"
-    ) + (f", {hours_text(purposes['in_progress'])} in progress" if open_s else "")
+        f"{device_text(seconds)} {name.replace('_', ' ')}"
+        for name, seconds in purposes.items()
+        if name != "in_progress"
+    ) + (f", {device_text(purposes['in_progress'])} in progress" if open_s else "")
 
 
 def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
@@ -67,9 +69,11 @@ def purposes_of(sums: DeviceSums, open_s: float = 0.0) -> dict[str, float]:
     }
 
 
-def hours_text(seconds: float) -> str:
-    """Seconds as hours, with three significant digits."""
-    return _rounded(seconds / HOUR_S)
+def device_text(seconds: float) -> str:
+    """Device time in hours, below an hour in seconds, with three significant digits."""
+    if seconds < HOUR_S:
+        return f"{seconds:.2f} s" if 0 < seconds < 0.1 else f"{_rounded(seconds)} s"
+    return f"{_rounded(seconds / HOUR_S)} h"
 
 
 def money_text(amount: float) -> str:

@@ -17,12 +17,13 @@ from draftmill.jobs.driving.events import now_text
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watcher
 from draftmill.jobs.schedule.scheduler import Scheduler
-from draftmill.jobs.watching.cost import MILLION, hours_text, money_text
+from draftmill.jobs.watching.cost import MILLION, device_text, money_text
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.verbs import Store
 
 NAME = "log/estimate.json"
 
+WORTH_S = 60.0
 SHARE = 0.05
 """The share of a run, in planned tokens, from which the rest is estimated."""
 
@@ -77,11 +78,14 @@ def read_estimate(store: Store) -> Estimate | None:
 
 
 def estimate_rows(estimate: Estimate | None, actual_s: float, price: float | None = None) -> list[tuple[str, str]]:
-    """The label and the figures of an estimate, for a table; with `actual_s` above 0, how far it was off."""
-    if estimate is None:
+    """The label and the figures of an estimate, for a table; with `actual_s` above 0, how far it was off.
+
+    Nothing of a finished run that took less than WORTH_S: such an estimate helps nobody.
+    """
+    if estimate is None or (actual_s and max(actual_s, estimate.device_s) < WORTH_S):
         return []
     money = "" if price is None else f", cost {money_text(estimate.cost(price))}{per_million_text(estimate, price)}"
-    text = f"{hours_text(estimate.device_s)} device hours{money}, from {estimate.source}"
+    text = f"{device_text(estimate.device_s)} of device time{money}, from {estimate.source}"
     if actual_s:
         error = estimate.error(actual_s)
         text += f"; {abs(error):.0%} too {'high' if error >= 0 else 'low'}"

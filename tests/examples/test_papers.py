@@ -15,7 +15,7 @@ from examples.papers import inputs
 from examples.papers.claims import ABOVE_ONE, ALL, BELOW_ONE, PAPERS, REPORT, SAME, Claim, Expect, Paper
 from examples.papers.figures import Forwards, Mean, Metric, Ratio, Results, SameText, WithinTokens
 from examples.papers.page import Answer, CaseRow, Section, page, shown
-from tests.jobs.analysis.made_runs import row, write_run, write_sweep
+from tests.jobs.analysis.made_runs import row, write_metrics, write_run, write_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "examples" / "papers").glob("*.yaml"))
@@ -82,7 +82,7 @@ def made_results(tmp_path: Path) -> Results:
     """Two cases of 40 rows: the second takes fewer forwards, and another text in every tenth row."""
     rng = np.random.default_rng(0)
     nfe = rng.integers(1, 4, 40)
-    cases = {"a": [row(n, metrics={"score": float(n % 3)}) for n in range(40)]}
+    cases = {"a": [row(n) for n in range(40)]}
     cases["b"] = [
         row(
             n,
@@ -91,11 +91,14 @@ def made_results(tmp_path: Path) -> Results:
             proposed=8,
             accepted=4 - int(nfe[n]),
             tokens=[n, 1, 2, 9 if n % 10 == 0 else 3],
-            metrics={"score": float(n % 3) + 1.0, "passed": float(n % 4 == 0)},
         )
         for n in range(40)
     ]
     write_sweep(tmp_path / "p", cases)
+    scores = [float(n % 3) for n in range(40)]
+    write_metrics(tmp_path / "p" / "cases" / "a", {"score": scores})
+    better = {"score": [score + 1.0 for score in scores], "passed": [float(n % 4 == 0) for n in range(40)]}
+    write_metrics(tmp_path / "p" / "cases" / "b", better)
     return Results(tmp_path)
 
 

@@ -179,7 +179,7 @@ def test_a_sweep_stands_for_its_cases(tmp_path: Path, capsys: pytest.CaptureFixt
     cases = {name: numbers(20, seed) for seed, name in enumerate(("plain", "fast", "faster"))}
     sweep = write_sweep(tmp_path / "sweep", cases, fast={"decoder": {"kind": "speculative"}})
     found = compared(capsys, sweep)
-    assert [run["name"] for run in found["runs"]] == ["plain", "fast", "faster"] and found["baseline"] == "plain"
+    assert [run["name"] for run in found["runs"]] == ["plain", "fast", "faster"] and found["baselines"] == ["plain"]
     assert [one["run"] for one in found["comparisons"]] == ["fast", "faster"]
     (sweep / "cases" / "fast" / "_manifest.json").unlink()
     alone = write_run(tmp_path / "alone", numbers(20, 8))
@@ -209,6 +209,24 @@ def test_a_run_equals_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (one,) = found["comparisons"]
     assert one["equal"]["share"] == 1.0
     assert {figure["verdict"] for figure in [*one["ratios"].values(), *one["metrics"].values()]} == {"equal"}
+
+
+def test_what_is_equal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = write_run(tmp_path / "a", numbers(30, 1))
+    write_metrics(a, {"m": [1.0] * 30})
+    assert main(["compare", str(a), str(a)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  equal in both: ")]
+    assert line.startswith("  equal in both: NFE (") and line.endswith(", m (1.000)")
+
+
+def test_a_chosen_baseline_is_that_of_all_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {name: numbers(20, seed) for seed, name in enumerate(("plain", "fast", "faster"))}
+    sweep = write_sweep(tmp_path / "sweep", cases)
+    assert main(["compare", str(sweep), "--json", "--baseline", "fast"]) == 0
+    found = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [(one["run"], one["baseline"]) for one in found] == [("plain", "fast"), ("faster", "fast")]
+    assert main(["compare", str(sweep), "--baseline", "slow"]) == 2
+    assert "--baseline: 'slow' is none of the finished runs; allowed: plain, fast, faster" in capsys.readouterr().err
 
 
 def test_what_can_not_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,7 +274,7 @@ def test_text_and_markdown_show_the_figures_of_the_json(tmp_path: Path, capsys: 
     for form in ([], ["--markdown"]):
         assert main(["compare", str(a), str(b), *form]) == 0
         said = capsys.readouterr().out
-        assert "40 pairs, 0 only in a, 0 only in b; 0 failed, 40 compared" in said
+        assert "40 pairs, 0 only in the baseline, 0 only in the run; 0 failed, 40 compared" in said
         assert "20 of 40 (50.0%)" in said and "not distinguishable" in said
         for figure in figures:
             for value in (figure.get("ratio") or figure["difference"]).values():

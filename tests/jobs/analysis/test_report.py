@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +23,19 @@ import pytest
 
 from draftmill.jobs.analysis.case import _added, at_least, course_of, read_case, spread_of
 from draftmill.jobs.analysis.palette import COLOURS, MARKERS
-from draftmill.jobs.analysis.plots import better, frontier
-from draftmill.jobs.analysis.runs import open_run
+from draftmill.jobs.analysis.plots import (
+    acceptance_plot,
+    better,
+    cost_plot,
+    course_plot,
+    frontier,
+    length_plot,
+    quality_plots,
+    sizes_plot,
+    times_plot,
+)
+from draftmill.jobs.analysis.runs import find_runs, open_run
+from draftmill.jobs.analysis.svg import plotting
 from draftmill.jobs.cli import main
 from draftmill.jobs.driving.attempts import AttemptsLog
 from draftmill.jobs.driving.device_time import DeviceTime
@@ -281,6 +293,100 @@ def test_the_mean_acceptance_length_is_shown_where_it_means_something(tmp_path: 
     assert f"mean acceptance length {tokens / iterations:.3f} (1 + accepted / iterations)" in words
 
 
+def test_tokens_over_time_are_those_of_the_time_and_do_not_wait_for_the_end_of_their_sample() -> None:
+    start, end = np.array([0.0, 0.0, 2.0]), np.array([10.0, 10.0, 10.0])
+    course = course_of(start + 1e9, end + 1e9, np.array([100, 100, 80], np.int32))
+    assert course is not None
+    expected = np.where(course.edges_s[1:] <= 2.0, 20.0, 30.0)
+    expected[np.searchsorted(course.edges_s, 2.0) - 1] = course.tokens_per_s[np.searchsorted(course.edges_s, 2.0) - 1]
+    assert course.tokens_per_s == pytest.approx(expected) and course.tokens_per_s.max() < 31
+
+
+GRID = {
+    f"decoder-{decoder}{extra}_temperature-{temperature}": (
+        {"decoder": {"kind": decoder, **settings}, "sampling.temperature": temperature},
+        {"decoder": {"kind": decoder, **settings}, "sampling": {"temperature": temperature}},
+    )
+    for decoder, extra, settings in (
+        ("autoregressive", "", {}),
+        ("speculative", "-k-auto", {"k": "auto"}),
+        ("jacobi", "", {}),
+    )
+    for temperature in (0, 0.8)
+}
+"""The cases of a sweep over decoders and temperatures, as draftmill names and records them, with their specs."""
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("grid") / "sweep"
+    rows = {name: drafted(30, 1 + (number % 2)) for number, name in enumerate(GRID)}
+    write_sweep(place, rows, **{name: spec for name, (_, spec) in GRID.items()})
+    cases = [{"name": name, "changes": changes} for name, (changes, _) in GRID.items()]
+    (place / "sweep.json").write_text(json.dumps({"cases": cases}))
+    for number, name in enumerate(GRID):
+        write_metrics(place / "cases" / name, {"exact_match": [float((n + number) % 3 > 0) for n in range(30)]})
+    return place
+
+
+def test_the_cases_of_a_grid_have_short_names_and_are_compared_with_what_differs_in_one_key(
+    grid: Path, tmp_path: Path
+) -> None:
+    text = written(grid, tmp_path / "grid.html")
+    words = Page(text).text
+    for pair in (
+        "autoregressive 0.8 against autoregressive 0:",
+        "speculative 0 against autoregressive 0:",
+        "speculative 0.8 against autoregressive 0.8:",
+        "jacobi 0 against autoregressive 0:",
+        "jacobi 0.8 against autoregressive 0.8:",
+    ):
+        assert words.count(pair) == 1
+    assert words.count(" against ") - words.count("against cost") - words.count("NFE against") >= 5
+    assert words.count("The same in all cases") == 1 and words.count("rows and passes") == 1
+    assert "How the spec of jacobi 0.8 differs" in words and "sampling.temperature: 0.8" in words
+    assert words.count("max_new_tokens: 128") <= 2, (
+        "the task is in the facts that all cases share, and in one whole spec"
+    )
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        assert "_temperature" not in svg
+    against = written_with(grid, tmp_path / "two.html", "--baseline", "decoder-jacobi_temperature-0")
+    assert "autoregressive 0.8 against jacobi 0:" in Page(against).text
+    assert main(["report", str(grid), "--out", str(tmp_path / "no.html"), "--baseline", "x"]) == 2
+
+
+def written_with(place: Path, out: Path, *options: str) -> str:
+    assert main(["report", str(place), "--out", str(out), *options]) == 0
+    return out.read_text()
+
+
+@pytest.mark.parametrize("long", [0, 60])
+def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: int) -> None:
+    names = [run.short + "x-" * (long // 2) for run in find_runs([str(grid)]).runs]
+    with plotting():
+        runs = zip(find_runs([str(grid)]).runs, names, strict=True)
+        cases = [read_case(replace(run, name=name)) for run, name in runs]
+        drawn = [*quality_plots(cases, ["exact_match"]), cost_plot(cases), acceptance_plot(cases), course_plot(cases)]
+        for plot in [one for one in drawn if one is not None]:
+            check_layout(plot.figure, legends=1)
+        for plot in (length_plot(cases), times_plot(cases), sizes_plot(cases)):
+            assert plot is not None
+            check_layout(plot.figure, legends=0)
+
+
+def check_layout(figure: Any, *, legends: int) -> None:
+    """Axes with their titles and ticks, and the legend, are inside of the figure and do not touch each other."""
+    figure.draw_without_rendering()
+    boxes = [axes.get_tightbbox() for axes in figure.axes if axes.get_visible()]
+    assert len(figure.legends) == legends
+    boxes += [legend.get_window_extent() for legend in figure.legends]
+    whole = figure.bbox.padded(1)
+    for number, box in enumerate(boxes):
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+        assert not any(box.padded(-1).overlaps(other.padded(-1)) for other in boxes[:number])
+    assert not [text for axes in figure.axes for text in axes.texts if text.get_text()], "names are in the legend"
+
+
 def test_pauses_are_cut_out_of_the_time() -> None:
     start = np.array([0.0, 1.0, 5000.0, 5001.0]) + 1e9
     course = course_of(start, start + 4, np.array([10, 20, 30, 40], np.int32))
@@ -396,10 +502,11 @@ def test_a_run_s_report_says_what_it_cost_and_how_far_its_estimate_was_off(tmp_p
     estimate = {"device_s": 18000.0, "source": "the run before", "made_at": "", "tokens": 5000.0}
     open_store(str(run)).put("log/estimate.json", json.dumps(estimate).encode())
     text = Page(written(run, tmp_path / "one.html")).text
-    assert "device hours 2.5 (2 decoding, 0.25 loading, 0.25 idle, 0 wasted)" in text
+    assert "device time 2.5 h (2 h decoding, 900 s loading, 900 s idle, 0 s wasted)" in text
     assert "cost 10.00 (2,000.00 per million tokens of ok samples)" in text
     assert (
-        "estimate 5 device hours, cost 20.00 (4,000.00 per million tokens of ok samples), from the run before" in text
+        "estimate 5 h of device time, cost 20.00 (4,000.00 per million tokens of ok samples), from the run before"
+        in text
     )
     assert "the run before; 100% too high" in text
 
@@ -407,11 +514,11 @@ def test_a_run_s_report_says_what_it_cost_and_how_far_its_estimate_was_off(tmp_p
 def test_a_sweep_s_report_has_a_table_of_costs_where_they_are_known(
     sweep: Path, sweep_page: str, tmp_path: Path
 ) -> None:
-    assert "Device hours and cost" not in Page(sweep_page).text
+    assert "Device time and cost" not in Page(sweep_page).text
     rows = [row(number, new_tokens=50) for number in range(100)]
     place = write_sweep(tmp_path / "sweep", {"priced": rows, "free": rows})
     spend(place / "cases" / "priced", 4.0)
     spend(place / "cases" / "free", None)
     text = Page(written(place, tmp_path / "two.html")).text
-    assert "run device hours decoding loading idle wasted cost per million tokens" in text
-    assert "priced 2.5 2 0.25 0.25 0 10.00 2,000.00" in text and "free 2.5 2 0.25 0.25 0 - -" in text
+    assert "run device time decoding loading idle wasted cost per million tokens" in text
+    assert "priced 2.5 h 2 h 900 s 900 s 0 s 10.00 2,000.00" in text and "free 2.5 h 2 h 900 s 900 s 0 s - -" in text

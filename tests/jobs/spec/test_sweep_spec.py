@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from draftmill.jobs.spec.sweep_spec import LONGEST_NAME, Sweep, load_sweep
+from draftmill.jobs.spec.sweep_spec import LONGEST_NAME, Sweep, _grid, load_sweep, short_names
 from draftmill.storage.errors import UserError
 
 BASE = {
@@ -91,6 +91,33 @@ def test_names_of_a_grid_are_safe_and_unique(tmp_path: Path, grid: dict[str, Any
     assert names is None or found == names
     assert all(name.isascii() and "/" not in name and len(name) <= LONGEST_NAME for name in found)
     assert len({name.casefold() for name in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        (
+            {
+                "decoder": [{"kind": "assd", "k": 2}, {"kind": "assd", "k": 4}, {"kind": "any_subset"}],
+                "sampling.temperature": [0],
+            },
+            ["assd k 2", "assd k 4", "any_subset"],
+        ),
+        (
+            {"decoder.k": [2, 4], "sampling.temperature": [0, 0.8]},
+            ["k 2 temperature 0", "k 2 temperature 0.8", "k 4 temperature 0", "k 4 temperature 0.8"],
+        ),
+        ({"model.path": ["org/one", "other/one"]}, ["model-one", "model-one.2"]),
+        ({"decoder.k": [2]}, ["k-2"]),
+    ],
+)
+def test_short_names_of_a_grid_say_what_tells_its_cases_apart(grid: dict[str, Any], names: list[str]) -> None:
+    assert list(short_names(_grid(grid)).values()) == names
+
+
+def test_names_that_the_user_gave_stay() -> None:
+    cases = {"slow": {"decoder.k": 2}, "fast": {"decoder.k": 4}}
+    assert short_names(cases) == {"slow": "slow", "fast": "fast"} and short_names({}) == {}
 
 
 def test_a_wrong_case_is_an_error_of_its_own(tmp_path: Path):

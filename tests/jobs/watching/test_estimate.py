@@ -119,12 +119,14 @@ def test_validate_says_what_an_estimate_costs(workers: Any, said: str) -> None:
 @pytest.mark.parametrize(("actual_s", "said"), [(0.0, ""), (3600.0, "; 100% too high"), (14400.0, "; 50% too low")])
 def test_the_error_is_said_once_the_run_has_ended(actual_s: float, said: str) -> None:
     rows = estimate_rows(Estimate(7200.0, "the run x", ""), actual_s, 1.5)
-    assert rows == [("estimate", f"2 device hours, cost 3.00, from the run x{said}")]
+    assert rows == [("estimate", f"2 h of device time, cost 3.00, from the run x{said}")]
 
 
 def test_a_recurring_job_is_estimated_from_its_last_run_and_says_how_far_that_was_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert not estimate_rows(Estimate(7.0, "the run x", ""), 5.0), "of seconds nobody needs an estimate"
+    monkeypatch.setattr("draftmill.jobs.watching.estimate.WORTH_S", 0.0)
     write_rows(tmp_path / "rows.jsonl", 8)
     base = {"path": f"{tmp_path}/runs/{{date:%Y-%m-%d}}", "unit_rows": 4}
     spec = write_spec(tmp_path, rows=tmp_path / "rows.jsonl", output=base, workers={"price_per_hour": 2.0})
