@@ -205,7 +205,12 @@ class PromptMaker:
         try:
             text = chat(messages, self.task.chat_date)
         except Exception as error:  # noqa: BLE001 - a template is the checkpoint's own program and may raise anything
-            raise RowError("bad_messages", STAGE, f"{type(error).__name__}: {error}"[:1000]) from None
+            lacks = (
+                "the chat template needs something that the messages lack: "
+                if "Undefined" in type(error).__name__
+                else ""
+            )
+            raise RowError("bad_messages", STAGE, f"{lacks}{type(error).__name__}: {error}"[:1000]) from None
         return checked_text(text, "messages")
 
     # ---- tokens

@@ -23,9 +23,9 @@ from draftmill.actors.models import fetch_model
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.shelf import Shelf
 from draftmill.actors.stop_text import stops_of
-from draftmill.actors.text import load_tokenizer
+from draftmill.actors.text import Tokenizer, load_tokenizer
 from draftmill.actors.turns import LEAST_S
-from draftmill.decoders.base import Decoder
+from draftmill.decoders.base import Decoder, EngineStats, ModelInfo, Outcome, Request
 from draftmill.storage.failpoints import failpoint
 
 __all__ = ["DecodeWorker", "Turns", "UnitRunner", "build_parts", "build_runner"]
@@ -121,6 +121,41 @@ def build_runner(
     facts: dict[str, Any] = {"loaded": shelf.loaded} | ({"memory": room.facts()} if room else {})
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
     return UnitRunner(decoder, clerk, worker=name, facts=facts)
+
+
+class NoDecoder:
+    """Stands in for a decoder where no row of a job can be decoded."""
+
+    active = 0
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+
+    def room(self, length: int) -> int:
+        """See Decoder."""
+        return 0
+
+    def admit(self, requests: Sequence[Request], *, queued_at_s: Sequence[float] | None = None) -> None:
+        """See Decoder. The plan promised that this does not happen; the sample then fails with this reason."""
+        raise RuntimeError(
+            "when the job was planned, none of its rows could be read; this one can: its input has changed"
+        )
+
+    def step(self) -> list[Outcome]:
+        """See Decoder."""
+        return []
+
+    def clear(self) -> list[int]:
+        """See Decoder."""
+        return []
+
+
+def reading_runner(
+    job: Job, *, name: str, node: str, threads: int, info: ModelInfo, tokenizer: Tokenizer | None
+) -> UnitRunner:
+    """A runner without a model, for a job of which no row can be decoded: it reads the rows and writes why they failed."""
+    clerk = RowClerk(job, tokenizer=tokenizer, info=info, worker=name, node=node)
+    return UnitRunner(NoDecoder(), clerk, worker=name, facts={"loaded": []})
 
 
 def build_parts(

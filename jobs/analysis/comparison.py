@@ -130,8 +130,11 @@ def compare_runs(
             others_rows = read_rows(runs[number], by=by)
             figures[number] = figures_of(runs[number], others_rows)
             found[number] = compare_rows(runs[place], rows, runs[number], others_rows, by)
-    in_order = (tuple(one[number] for number in sorted(one)) for one in (figures, found))
-    return Comparisons(*in_order, tuple(unfinished))
+    return Comparisons(
+        tuple(figures[number] for number in sorted(figures)),
+        tuple(found[number] for number in sorted(found)),
+        tuple(unfinished),
+    )
 
 
 def baselines_of(runs: Sequence[FinishedRun], baseline: str | None) -> list[int]:

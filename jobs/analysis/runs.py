@@ -83,7 +83,7 @@ def cases_of(store: Store) -> dict[str, dict[str, Any]]:
     """A sweep's cases with their changes, in the order of its file."""
     try:
         cases = json.loads(store.get(SWEEP))["cases"]
-        known = [{"name": one} if isinstance(one, str) else one for one in cases]
+        known: list[dict[str, Any]] = [{"name": one} if isinstance(one, str) else one for one in cases]
         return {str(one["name"]): dict(one.get("changes") or {}) for one in known}
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedRun(f"{store.url}/{SWEEP}", error, "run the sweep again") from None

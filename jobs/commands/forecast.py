@@ -141,6 +141,10 @@ def prompt_text(canvas: Canvas, tokenizer: Tokenizer) -> str:
     return "".join([*parts, tokenizer.decode(canvas.tokens[shown:].tolist())])
 
 
+FAIL = "  fail    "
+"""How the line about rows that fail begins."""
+
+
 def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     """Rows, tokens, units and padding, of the sampled rows and of the whole input."""
     lengths, masked, about = sample.lengths(), sample.masked(), "" if sample.exact else "~"
@@ -149,7 +153,7 @@ def size_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
     errors = [kind for kind in sample.table["error_kind"].to_pylist() if kind is not None]
     if errors:
         kinds = ", ".join(f"{kind} {errors.count(kind)}" for kind in sorted(set(errors)))
-        yield f"  fail    {len(errors)} of those read: {kinds}"
+        yield f"{FAIL}{len(errors)} of those read: {kinds}"
     yield f"tokens    {lengths.mean():.1f} a sample (longest {lengths.max()}), {about}{lengths.sum() * scale:,.0f} together"
     todo = f"{about}{masked.sum() * scale:,.0f} {prepared.spec.task.goal}"
     yield f"  new     {masked.mean():.1f} a sample, {todo}"
@@ -187,5 +191,7 @@ def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterat
         counts = [shape.count for shape in prepared.spec.shapes]
         known = [count for count in counts if count != "auto"]
         workers = sum(known) if len(known) == len(counts) else 1
-        shared = f" on {workers} workers" if len(known) == len(counts) else "; divide by the number of workers"
+        several = sample.total > rows_per_unit(prepared.spec, sample.total)  # a single unit is one worker's
+        divided = "; divide by the number of workers" if several else ""
+        shared = f" on {workers} workers" if len(known) == len(counts) else divided
         yield f"time      ~{duration(todo / rate / workers)}{shared}"

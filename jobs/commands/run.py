@@ -25,7 +25,7 @@ from draftmill.jobs.driving.driver import Driver, StopFlag
 from draftmill.jobs.driving.driver_log import DriverLog, LoggedDisplay
 from draftmill.jobs.driving.progress import Display, make_display
 from draftmill.jobs.driving.session import RayDidNotStart, is_connected
-from draftmill.jobs.driving.site import Site, WorkerPool, site_of
+from draftmill.jobs.driving.site import ReadingSite, Site, WorkerPool, site_of
 from draftmill.jobs.driving.totals import Totals
 from draftmill.jobs.driving.watchers import Watcher, Watchers
 from draftmill.jobs.finished.measure import measure_units
@@ -295,6 +295,9 @@ def _decoded(run: Run) -> Finish:
         run.display.note(f"resuming: {len(done):,} of {run.plan.units:,} units are done")
     committed = CommittedUnits()
     finish = Finish("done")
+    if left and not run.plan.is_readable:
+        run.display.note("no row can be decoded: the model is not loaded, and the results say why")
+        run = replace(run, site=ReadingSite(run.prepared.info, run.prepared.tokenizer), loads=False)
     if left:
         with run.site.opened(run.display), run.stop.on_signals():
             finish, committed = _drive(run, left, totals)

@@ -13,8 +13,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftmill.actors.canvas import Canvas, runs
@@ -30,9 +32,19 @@ from draftmill.actors.stop_text import stops_of
 from draftmill.decoders.base import HOLE, Decoder, Request
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.cost_forecast import forecast_lines
-from draftmill.jobs.commands.forecast import Made, Trial, TrialSample, canvas_lines, header, size_lines, trial_lines
+from draftmill.jobs.commands.forecast import (
+    FAIL,
+    Made,
+    Trial,
+    TrialSample,
+    canvas_lines,
+    header,
+    size_lines,
+    trial_lines,
+)
 from draftmill.jobs.commands.run import ready_for
 from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.jobs.finished.summary import EXAMPLES, Results, error_rows
 from draftmill.jobs.notes import counted
 from draftmill.jobs.plan.plan import lacks_a_column, make_maker, no_column
 from draftmill.jobs.plan.prepare import Prepared, prepare
@@ -42,10 +54,11 @@ from draftmill.jobs.recurring.new_inputs import new_files
 from draftmill.jobs.spec.dated_path import has_date
 from draftmill.jobs.spec.job_spec import JobSpec, at_date
 from draftmill.jobs.spec.places import check_places
+from draftmill.jobs.spec.thresholds import most_failed, too_many_failed
 from draftmill.jobs.watching.notify import check_receivers
 from draftmill.storage.errors import RowError, UserError
 from draftmill.storage.inputs.inputs import local_path
-from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate
+from draftmill.storage.inputs.reader import InputFile, Row, default_id, iterate, read_rows
 from draftmill.storage.stores.store import open_store
 
 SAMPLE_ROWS = 512
@@ -88,6 +101,9 @@ def validate(spec: JobSpec) -> int:
         print(line)
     for line in size_lines(prepared, sample):
         print(line)
+        if line.startswith(FAIL):
+            for more in failure_lines(prepared, sample):
+                print(more)
     trial = None
     if canvases:
         print(f"trial     loading the model, then decoding for about {TRIAL_S:.0f} s", flush=True)
@@ -115,6 +131,38 @@ def take_sample(prepared: Prepared) -> TrialSample:
     total = table.num_rows if exact else estimated_rows(inputs, table)
     total = total if spec.input.limit is None else min(total, spec.input.limit)
     return TrialSample(pa.concat_tables(each_sample(table, each)), each * total, exact)
+
+
+def failure_lines(prepared: Prepared, sample: TrialSample) -> Iterator[str]:
+    """The first failures of each kind, as a run's table has them, and whether there are more than `errors` allows."""
+    spec = prepared.spec
+    results = Results()
+    for row in sample.table.filter(pc.is_valid(sample.table["error_kind"])).to_pylist():
+        results.errors[row["error_kind"]] += 1
+        named = results.examples.setdefault(row["error_kind"], [])
+        if len(named) < EXAMPLES and row["id"] not in [name for name, _ in named]:
+            named.append((row["id"], _reason(prepared, row)))
+    rows = error_rows(results)[1:]
+    width = max(8, *(len(label) for label, _ in rows))
+    for label, text in rows:
+        yield f"{label:<{width}}  {text}"
+    failed = round(sum(results.errors.values()) * sample.total / sample.table.num_rows)
+    if too_many_failed(failed, sample.total, spec.errors):
+        allowed = f"more than `errors` allows ({most_failed(sample.total, spec.errors):,})"
+        if sample.exact:
+            yield f"          {counted(failed, 'failed sample')}: {allowed}; the run will end with exit code 3"
+        else:
+            yield f"          at this rate ~{failed:,} samples fail, {allowed}; the run would end with exit code 3"
+
+
+def _reason(prepared: Prepared, row: dict[str, Any]) -> str:
+    """Why a row of the survey has no canvas: it is read again."""
+    spec, file = prepared.spec, prepared.inputs[row["file"]]
+    columns = spec.input.columns.wanted(spec.task)
+    place = [(row["row"], row["offset"])]
+    (found,) = read_rows(file, place, columns=columns, chunk_chars=spec.input.chunk_chars, s3=spec.s3.options())
+    made = guarded(partial(_made, spec, maker_of(prepared), found, row["id"]), "tokenize", "tokenize_error")
+    return made.message if isinstance(made, RowError) else ""
 
 
 def estimated_rows(inputs: Sequence[InputFile], table: pa.Table) -> int:

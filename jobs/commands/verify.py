@@ -32,6 +32,7 @@ from draftmill.storage.errors import DamagedRun, StoreError
 from draftmill.storage.parquet import parquet_metadata, read_parquet
 from draftmill.storage.runs.commit import SUCCESS, CommittedUnit, Manifest, unit_name, unit_number, unit_numbers
 from draftmill.storage.runs.done import DoneUnits
+from draftmill.storage.runs.records import REMEDY
 from draftmill.storage.stores.promises import promised
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Store
@@ -283,4 +284,6 @@ def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence
         print(f"  BROKEN: {problem}")
     if len(findings.problems) > SHOWN:
         print(f"  and {len(findings.problems) - SHOWN} more")
+    if any("can't be read" in problem for problem in findings.problems):
+        print(f"  remedy for a file that can't be read: {REMEDY}")
     print("  " + (f"{len(findings.problems)} problems" if findings.problems else "all promises hold"))

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draftmill.actors.job import Crew, Job, Seat
@@ -35,6 +36,8 @@ from draftmill.storage.errors import UserError
 if TYPE_CHECKING:
     from draftmill.actors.pool import Spare
     from draftmill.actors.shelf import Shelf
+    from draftmill.actors.text import Tokenizer
+    from draftmill.decoders.base import ModelInfo
 
 BYTES_PER_EARLY_WORKER = 2**20
 """Input bytes per worker that is started early, before the number of units is known."""
@@ -179,6 +182,25 @@ class LocalSite:
         """See Site; there are no processes, but networks in memory."""
         if self._shelf is not None:
             self._shelf.clear()
+
+
+class ReadingSite(LocalSite):
+    """For a run of which no row can be decoded: one worker in this process, which loads no model and writes the reasons."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer | None) -> None:
+        super().__init__()
+        self._info, self._tokenizer = info, tokenizer
+
+    def crew(self, spec: JobSpec, *, units: int) -> Crew:
+        """See Site."""
+        return Crew((Seat(1.0, 0.0, 1),), (1,))
+
+    def pool(self, job: Job, crew: Crew) -> WorkerPool:
+        """See Site."""
+        from draftmill.actors.local_pool import LocalPool
+        from draftmill.actors.worker import reading_runner
+
+        return LocalPool(job, crew.seats[0], build=partial(reading_runner, info=self._info, tokenizer=self._tokenizer))
 
 
 class RaySite:

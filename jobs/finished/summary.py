@@ -113,7 +113,7 @@ def table_lines(
         ("exact", exactness(manifest.exact)),
         *_machine_rows(results, sessions),
         *_cost_rows(results, sessions, estimate),
-        *_error_rows(results),
+        *error_rows(results),
     ]
     rows.append(("results", f"{url}/data  ({counted(len(manifest.units), 'file')}, {manifest.total('bytes'):,} bytes)"))
     width = max(len(label) for label, _ in rows)
@@ -177,7 +177,7 @@ def is_small(rows: int, sessions: Sessions) -> bool:
     return sessions.wall_s < MIN_S or rows < MIN_TURNS * slots
 
 
-def _error_rows(results: Results) -> list[tuple[str, str]]:
+def error_rows(results: Results) -> list[tuple[str, str]]:
     """The number of failed samples of each kind and, below, the first few of each kind with their reasons."""
     if not results.errors:
         return [("errors", "none")]

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from draftmill.actors.task import Infill
 from draftmill.decoders.base import ModelInfo
@@ -85,9 +85,14 @@ def identity(file: InputFile) -> dict[str, Any]:
     return known
 
 
+LEFT_OUT: Final = {"sampling.n": 1}
+"""Defaults that a plan does not have, so that plans of earlier versions stay the same."""
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each dotted key whose value differs, as `decoder.k was 5, is 4`; sorted."""
     old, new = dict(_flat(before)), dict(_flat(now))
+    old, new = ({key: LEFT_OUT[key] for key in (old | new).keys() & LEFT_OUT.keys()} | one for one in (old, new))
     return [
         f"{key} was {_shown(old, key)}, is {_shown(new, key)}"
         for key in sorted(old.keys() | new.keys())
@@ -105,7 +110,7 @@ def common(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list[str]:
-    """Describe each input that is new, missing or changed, as `a.jsonl (size was 10, is 12)`."""
+    """Describe each input that is new, missing or changed, as `a.jsonl (other content, 10 -> 12 bytes)`."""
     old, new = {file.name: identity(file) for file in before}, {file.name: identity(file) for file in now}
     found = []
     for name in sorted(old.keys() | new.keys()):
@@ -114,8 +119,19 @@ def changed_files(before: Sequence[InputFile], now: Sequence[InputFile]) -> list
         elif name not in old:
             found.append(f"{name} (new)")
         elif old[name] != new[name]:
-            found.append(f"{name} ({', '.join(differences(old[name], new[name]))})")
+            found.append(f"{name} ({_change(old[name], new[name])})")
     return found
+
+
+def _change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """How a file differs from the planned one: its content, told by its size, or else the facts that differ."""
+    if {"size", "sha256", "etag"} & {item.partition(" ")[0] for item in differences(old, new)}:
+        sizes = old.get("size"), new.get("size")
+        told = (
+            f"{sizes[0]:,} -> {sizes[1]:,} bytes" if None not in sizes and sizes[0] != sizes[1] else "of the same size"
+        )
+        return f"other content, {told}"
+    return ", ".join(differences(old, new))
 
 
 def shortened(items: Sequence[str]) -> str:

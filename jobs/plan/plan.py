@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import pyarrow as pa
@@ -47,9 +48,12 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.inputs.fields import field_of
 from draftmill.storage.inputs.kept import KeptTypes, written
 from draftmill.storage.inputs.kept import read as read_kept
-from draftmill.storage.inputs.reader import InputFile, default_id, delimiter_hint, iterate, read_rows
+from draftmill.storage.inputs.reader import InputFile, Row, default_id, delimiter_hint, iterate, read_rows
 from draftmill.storage.runs.records import SCHEMA_VERSION, schema_of
 from draftmill.storage.stores.verbs import AlreadyExists, NotFound, Store
+
+LOOKED_AT: Final = 1000
+"""Rows among which a message looks for a value of a column."""
 
 UNREADABLE: Final = ("bad_json", "bad_encoding", "bad_row")
 """Error kinds of rows that can't be read; such rows say nothing about the input's columns."""
@@ -105,6 +109,11 @@ class Plan:
     def schema(self) -> pa.Schema:
         """The schema of the result rows."""
         return schema_of(self.results["schema_version"], self.keep)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether any row can be decoded."""
+        return sum(self.errors.values()) < self.rows
 
     def sizes(self) -> Iterator[UnitSize]:
         """Rows, tokens and window of every unit, in order."""
@@ -343,8 +352,11 @@ def lacks_a_column(kinds: Mapping[str | None, int]) -> bool:
 def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     """The error of a job whose rows all lack a needed column: then the spec is wrong, not the rows."""
     s3 = spec.s3.options()
-    rows = (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
-    first = next((row for row in rows if row.error is None), None)
+
+    def rows_of() -> Iterator[Row]:
+        return (row for file in inputs for row in iterate(file, chunk_chars=spec.input.chunk_chars, s3=s3))
+
+    first = next((row for row in rows_of() if row.error is None), None)
     there = (first.values if first is not None else None) or {}
     if not isinstance(spec.task, Infill) and not spec.task.chat and there.get("messages") is not None:
         return UserError(
@@ -354,10 +366,14 @@ def no_column(spec: JobSpec, inputs: Sequence[InputFile]) -> UserError:
     expected = _expected_column(spec.task, there)
     needed = spec.input.columns.named() or {expected: expected}
     name, column = next((pair for pair in needed.items() if field_of(there, pair[1]) is None), (expected, expected))
-    return UserError(
-        f"no row has a value in a column {column!r}; the first row has {listed(there)}{delimiter_hint(inputs, s3)}",
-        field=f"input.columns.{name}",
-    )
+    says = f"no row has a value in a column {column!r}; the first row has {listed(there)}"
+    held = (field_of(row.values or {}, column) for row in islice(rows_of(), LOOKED_AT) if row.error is None)
+    value = next((value for value in held if value is not None), None)
+    if isinstance(value, str):
+        says = f"rows have no value in a column {column!r}, and those that have one can't be read for other reasons"
+    elif value is not None:
+        says = f"no row has a text in a column {column!r}; the first one that has it holds {type(value).__name__} there"
+    return UserError(f"{says}{delimiter_hint(inputs, s3)}", field=f"input.columns.{name}")
 
 
 def _expected_column(task: Task, there: dict[str, Any]) -> str:

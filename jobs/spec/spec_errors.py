@@ -181,16 +181,45 @@ def _kinds(model: type[BaseModel], location: Sequence[Any]) -> str:
     return ", ".join(kind for found in _models_at(model, location) for kind in _kind_of(found))
 
 
+UNSUPPORTED = frozenset(
+    {
+        *(
+            "bad_words",
+            "chat_template_kwargs",
+            "echo",
+            "frequency_penalty",
+            "guided_json",
+            "guided_regex",
+            "logit_bias",
+        ),
+        *("logprobs", "min_p", "min_tokens", "num_beams", "presence_penalty", "prompt_logprobs", "repetition_penalty"),
+        *(
+            "response_format",
+            "stop_token_ids",
+            "structured_outputs",
+            "system",
+            "system_prompt",
+            "tools",
+            "top_logprobs",
+        ),
+    }
+)
+"""Keys of other software that a user may expect."""
+
+
 def _unknown(model: type[BaseModel], location: Sequence[Any], path: str) -> str:
     name, section = str(location[-1]), path.rpartition(".")[0]
     known = [key for found in _models_at(model, location[:-1]) for key in found.model_fields]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     elsewhere = [dotted for dotted in all_keys(model) if dotted.rpartition(".")[2] == name and dotted != path]
-    nearest = near or elsewhere or difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-    suggestion = nearest[0] if nearest and nearest[0] not in known else ".".join(filter(None, [section, *nearest]))
-    return (
-        f"unknown key; did you mean {suggestion}? known {f'under {section}' if section else 'keys'}: {', '.join(known)}"
-    )
+    nearest = near or elsewhere
+    hint = ""
+    if nearest:
+        suggestion = nearest[0] if nearest[0] not in known else ".".join(filter(None, [section, nearest[0]]))
+        hint = f" did you mean {suggestion}?"
+    elif name in UNSUPPORTED:
+        hint = " this is not supported;"
+    return f"unknown key;{hint} known {f'under {section}' if section else 'keys'}: {', '.join(known)}"
 
 
 def all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

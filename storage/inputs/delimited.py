@@ -10,7 +10,7 @@ from io import BufferedReader
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.input_file import FIELD
-from draftmill.storage.inputs.lines import BOM, Reader, Start, skip_line, too_long_message
+from draftmill.storage.inputs.lines import BOM, Reader, Start, known_bytes, skip_line, too_long_message
 from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, failed
 
 
@@ -68,7 +68,7 @@ def _header(source: _Lines, delimiter: str) -> list[str]:
         return []
     problem = record.problem
     if any(map(_has_surrogates, record.fields)):
-        problem = "not valid UTF-8"
+        problem = f"not valid UTF-8{known_bytes(record.fields[0].encode('utf-8', 'surrogateescape'))}"
     if len(set(record.fields)) < len(record.fields):
         problem = f"a column is named twice: {', '.join(record.fields)}"
     if problem:

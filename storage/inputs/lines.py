@@ -69,6 +69,13 @@ def jsonl_rows(stream: BufferedReader, start: Start) -> Iterator[Row]:
             yield _jsonl_row(line)
 
 
+def known_bytes(data: bytes) -> str:
+    """What a file that is not UTF-8 seems to be, by its first bytes; empty where they say nothing."""
+    if data.startswith(b"\x1f\x8b"):
+        return ", but gzip: give the file a name that ends in .gz"
+    return ", but UTF-16: save it as UTF-8" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else ""
+
+
 def _jsonl_row(line: Line) -> Row:
     if line.too_long:
         return failed(line.row, line.offset, "bad_row", too_long_message("line"))
@@ -77,9 +84,10 @@ def _jsonl_row(line: Line) -> Row:
         if b"\\u" in line.data:
             _refuse_lone_surrogates(values)
     except UnicodeError as error:
-        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8: {error}")
+        return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{known_bytes(line.data)}: {error}")
     except (ValueError, RecursionError) as error:
-        return failed(line.row, line.offset, "bad_json", f"not valid JSON: {error}")
+        comma = "; JSON lines have no comma at their end" if line.data.rstrip().endswith(b"},") else ""
+        return failed(line.row, line.offset, "bad_json", f"not valid JSON: {error}{comma}")
     if not isinstance(values, dict):
         return failed(line.row, line.offset, "bad_row", f"a JSON object is needed, not {type(values).__name__}")
     return Row(line.row, line.offset, openai_request(values))

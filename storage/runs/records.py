@@ -14,7 +14,7 @@ from draftmill.storage.errors import DamagedRun
 from draftmill.storage.inputs.kept import KEEP
 from draftmill.storage.parquet import read_parquet
 from draftmill.storage.stores.promises import promised
-from draftmill.storage.stores.verbs import Store
+from draftmill.storage.stores.verbs import NotFound, Store
 
 SCHEMA_VERSION = 6
 _ADDED = {
@@ -181,18 +181,22 @@ def read_results(
     """Yield one table per unit file, checksums verified, one table in memory at a time, and a few files from S3.
 
     `objects` are the files to read (the manifest's), by default all that lie in `data/`, in the order of units. Raises
-    DamagedRun, which names the file, where one is damaged; StoreError where it is missing.
+    DamagedRun, which names the file and a remedy, where one is damaged or missing.
     """
     names = objects if objects is not None else (stat.name for stat in store.list("data/"))
     for name, data in promised(store, names, store.get):
         try:
             table = read_parquet(data.result(), columns=columns)
+        except NotFound:
+            raise damaged(store, name, "it does not exist") from None
         except (pa.ArrowInvalid, OSError) as error:
             raise damaged(store, name, error) from None
         yield table
 
 
-def damaged(store: Store, name: str, error: Exception) -> DamagedRun:
+REMEDY = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
+
+
+def damaged(store: Store, name: str, reason: object) -> DamagedRun:
     """The error of a unit's file that can't be read."""
-    remedy = "delete it, _manifest.json and _SUCCESS, and the next run repeats its unit"
-    return DamagedRun(f"{store.url}/{name}", error, remedy)
+    return DamagedRun(f"{store.url}/{name}", reason, REMEDY)

@@ -18,7 +18,9 @@ def open_store(url: str, *, s3: S3Options | None = None) -> Store:
     """
     scheme, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(os.path.expanduser(url))
+        if os.path.isfile(place := os.path.expanduser(url)):
+            raise UserError(f"{url!r} is a file; allowed: a folder")
+        return LocalStore(place)
     if scheme == "memory":
         return MemoryStore(rest)
     if scheme == "s3":

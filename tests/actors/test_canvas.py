@@ -203,6 +203,22 @@ def test_half_a_character_at_a_hole_does_not_raise() -> None:
     assert finished.text == "é🙂" and finished.fills[0]["text"] == "\ufffd"
 
 
+def test_a_mask_of_tokens_may_cut_a_character_and_a_mask_of_text_never_does() -> None:
+    text = "a🙂b\nc🙂d"
+    broken = 0
+    for key in range(40):
+        cut = maker({"kind": "spans", "count": 1, "length": 2}, tokenizer=byte_level()).make({"text": text}, key)
+        ids = np.asarray(byte_level().encode(text), dtype=np.int32)
+        shown = cut.tokens != HOLE
+        assert (cut.tokens[shown] == ids[shown]).all(), "visible tokens stay what they were"
+        finished = finish_row(cut, np.full(2, ids[0], np.int32), byte_level())
+        broken += "\ufffd" in (finished.text or "")
+        whole = maker({"kind": "lines", "count": 1}, tokenizer=byte_level()).make({"text": text}, key)
+        filled_in = finish_row(whole, np.full(whole.num_masked, ids[0], np.int32), byte_level())
+        assert "\ufffd" not in (filled_in.text or "") and "🙂" in (filled_in.text or "")
+    assert broken, "what docs/specs.md says of masks of tokens"
+
+
 def test_words_that_do_not_join_are_hidden_by_their_tokens() -> None:
     words = word_pieces()
     assert not words.joins and byte_level().joins

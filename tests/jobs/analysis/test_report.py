@@ -369,9 +369,9 @@ def test_legends_stand_below_the_plots_and_no_words_overlap(grid: Path, long: in
         drawn = [*quality_plots(cases, ["exact_match"]), cost_plot(cases), acceptance_plot(cases), course_plot(cases)]
         for plot in [one for one in drawn if one is not None]:
             check_layout(plot.figure, legends=1)
-        for plot in (length_plot(cases), times_plot(cases), sizes_plot(cases)):
-            assert plot is not None
-            check_layout(plot.figure, legends=0)
+        for panel in (length_plot(cases), times_plot(cases), sizes_plot(cases)):
+            assert panel is not None
+            check_layout(panel.figure, legends=0)
 
 
 def check_layout(figure: Any, *, legends: int) -> None:

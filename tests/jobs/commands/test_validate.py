@@ -26,6 +26,31 @@ from draftmill.storage.inputs.reader import list_inputs
 from tests.actors.tokenizers_for_tests import byte_level
 
 
+def test_a_dry_run_names_the_first_failures_and_the_exit_code_that_they_lead_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "batch.jsonl"
+    bodies = [{"prompt": "x"} | ({"min_p": 0.1} if number % 4 == 0 else {}) for number in range(20)]
+    url = "/v1/completions"
+    lines = [{"custom_id": f"r{n}", "method": "POST", "url": url, "body": body} for n, body in enumerate(bodies)]
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    spec = {
+        "name": "dry",
+        "task": {"kind": "complete", "max_new_tokens": 2},
+        "input": {"path": str(file)},
+        "model": {"path": "builtin:ar-micro"},
+        "decoder": {"kind": "autoregressive"},
+        "output": {"path": str(tmp_path / "run")},
+    }
+    assert validate(check_spec(spec)) == 0
+    said = capsys.readouterr().out
+    assert said.count("  unsupported  r") == 3 and "  unsupported  r0: min_p: '0.1' is not supported" in said
+    assert "and 2 more of status failed and error_kind unsupported" in said
+    assert "5 failed samples: more than `errors` allows (1); the run will end with exit code 3" in said
+    assert validate(check_spec(spec | {"errors": {"max_rate": 0.5}})) == 0
+    assert "exit code 3" not in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     rows = [{"id": "bad"}, *({"id": f"r{number}", "text": f"x = <mask:{number + 1}>;\n"} for number in range(20))]
@@ -191,6 +216,7 @@ def test_prompts_that_will_be_cut_are_counted() -> None:
 
 def test_samples_that_were_cut_are_said_to_be() -> None:
     sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
-    prepared: Any = SimpleNamespace(spec=SimpleNamespace(shapes=[SimpleNamespace(count="auto")]))
+    spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
+    prepared: Any = SimpleNamespace(spec=spec)
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
     assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]

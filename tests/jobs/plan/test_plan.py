@@ -208,7 +208,7 @@ def test_an_input_of_the_same_size_and_other_bytes_refuses_a_resume(tmp_path: Pa
     make_plan(prepare(spec, store), store, Silence())
     file.write_bytes(file.read_bytes().replace(b"def g", b"def h"))
     os.utime(file, (1, 1))
-    with pytest.raises(UserError, match=r"rows\.jsonl \(sha256 was ") as caught:
+    with pytest.raises(UserError, match=r"rows\.jsonl \(other content, of the same size\)") as caught:
         prepare(spec, store)
     assert caught.value.field == "input.path"
 
@@ -225,7 +225,7 @@ def test_an_input_is_read_for_its_hash_only_where_its_date_changed(
     monkeypatch.setattr("draftmill.storage.inputs.contents._hashed", never)
     prepare(spec, store)
     file.write_text("of another size")
-    with pytest.raises(UserError, match=r"rows\.jsonl \(.*size was "):
+    with pytest.raises(UserError, match=r"rows\.jsonl \(other content, 36 -> 15 bytes\)"):
         prepare(spec, store)
 
 
@@ -276,6 +276,10 @@ def test_limit_counts_rows_over_all_files(rows: Path) -> None:
         ('{"body": "x"}\n{"body": "y"}', {}, "input.columns.text", "a value in a column 'text'; the first row has 'body'"),
         ('{"text": "x"}\n{"text": "y"}', {"id": "name"}, "input.columns.id", "column 'name'; the first row has 'text'"),
         ('{"bo\n{"body": "x"}\n[1]', {}, "input.columns.text", "no row has a value in a column 'text'; the first row has 'body'"),
+        ('{"id": "a", "text": 3}\n{"id": "b"}', {}, "input.columns.text",
+         "no row has a text in a column 'text'; the first one that has it holds int there"),
+        ('{"id": 0.5, "text": "x"}\n{"id": "b"}', {"id": "id"}, "input.columns.text",
+         "rows have no value in a column 'text', and those that have one can't be read for other reasons"),
     ],
 )  # fmt: skip
 def test_an_unusable_input_leaves_nothing_behind(

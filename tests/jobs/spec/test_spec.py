@@ -41,7 +41,7 @@ def refusal(*overrides: str) -> str:
         ("modle={}", "modle: unknown key; did you mean model?"),
         ("input.columns.txt=a", "input.columns.txt: unknown key; did you mean input.columns.text?"),
         ("task.mask.rates=0.5", "task.mask.rates: unknown key; did you mean task.mask.rate?"),
-        ("task.mask.length=3", "task.mask.length: unknown key; did you mean task.mask.rate? known under task.mask: kind, rate"),
+        ("task.mask.length=3", "task.mask.length: unknown key; known under task.mask: kind, rate"),
         ("decoder.k='4'", "decoder.k: '4' is not allowed; allowed: a whole number"),
         ("decoder.k=4.5", "decoder.k: 4.5 is not allowed; allowed: a whole number"),
         ("decoder.k=true", "decoder.k: True is not allowed; allowed: a whole number"),

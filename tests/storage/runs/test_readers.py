@@ -27,9 +27,18 @@ def kept_schema() -> pa.Schema:
 
 def rows() -> list[dict[str, Any]]:
     kept = {"int8": 7, "uint64": 2**53, "structs": [{"a": 1}], "a.b": "dotted", "a map": '[["a", 1]]'}
-    score = {"metrics": {"bits_per_byte": 1.25}, "token_logprobs": [-0.5], "is_greedy": True, "nfe_kinds": None}
-    block = {"metrics": None, "nfe_kinds": {"prefill": 1, "draft": 2, "verify": 3, "commit": 0}, "keep": None}
-    told = {"endpoint": "/v1/completions", "request_model": "tiny", "token_texts": ["a", "\n"]}
+    score: dict[str, Any] = {
+        "metrics": {"bits_per_byte": 1.25},
+        "token_logprobs": [-0.5],
+        "is_greedy": True,
+        "nfe_kinds": None,
+    }
+    block: dict[str, Any] = {
+        "metrics": None,
+        "nfe_kinds": {"prefill": 1, "draft": 2, "verify": 3, "commit": 0},
+        "keep": None,
+    }
+    told: dict[str, Any] = {"endpoint": "/v1/completions", "request_model": "tiny", "token_texts": ["a", "\n"]}
     return [
         result_row(0, started_at=STARTED, keep=kept, **score),
         result_row(1, **block, **told),
@@ -87,10 +96,11 @@ def test_pandas_reads_results(files: Path) -> None:
 def test_duckdb_reads_results(files: Path) -> None:
     import duckdb
 
-    found = duckdb.sql(f"SELECT * FROM read_parquet('{files}/*.parquet') ORDER BY id").to_arrow_table()
-    check(found.to_pylist())
+    found: Any = duckdb.sql(f"SELECT * FROM read_parquet('{files}/*.parquet') ORDER BY id")
+    check(found.to_arrow_table().to_pylist())
     query = f"SELECT metrics.bits_per_byte, nfe_kinds.verify, keep['a.b'] FROM read_parquet('{files}/*.parquet') ORDER BY id"
-    assert duckdb.sql(query).fetchall()[:2] == [(1.25, None, "dotted"), (None, 3, None)]
+    shown: Any = duckdb.sql(query)
+    assert shown.fetchall()[:2] == [(1.25, None, "dotted"), (None, 3, None)]
 
 
 def test_polars_reads_results(files: Path) -> None:
