@@ -14,23 +14,21 @@ class LineFiles:
         self._store, self._prefix = store, prefix
         self._part = 0
         self._lines: list[str] = []
-        self._dirty = False
+        self._written = 0
+        """How many of the lines the last file has: other threads may add lines at any time, so no flag could tell."""
 
     def add(self, line: str) -> None:
         """Add a line, from any thread; `flush`, which one thread calls, writes it."""
         self._lines.append(line)
-        self._dirty = True
 
     def flush(self) -> None:
         """Write the new lines; raises StoreError if the store can't be written, and keeps the lines."""
-        if not self._dirty:
+        lines = self._lines[:]
+        if len(lines) == self._written:
             return
-        lines, self._dirty = self._lines[:], False  # other threads may add lines meanwhile
-        try:
-            self._store.put(f"{self._prefix}-part-{self._part:04d}.jsonl", ("\n".join(lines) + "\n").encode())
-        except BaseException:
-            self._dirty = True
-            raise
-        if len(lines) >= LINES_PER_FILE:
+        self._store.put(f"{self._prefix}-part-{self._part:04d}.jsonl", ("\n".join(lines) + "\n").encode())
+        self._written = len(lines)
+        if self._written >= LINES_PER_FILE:
             self._part += 1
-            del self._lines[: len(lines)]
+            del self._lines[: self._written]
+            self._written = 0

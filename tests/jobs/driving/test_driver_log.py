@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -162,3 +163,27 @@ def test_a_full_file_is_followed_by_another_and_not_written_again() -> None:
     lines.flush()
     assert store.get("log/x-part-0001.jsonl") == b"more\n"
     assert store.stat("log/x-part-0000.jsonl") == etag
+
+
+class Raced(list[str]):
+    """Lines to which another thread adds one in the moment after they were copied."""
+
+    def __init__(self, add: Callable[[str], None]) -> None:
+        super().__init__()
+        self.then = [lambda: add("late")]
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        while isinstance(place, slice) and self.then:
+            self.then.pop()()
+        return found
+
+
+def test_a_line_that_comes_while_the_others_are_copied_is_in_the_next_flush() -> None:
+    store = open_store("memory://raced-lines")
+    lines = LineFiles(store, "log/x")
+    lines._lines = Raced(lines.add)
+    lines.add("early")
+    lines.flush()
+    lines.flush()
+    assert store.get("log/x-part-0000.jsonl") == b"early\nlate\n"
