@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of
+from draftmill.jobs.codes import INTERRUPTED, OK, code_of, severest
 from draftmill.jobs.commands.run import RunOptions, run_job
 from draftmill.jobs.driving.session import ray_session
 from draftmill.jobs.notes import counted
@@ -15,9 +15,6 @@ from draftmill.jobs.recurring.catching_up import Due, dates_of
 from draftmill.jobs.spec.dated_path import written
 from draftmill.jobs.spec.job_spec import JobSpec, with_logical_date
 from draftmill.storage.errors import StoreError, UserError
-
-SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
-"""The exit code of several runs is the first of these that one of them has."""
 
 
 def catchup(
@@ -58,7 +55,7 @@ def run_all(spec: JobSpec, options: RunOptions, due: Sequence[Due], start: Calla
         codes.append(_run(with_logical_date(spec, date), options))
         if codes[-1] == INTERRUPTED:
             break
-    return next((code for code in SEVEREST if code in codes), OK)
+    return severest(codes)
 
 
 def _run(spec: JobSpec, options: RunOptions) -> int:

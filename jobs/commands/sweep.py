@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of
+from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE, code_of, severest
 from draftmill.jobs.commands.run import Run, RunOptions, decode, told_full
 from draftmill.jobs.commands.sweep_cases import SweepCase, check_cases, in_order, loads_of, plan_cases, problem_lines
 from draftmill.jobs.commands.sweep_table import sweep_lines
@@ -36,9 +36,6 @@ from draftmill.storage.stores.store import sweep as delete_stray_files
 from draftmill.storage.stores.verbs import NotFound, Store
 
 FORMAT = 1
-
-SEVEREST = (INTERRUPTED, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED)
-"""The exit code of a sweep is the first of these that one of its cases has."""
 
 
 @dataclass(slots=True)
@@ -241,7 +238,7 @@ def closed(made: Sweep, cases: Sequence[SweepCase], problems: dict[str, str]) ->
         if case.is_closed and case.code is None:
             case.code = judged(case)
     codes = [UNUSABLE] * bool(problems) + [INTERRUPTED if case.code is None else case.code for case in cases]
-    code = next((code for code in SEVEREST if code in codes), OK)
+    code = severest(codes)
     finished = [case for case in cases if case.problem is None and case.code in {OK, TOO_MANY_FAILED}]
     for line in sweep_lines(made, cases, problems):
         print(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draftmill.jobs.codes import TOO_MANY_FAILED, UNUSABLE
+from draftmill.jobs.codes import FINAL
 from draftmill.jobs.manifests.commented import Comments, documents
 from draftmill.jobs.manifests.job import GRACE_S, Job
 from draftmill.jobs.manifests.pods import (
@@ -102,7 +102,7 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _failure_policy() -> dict[str, Any]:
-    hopeless = {"containerName": "submit", "operator": "In", "values": [UNUSABLE, TOO_MANY_FAILED]}
+    hopeless = {"containerName": "submit", "operator": "In", "values": list(FINAL)}
     return {
         "rules": [
             {"action": "FailJob", "onExitCodes": hopeless},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+from draftmill.jobs.codes import FINAL, OK
 from draftmill.jobs.manifests.commented import comment
 from draftmill.jobs.manifests.job import GRACE_S, Job
 from draftmill.jobs.manifests.options import size_bytes
@@ -85,7 +86,8 @@ def _body(job: Job) -> str:
     parts += [DATE] if job.dated else []
     parts += [RAY, _driver(job)]
     end = END + (END_OF_DATE if job.dated else "") + LAST
-    return "\n".join([*parts, end.replace("RETRIES", str(job.options.tries_again))])
+    over = " | ".join(map(str, (OK, *FINAL)))
+    return "\n".join([*parts, end.replace("RETRIES", str(job.options.tries_again)).replace("OVER", over)])
 
 
 def _auth(job: Job) -> str:
@@ -174,7 +176,7 @@ END = """
 # 0: finished. 2: the spec or the input can't be used. 3: too many samples failed. Another try would end alike.
 # 1 and others: something unexpected, such as a lost head node. 4: interrupted. Both resume, unless somebody stopped the job.
 case $code in
-  0 | 2 | 3) again=no ;;
+  OVER) again=no ;;
   *) if [ "$stop" = no ]; then again=yes; fi ;;
 esac
 if [ "$again" = yes ] && [ "${SLURM_RESTART_COUNT:-0}" -lt RETRIES ]; then

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 
+from draftmill.jobs.codes import FINAL
 from draftmill.jobs.manifests.commented import comment
 from draftmill.jobs.manifests.job import GRACE_S, KILL_S, Job
 from draftmill.jobs.manifests.one_machine import check_places, run_words
@@ -49,7 +50,7 @@ def service(job: Job) -> str:
         "# the input can't be used) and 3 (too many samples failed) would be the same again.",
         f"Restart={'no' if _interval_s(job) is None else 'on-failure'}",
         f"RestartSec={RESTART_S}",
-        "RestartPreventExitStatus=2 3",
+        f"RestartPreventExitStatus={' '.join(map(str, FINAL))}",
         "# The time limit of a run, and the time from SIGTERM to SIGKILL. Ray's processes get their SIGTERM from the driver.",
         f"TimeoutStartSec={options.limit_s}",
         f"TimeoutStopSec={KILL_S}",

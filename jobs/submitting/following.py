@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draftmill.jobs.codes import INTERRUPTED, OK, TOO_MANY_FAILED, UNEXPECTED, UNUSABLE
+from draftmill.jobs.codes import INTERRUPTED, OK, SEVEREST, UNEXPECTED
 from draftmill.jobs.submitting.client import JobClient, Unreachable
 from draftmill.jobs.submitting.names import is_over
 from draftmill.storage.errors import StoreError
@@ -19,8 +19,6 @@ from draftmill.storage.errors import StoreError
 POLL_S = 1.0
 SILENT_S = 60.0
 """Seconds without any answer of the cluster after which it counts as lost: as long as a driver waits for a lost head."""
-
-OWN_CODES = (OK, UNEXPECTED, UNUSABLE, TOO_MANY_FAILED, INTERRUPTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def end_of(info: Any) -> End:
         return End(OK)
     if status == "STOPPED":
         return End(INTERRUPTED, "the job was stopped; submit it again to resume")
-    if code in OWN_CODES[1:]:
+    if code in SEVEREST and code != OK:
         return End(code)
     if code is None:
         lines = [line.strip() for line in str(info.message or "").splitlines() if line.strip()]
