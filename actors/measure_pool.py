@@ -95,7 +95,11 @@ class MeasurePool:
             cause = error.as_instanceof_cause()
             if isinstance(cause, UserError):
                 raise UserError(cause.message, field=cause.field) from None
-            assert unit is not None, "only units raise errors in a worker that is up"
+            if unit is None:  # a reused worker that could not take this job: out of memory, a judge that does not load
+                self._members.remove(member)
+                end_workers([member.actor])
+                self._lose(None, error)
+                return None
             self._again(unit, reason_of(error))
             self._give(member)
             return None
