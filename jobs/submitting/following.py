@@ -17,6 +17,10 @@ from draftmill.jobs.submitting.names import is_over
 from draftmill.storage.errors import StoreError
 
 POLL_S = 1.0
+AGAIN_PER_S = 1_000_000
+"""Characters of log that broken connections may bring again per second on average: a long log waits for its next connection,
+so that what is read grows with the time, not with its square."""
+
 SILENT_S = 60.0
 """Seconds without any answer of the cluster after which it counts as lost: as long as a driver waits for a lost head."""
 
@@ -84,10 +88,11 @@ class Follower:
     wait: Callable[[float], None] = time.sleep
     _shown: int = 0
     _skip: int = 0
+    _opened_s: float = 0.0
 
     def follow(self) -> End:
         """Return when the job is over; Unreachable if the cluster is silent for SILENT_S."""
-        tail = LogTail(self.client, self.name)
+        tail = self._opened()
         while True:
             self._take(tail)
             info = self._info()
@@ -98,8 +103,14 @@ class Follower:
                 return end_of(info)
             if not tail.is_alive():
                 self._take(tail)
-                tail, self._skip = LogTail(self.client, self.name), self._shown
+                if self.clock() - self._opened_s >= self._shown / AGAIN_PER_S:
+                    tail = self._opened()
             self.wait(POLL_S)
+
+    def _opened(self) -> LogTail:
+        """A new connection, which brings the whole log again: Ray's job API can't begin in its middle."""
+        self._skip, self._opened_s = self._shown, self.clock()
+        return LogTail(self.client, self.name)
 
     def _info(self) -> Any:
         """The job's state; asks again while the cluster does not answer."""

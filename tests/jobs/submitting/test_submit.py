@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from draftmill.jobs.spec.job_spec import JobSpec, check_spec
 from draftmill.jobs.submitting import following
 from draftmill.jobs.submitting.address import Cluster
 from draftmill.jobs.submitting.client import Unreachable
-from draftmill.jobs.submitting.following import Follower, end_of
+from draftmill.jobs.submitting.following import Follower, LogTail, end_of
 from draftmill.jobs.submitting.names import RUN, stem_of
 from draftmill.jobs.submitting.package import Shipment
 from draftmill.jobs.submitting.request import Request
@@ -141,6 +142,22 @@ def test_a_log_is_shown_once_however_often_its_connection_breaks():
     cluster.script = script
     assert Follower(cluster, "j", shown.append, wait=lambda s: time.sleep(0)).follow().code == 0
     assert "".join(shown) == job.log
+
+
+def test_a_long_log_is_not_read_again_at_every_turn_of_a_connection_that_breaks():
+    job, now, shown = FakeJob("j", log="x" * 5_000_000), [0.0], list[str]()
+    cluster = FakeCluster(job)
+    cluster.script = lambda asked: job.end("SUCCEEDED", 0) if asked > 100 else None
+
+    def wait(s: float) -> None:
+        now[0] += 1.0
+        for thread in threading.enumerate():
+            if isinstance(thread, LogTail):
+                thread.join()
+
+    assert Follower(cluster, "j", shown.append, clock=lambda: now[0], wait=wait).follow().code == 0
+    assert "".join(shown) == job.log
+    assert cluster.tails == 20  # one in 5 s: a million characters a second
 
 
 def test_a_cluster_that_is_silent_for_a_while_is_borne_and_then_given_up():
