@@ -26,6 +26,7 @@ from draftmill.storage.failpoints import failpoint
 from draftmill.storage.parquet import write_parquet
 from draftmill.storage.runs.commit import SUCCESS
 from draftmill.storage.runs.lease import LEASE
+from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import remove_empty_folders
 from draftmill.storage.stores.verbs import AlreadyExists, S3Options, Stat, Store
 
@@ -74,7 +75,7 @@ def candidates(base: Store, keep: Keep, now: datetime, *, unfinished: bool, s3: 
 
     def judged(run: FoundRun, facts: RunFacts) -> Candidate:
         stays = _may_go(facts, unfinished=unfinished) or _kept(facts, keep, newest, now)
-        objects = [] if stays else list(_objects(run, facts))
+        objects = [] if stays else list(_objects(run.store, run.level, is_success=facts.is_success))
         if facts.is_pruned and not objects:
             stays = "its results were pruned before"
         return Candidate(run, facts, stays, objects)
@@ -109,35 +110,36 @@ def _kept(facts: RunFacts, keep: Keep, newest: set[str], now: datetime) -> str |
     return None
 
 
-def _objects(run: FoundRun, facts: RunFacts) -> Iterator[Stat]:
+def _objects(store: Store, level: Level, *, is_success: bool) -> Iterator[Stat]:
     for folder in FOLDERS:
-        for stat in run.store.list(folder):
-            if not (facts.is_success and stat.name.startswith("attempts/") and stat.name.endswith(SESSIONS)):
+        for stat in store.list(folder):
+            if not (is_success and stat.name.startswith("attempts/") and stat.name.endswith(SESSIONS)):
                 yield stat
-    if not facts.is_success:
-        own = {name: stat for name, stat in run.level.files.items() if name[0] == "_" and name not in {PLAN, LEASE}}
+    if not is_success:
+        own = {name: stat for name, stat in level.files.items() if name[0] == "_" and name not in {PLAN, LEASE}}
         yield from (replace(stat, name=name) for name, stat in own.items())
 
 
 def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options | None) -> None:
-    """Delete what goes of a run, under its lease; may be called again after it was killed. Held if a driver has started."""
-    store = one.run.store
+    """Delete what goes of a run, under its lease; may be called again after it was killed. Held if a driver has started.
+
+    LeaseLost if this process was suspended over its lease: what is left may belong to a driver that has resumed the run.
+    """
+    store, is_success = one.run.store, one.facts.is_success
     with run_lease(store, on_lost) as lease:
-        if one.facts.is_success:
-            _prove(one, s3=s3)
-        elif store.exists(SUCCESS):
+        if not is_success and store.exists(SUCCESS):
             raise UserError(f"{store.url} has finished in the meantime; run the command again")
-        for stat in one.objects:
+        objects = list(_objects(store, level_of(store), is_success=is_success))  # again: it was looked at without the lease
+        if is_success:
+            _prove(one, objects, s3=s3)
+        for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):
             failpoint("prune.before_delete")
-            store.delete(stat.name)
-        if not one.facts.is_success:
             lease.check()
-            store.delete(PLAN)
-            store.delete(LEASE)
+            store.delete(name)
     remove_empty_folders(store)
 
 
-def _prove(one: Candidate, *, s3: S3Options | None) -> None:
+def _prove(one: Candidate, objects: Sequence[Stat], *, s3: S3Options | None) -> None:
     """Keep the ids that are ok, then say that the results are gone."""
     store = one.run.store
     if store.exists(PRUNED):
@@ -147,8 +149,8 @@ def _prove(one: Candidate, *, s3: S3Options | None) -> None:
     failpoint("prune.before_mark")
     said = {
         "pruned_at": written(datetime.now(UTC)),
-        "objects": len(one.objects),
-        "bytes": one.num_bytes,
+        "objects": len(objects),
+        "bytes": sum(stat.size for stat in objects),
         "samples": one.facts.samples,
         "failed": left_failed(passes_of(store, s3=s3)),
     }

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.recurring import pruning
 from draftmill.jobs.recurring.catching_up import dates_of
+from draftmill.jobs.recurring.pruning import Keep, candidates, prune_run
 from draftmill.jobs.recurring.runs_below import runs_below
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
-from draftmill.storage.runs.lease import acquire
+from draftmill.storage.runs.lease import LEASE, acquire
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options
@@ -210,6 +212,43 @@ def test_wrong_options_of_prune_are_refused(folder: Path, capsys: pytest.Capture
         main(["prune", str(folder / "nightly")])
     assert main(["prune", str(folder), "--keep", "1"]) == 2
     assert "is not the base path of a recurring job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("day", ["2026-11-01", "2026-11-03"])
+def test_a_prune_that_was_suspended_over_its_lease_deletes_nothing_of_the_driver_that_took_over(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, day: str
+) -> None:
+    base = folder / "nightly"
+    run_dir = base / day
+    (base / "2026-11-01" / "_SUCCESS").unlink()
+    for other in {"2026-11-01", "2026-11-02", "2026-11-03", "2026-11-04"} - {day}:
+        shutil.rmtree(base / other)
+    left: list[int] = []
+
+    def suspended(point: str) -> None:
+        left.append(len(list(run_dir.rglob("*.*"))))
+        if point == "prune.before_delete" and len(left) == 4:  # and here another driver takes over
+            lease = json.loads((run_dir / LEASE).read_text())
+            taken = lease | {"owner": "elsewhere:boot:1", "epoch": lease["epoch"] + 1}
+            (run_dir / LEASE).write_text(json.dumps(taken))
+
+    monkeypatch.setattr(pruning, "failpoint", suspended)
+    assert main(["prune", str(base), "--keep", "0", "--yes", "--unfinished"]) == 4
+    assert "is no longer ours" in capsys.readouterr().err
+    assert len(left) == 4 and len(list(run_dir.rglob("*.*"))) == left[-1]
+
+
+def test_what_goes_is_what_is_there_once_the_lease_is_held(folder: Path) -> None:
+    base = open_store(str(folder / "nightly"))
+    run_dir = folder / "nightly" / "2026-11-01"
+    (run_dir / "_SUCCESS").unlink()
+    found = candidates(base, Keep(newest=0), datetime.now(UTC), unfinished=True, s3=None)
+    unit = next(run_dir.glob("data/*.parquet"))
+    (run_dir / "data" / "unit-00000077.parquet").write_bytes(unit.read_bytes())  # by a driver that has ended since
+    (run_dir / "_estimate.json").write_text("{}")
+    (first,) = [one for one in found if one.stays is None and not one.facts.is_success]
+    prune_run(first, lambda reason: None, s3=None)
+    assert not run_dir.exists()
 
 
 @pytest.mark.slow
