@@ -53,6 +53,8 @@ def date_problem(path: str) -> str | None:
             f"{path!r}: a date must be a folder of its own, below a base path that belongs to this job alone: "
             "base/{date:%Y-%m-%d}"
         )
+    if {"", ".", ".."} & set(path[len(base_of(path)) :].strip("/").split("/")):
+        return f"{path!r}: after a date no folder may be '..', '.' or empty, since dates would share a run directory; leave it out"
     if not base_of(path).strip("./~"):
         return f"{path!r} has no base path before the date; allowed: base/{{date:%Y-%m-%d}}"
     if _period(path) is None:

@@ -18,6 +18,7 @@ from draftmill.jobs.recurring.runs_below import runs_below
 from draftmill.jobs.spec.job_spec import load_spec
 from draftmill.storage.errors import UserError
 from draftmill.storage.runs.lease import LEASE, acquire
+from draftmill.storage.stores.levels import Level
 from draftmill.storage.stores.s3 import S3Store
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options
@@ -387,3 +388,8 @@ def test_only_run_directories_are_found(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     assert [run.name for run in runs_below(open_store(str(tmp_path)))] == ["a", "b/c", "d"]
     assert [run.name for run in runs_below(open_store(str(tmp_path / "a")))] == [""]
+
+
+def test_a_folder_without_a_name_as_a_bucket_may_have_one_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftmill.jobs.recurring.runs_below.level_of", lambda store, name: Level(("", "_own"), {}))
+    assert runs_below(open_store("memory://nameless")) == []
