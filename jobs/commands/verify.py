@@ -68,7 +68,7 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
     """Check the run and print what was checked; returns 0 if every promise holds, else 1.
 
     Failed samples are not a problem: the promise is that each is returned with its reason. `invariance` is the number of
-    ok samples to decode again.
+    ok samples to decode again; if the run is `exact: true`, each must be equal.
     """
     store = open_store(run_dir, s3=s3)
     try:
@@ -94,7 +94,10 @@ def verify(run_dir: str, *, s3: S3Options | None = None, invariance: int = 0) ->
         from draftmill.jobs.plan.prepare import prepare
 
         prepare(plan.spec, store)  # checks that model and inputs are the ones that were decoded
-        check_invariance(store, plan, manifest, samples=invariance)
+        share = check_invariance(store, plan, manifest, samples=invariance)
+        if share < 1 and manifest.exact:  # else the batch may change last bits, and the share alone is told
+            findings.problems.append("the run is `exact: true`, but samples decoded alone differ from its results")
+    _print_verdict(findings)
     return UNEXPECTED if findings.problems else OK
 
 
@@ -280,6 +283,9 @@ def _print_findings(store: Store, plan: Plan, findings: Findings, more: Sequence
     print("           schema, fingerprint and unit of every file, page checksums, totals, _SUCCESS")
     if findings.is_copy:
         print("  the run was copied: its files have the manifest's bytes, but other etags")
+
+
+def _print_verdict(findings: Findings) -> None:
     for problem in findings.problems[:SHOWN]:
         print(f"  BROKEN: {problem}")
     if len(findings.problems) > SHOWN:

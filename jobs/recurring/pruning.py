@@ -129,7 +129,9 @@ def prune_run(one: Candidate, on_lost: Callable[[str], None], *, s3: S3Options |
     with run_lease(store, on_lost) as lease:
         if not is_success and store.exists(SUCCESS):
             raise UserError(f"{store.url} has finished in the meantime; run the command again")
-        objects = list(_objects(store, level_of(store), is_success=is_success))  # again: it was looked at without the lease
+        objects = list(
+            _objects(store, level_of(store), is_success=is_success)
+        )  # again: it was looked at without the lease
         if is_success:
             _prove(one, objects, s3=s3)
         for name in [stat.name for stat in objects] + ([] if is_success else [PLAN, LEASE]):

@@ -58,7 +58,9 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
                 if PLAN in level.files or (name and _is_being_planned(level)):
                     found.append(FoundRun(name, _store_at(store, name, s3), level))
                 elif depth < levels:
-                    names += [f"{name}/{one}" if name else one for one in level.folders if one[:1] not in "._"]  # S3 may have a folder without a name
+                    names += [
+                        f"{name}/{one}" if name else one for one in level.folders if one[:1] not in "._"
+                    ]  # S3 may have a folder without a name
     return sorted(found, key=lambda run: run.name)
 
 

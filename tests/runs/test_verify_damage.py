@@ -14,7 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftmill.decoders.base import Outcome
 from draftmill.jobs.cli import main
+from draftmill.jobs.commands import invariance
 from draftmill.storage.stores.store import open_store
 from tests.runs.jobs_of_tests import write_rows, write_spec
 from tests.runs.local_pool import without_ray
@@ -296,3 +298,29 @@ def test_samples_are_not_decoded_again_from_inputs_that_have_changed(
         rows.write_text(content)
     assert main(["verify", str(sound), "--invariance", "2"]) == 0
     assert "2 samples again, each alone: 2 equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("exact", "code"), [(True, 1), (False, 0)])
+def test_a_sample_that_differs_when_it_is_decoded_alone_breaks_the_promise_of_an_exact_run(
+    sound: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    exact: bool,
+    code: int,
+) -> None:
+    run = copied(sound, tmp_path / "run")
+    edited("_manifest.json", lambda found: [one.update(exact=exact) for one in found["units"]])(run)
+    real, asked = invariance.said, list[int]()
+
+    def other_date(outcome: Outcome, *, scores: bool = False) -> invariance.Said:
+        tokens, each, together = real(outcome, scores=scores)
+        asked.append(len(tokens))
+        return [*tokens, 1] if len(asked) == 2 else tokens, each, together
+
+    monkeypatch.setattr(invariance, "said", other_date)
+    assert main(["verify", str(run), "--invariance", "4"]) == code
+    out = capsys.readouterr().out
+    assert "decoded 4 samples again, each alone: 3 equal (75.0%)" in out
+    assert ("all promises hold" in out) == (not exact)
+    assert ("BROKEN: the run is `exact: true`, but" in out) == exact
