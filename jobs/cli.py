@@ -7,10 +7,13 @@ more samples failed than allowed; 4 interrupted or the disk is full, resumable; 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from draftmill.jobs.arguments import (
     catchup,
@@ -34,7 +37,8 @@ from draftmill.jobs.arguments import (
     validate,
     verify,
 )
-from draftmill.jobs.codes import INTERRUPTED, UNEXPECTED, code_of
+from draftmill.jobs.codes import INTERRUPTED, OK, UNEXPECTED, code_of
+from draftmill.jobs.driving.events import json_streams, silence, unfailing_streams
 from draftmill.storage.errors import UNUSABLE_ERRORS, StoreError, StoreFull, UserError
 from draftmill.storage.secrets import presentable
 
@@ -70,27 +74,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; errors go to stderr as one line, with a traceback only under --debug."""
     arguments = parser().parse_args(argv)
     gc.set_threshold(COLLECT_AFTER)
-    if getattr(arguments, "log", "text") == "text":
-        return _run(arguments)
-    from draftmill.jobs.driving.events import json_streams
+    with unfailing_streams(out=_works(arguments)):
+        if getattr(arguments, "log", "text") == "text":
+            return _run(arguments)
+        with json_streams():
+            return _run(arguments)
 
-    with json_streams():
-        return _run(arguments)
+
+def _works(arguments: argparse.Namespace) -> bool:
+    """Whether the command does work, or follows it: then what it prints is for people. Else it is what the command is for."""
+    return getattr(arguments, "resumes", False) or getattr(arguments, "follows", False)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return int(arguments.command(arguments))
+        code = int(arguments.command(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here an error still counts
+        return code
     except (UserError, StoreError) as error:
         return _complain(arguments, error, code_of(error))
     except KeyboardInterrupt:
         resumes = getattr(arguments, "resumes", False)  # the other commands leave nothing to resume
         print(f"draftmill: interrupted{'; run it again to resume' if resumes else ''}", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has exited, as `| head` does
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        return UNEXPECTED
     except Exception as error:  # noqa: BLE001 - the user gets one line for any error
+        if isinstance(error, BrokenPipeError) and not _works(arguments):
+            return UNEXPECTED  # the reader of our output has exited, as `| head` does
         return _complain(arguments, error, UNEXPECTED)
 
 
@@ -114,5 +124,23 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def program() -> NoReturn:
+    """The program `draftmill`: run a command and end the process with its exit code.
+
+    Python would wait for every thread at its end. One that works on what an error or a signal has broken off may take for ever,
+    as may a request without an answer, so that after these it is left behind.
+    """
+    code = main()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one that was closed from the start is None
+        try:
+            stream.flush()
+        except OSError:
+            silence(stream)  # else Python would try again, and end with a code of its own
+    if code != OK and any(one is not threading.main_thread() and not one.daemon for one in threading.enumerate()):
+        atexit._run_exitfuncs()  # temporary files
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

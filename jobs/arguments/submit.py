@@ -49,7 +49,7 @@ def add(commands: Commands, common: argparse.ArgumentParser) -> None:
         metavar="S",
         help="time from a stop to the driver's end by itself; after 15 s more it is killed",
     )
-    command.set_defaults(command=_submit)
+    command.set_defaults(command=_submit, follows=True)
 
 
 def address_argument(command: argparse.ArgumentParser, default: str = f"${ADDRESS_VARIABLE}") -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from draftmill.jobs.driving.events import Level, event_line
+from draftmill.jobs.driving.events import Level, event_line, lost_streams
 from draftmill.jobs.driving.line_files import LineFiles
 from draftmill.jobs.driving.progress import Display, progress_facts
 from draftmill.jobs.driving.totals import Totals
@@ -30,6 +30,7 @@ class DriverLog:
         self._files: LineFiles | None = None
         self._run: str | None = None
         self._flushed_s = self._progress_s = clock()
+        self._lost: set[str] = set()
 
     def add(self, event: str, message: str | None = None, *, level: Level = "info", **facts: Any) -> None:
         """Add an event."""
@@ -62,6 +63,10 @@ class DriverLog:
     def flush(self) -> None:
         """Write new events, if the log is attached and the store can be written."""
         self._flushed_s = self._clock()
+        for message in lost_streams():
+            if message not in self._lost:
+                self._lost.add(message)
+                self.add("note", message, level="warning")
         if self._files is not None:
             try:
                 self._files.flush()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
@@ -50,6 +51,79 @@ def time_text(moment: datetime) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+class Unfailing(io.TextIOBase):
+    """Stands for stdout or stderr where what is printed is for people: nobody's pipe and no full disk may end the work.
+
+    After the first text that can't be written nothing more is tried; `lost` says why.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.lost: str | None = None
+
+    def write(self, text: str) -> int:
+        """Print, if that is possible; whole lines at once, so that it is soon known whether they can be read."""
+        self._try(lambda: self._stream.write(text))
+        if "\n" in text:
+            self.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Print what is buffered, if that is possible."""
+        self._try(self._stream.flush)
+
+    def _try(self, printing: Callable[[], object]) -> None:
+        if self.lost is not None:
+            return
+        try:
+            printing()
+        except OSError as error:
+            self.lost = error.strerror or type(error).__name__
+            silence(self._stream)
+
+    def isatty(self) -> bool:
+        """Whether a terminal shows it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """The file descriptor, for libraries that ask for it."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # the class says that it could be set
+        """The encoding, for libraries that ask for it."""
+        return self._stream.encoding
+
+
+def silence(stream: TextIO) -> None:
+    """From now on nothing of this stream is shown, and none of it fails, not even what Python flushes at its end."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:  # a stream of a test may have no file
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def unfailing_streams(*, out: bool) -> Iterator[None]:
+    """During the block, stderr, and with `out` stdout, can't fail (see Unfailing)."""
+    before = sys.stdout, sys.stderr
+    with open(os.devnull, "w") as nowhere:  # for a stream that was closed before Python started
+        sys.stderr = Unfailing(sys.stderr or nowhere)
+        if out:
+            sys.stdout = Unfailing(sys.stdout or nowhere)
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                if isinstance(stream, Unfailing):
+                    stream.flush()
+            sys.stdout, sys.stderr = before
+
+
+def lost_streams() -> list[str]:
+    """What is not shown any more, and why, one line for each stream."""
+    reasons = {"stdout": getattr(sys.stdout, "lost", None), "stderr": getattr(sys.stderr, "lost", None)}
+    return [f"{name} can't be written any more, the run goes on: {why}" for name, why in reasons.items() if why]
+
+
 class JsonStream(io.TextIOBase):
     """Stands for stdout or stderr: every line that is printed becomes the event `output`.
 
@@ -82,6 +156,11 @@ class JsonStream(io.TextIOBase):
         """Write this thread's last line, if it has no end."""
         if self._unended:
             self.write("\n")
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing more is shown (see Unfailing); None while it is."""
+        return getattr(self._stream, "lost", None)
 
     @property
     def _unended(self) -> str:

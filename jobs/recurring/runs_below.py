@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -11,6 +10,7 @@ from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_o
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
 from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.stores.levels import Level, level_of
+from draftmill.storage.stores.promises import thread_pool
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Stat, Store
 
@@ -48,7 +48,7 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
 
     A folder with `_lease.json` that holds nothing else but parts of a plan is a run that is being planned, or was.
     """
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="levels") as threads:
+    with thread_pool(THREADS, "levels") as threads:
         found: list[FoundRun] = []
         names = [""]
         for depth in range(levels + 1):

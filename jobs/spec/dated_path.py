@@ -54,7 +54,7 @@ def date_problem(path: str) -> str | None:
             "base/{date:%Y-%m-%d}"
         )
     if {"", ".", ".."} & set(path[len(base_of(path)) :].strip("/").split("/")):
-        return f"{path!r}: after a date no folder may be '..', '.' or empty, since dates would share a run directory; leave it out"
+        return f"{path!r}: after a date no folder may be '..', '.' or empty, or dates would share a run directory"
     if not base_of(path).strip("./~"):
         return f"{path!r} has no base path before the date; allowed: base/{{date:%Y-%m-%d}}"
     if _period(path) is None:

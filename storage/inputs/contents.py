@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from draftmill.storage.inputs.input_file import FIELD, InputFile
 from draftmill.storage.inputs.inputs import STDLIB
 from draftmill.storage.inputs.sources import open_bytes
+from draftmill.storage.stores.promises import thread_pool
 from draftmill.storage.stores.verbs import about
 
 _MOST_THREADS = 4
@@ -49,7 +49,7 @@ def _recognised(file: InputFile, before: InputFile | None) -> InputFile:
 
 
 def _each(files: Sequence[InputFile], change: Callable[[InputFile], InputFile]) -> list[InputFile]:
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with thread_pool(min(_MOST_THREADS, os.cpu_count() or 1), "contents") as threads:
         return list(threads.map(change, files))
 
 

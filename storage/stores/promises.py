@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 from draftmill.storage.errors import StoreError
@@ -37,18 +38,30 @@ def side_by_side(
     items: Iterable[T], ask: Callable[[T], R], *, threads: int, ahead: int
 ) -> Iterator[tuple[T, Future[R]]]:
     """The same in `threads` threads, for any store. Items are pulled in the caller's thread, at most `ahead` of the results."""
-    with ThreadPoolExecutor(threads, thread_name_prefix="promises") as pool:
+    with thread_pool(threads, "promises") as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(ask, item)))
-                if len(waiting) == ahead:
-                    yield waiting.popleft()
-            while waiting:
+        for item in items:
+            waiting.append((item, pool.submit(ask, item)))
+            if len(waiting) == ahead:
                 yield waiting.popleft()
-        finally:  # if the caller stops early, cancel the requests that have not started
-            for _, promise in waiting:
-                promise.cancel()
+        while waiting:
+            yield waiting.popleft()
+
+
+@contextmanager
+def thread_pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads for the block, which are waited for at its end.
+
+    If it ends by an exception, as of a signal, or because the caller takes no more, nothing more is started, and what has been
+    started is not waited for: it may take for ever, such as a request without an answer or a chat template without an end.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 def _kept(ask: Callable[[T], R], item: T) -> Future[R]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from threading import Barrier, Lock
+from threading import Barrier, Event, Lock
 
 import pytest
 
 from draftmill.storage.errors import StoreError
 from draftmill.storage.stores.memory import MemoryStore
-from draftmill.storage.stores.promises import AHEAD, promised
+from draftmill.storage.stores.promises import AHEAD, promised, thread_pool
 
 PATIENCE_S = 60.0
 
@@ -69,3 +69,23 @@ def test_who_takes_no_more_has_nothing_more_asked_for() -> None:
     next(answers)
     answers.close()  # type: ignore[attr-defined]
     assert len(asked) <= AHEAD
+
+
+def test_after_a_signal_nobody_waits_for_an_answer_that_does_not_come() -> None:
+    comes, begun, answered = Event(), Event(), list[int]()
+
+    def ask(item: int) -> None:
+        begun.set()
+        comes.wait(PATIENCE_S)
+        answered.append(item)
+
+    with pytest.raises(KeyboardInterrupt):
+        for _ in promised(far("silent"), range(3), ask):
+            assert begun.wait(PATIENCE_S)
+            raise KeyboardInterrupt
+    assert not answered
+    with pytest.raises(KeyboardInterrupt), thread_pool(1, "silent") as pool:
+        later = [pool.submit(ask, item) for item in (4, 5)]
+        raise KeyboardInterrupt
+    assert not answered and later[1].cancelled()
+    comes.set()
