@@ -415,7 +415,7 @@ def recorded(run: Run, unit: CommittedUnit) -> CommittedUnit:
 def _write_manifest(run: Run, committed: CommittedUnits, earlier: Iterable[str]) -> None:
     """Write the manifest: this session's units come from the receipts, earlier ones are read from the store."""
     units = committed.facts
-    for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name)):
+    for _, facts in promised(run.store, earlier, lambda name: committed_facts(run, name), reads=True):
         units.add(facts.result())
     if not run.conditional:
         _sweep(run, units)

@@ -22,12 +22,15 @@ AHEAD = 16
 """Parallel requests, and the most answers that wait for the caller."""
 
 
-def promised(store: Store, items: Iterable[T], ask: Callable[[T], R]) -> Iterator[tuple[T, Future[R]]]:
+def promised(
+    store: Store, items: Iterable[T], ask: Callable[[T], R], *, reads: bool = False
+) -> Iterator[tuple[T, Future[R]]]:
     """Yield each item, in order, with the promise of `ask(item)`; its `result()` waits, or raises what `ask` raised.
 
-    For a remote store `ask` runs in threads; otherwise when the item's turn comes.
+    For a remote store `ask` runs in threads; otherwise when the item's turn comes. `reads` says that on a disk `ask` reads
+    whole files and keeps little of them: there it runs in threads, too, as a disk may be a network's.
     """
-    if store.url.startswith("s3://"):
+    if store.url.startswith("s3://") or (reads and "://" not in store.url):
         yield from side_by_side(items, ask, threads=AHEAD, ahead=AHEAD)
         return
     for item in items:

@@ -8,14 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from ray._private.node import Node
 
 from draftmill.actors.job import Seat
 from draftmill.jobs.cli import main
+from draftmill.jobs.commands import run
 from draftmill.jobs.driving import session
 from draftmill.jobs.driving.crew import fitting_threads
+from draftmill.storage.failpoints import FailpointError, reset_failpoints
+from draftmill.storage.runs.commit import CommittedUnit
 from tests.runs.jobs_of_tests import rows_of, unequal, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -133,3 +137,22 @@ def test_a_run_is_resumed_with_inputs_that_have_moved(tmp_path: Path):
     moved = f"input.path={tmp_path / 'moved' / 'rows.jsonl'}"
     assert main(["run", str(spec), "--local", "--quiet", "--set", moved]) == 0
     assert rows_of(tmp_path / "run").equals(before)
+
+
+def test_a_resumed_run_on_a_disk_reads_the_files_of_earlier_units_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 8))
+    with monkeypatch.context() as patch, pytest.raises(FailpointError):
+        patch.setenv("DRAFTMILL_FAILPOINTS", "commit.before_manifest=raise")
+        main(["run", str(spec), "--local", "--quiet", "--debug"])
+    reset_failpoints()
+    real, both = run.committed_facts, Barrier(2)
+
+    def read(job: run.Run, name: str) -> CommittedUnit:
+        both.wait(60)  # the two units wait for each other
+        return real(job, name)
+
+    monkeypatch.setattr(run, "committed_facts", read)
+    assert main(["run", str(spec), "--local", "--quiet"]) == 0
+    assert main(["verify", str(tmp_path / "run")]) == 0

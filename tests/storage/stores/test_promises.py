@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from threading import Barrier, Event, Lock
 
 import pytest
 
 from draftmill.storage.errors import StoreError
+from draftmill.storage.stores.local import LocalStore
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.promises import AHEAD, promised, thread_pool
 
@@ -55,6 +57,12 @@ def test_a_far_store_is_asked_side_by_side_and_never_for_more_than_a_few_answers
         with lock:
             assert len(asked) <= taken + AHEAD
     assert taken == len(asked) == 10 * AHEAD
+
+
+def test_what_reads_whole_files_is_side_by_side_on_a_disk_too(tmp_path: Path) -> None:
+    barrier = Barrier(AHEAD)
+    answers = promised(LocalStore(tmp_path), range(AHEAD), lambda item: barrier.wait(PATIENCE_S) >= 0, reads=True)
+    assert [promise.result() for _, promise in answers] == [True] * AHEAD
 
 
 def test_a_store_that_is_near_is_asked_when_its_turn_has_come() -> None:
