@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ from draftmill.actors.plan_table import PLAN
 from draftmill.jobs.codes import OK
 from draftmill.jobs.commands.status import driver_of
 from draftmill.jobs.driving.events import time_text
-from draftmill.jobs.finished.passes import FOLDER, require_plan
+from draftmill.jobs.finished.passes import FOLDER, NoPlanYet, require_plan
 from draftmill.storage.errors import StoreError, printable
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Stat, Store
@@ -35,7 +36,9 @@ Read = dict[str, tuple[int, str]]
 def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Options | None = None) -> int:
     """Print the run's events; with `follow`, new ones too, until no driver works on the run. Returns the exit code."""
     store = open_store(run_dir, s3=s3)
-    name = require_plan(store).spec.name
+    name = _name_of(store, follow=follow)
+    if name is None:
+        return OK
     shown = line_of if not as_json else json_of
     read: Read = {}
     while True:
@@ -44,6 +47,22 @@ def logs(run_dir: str, *, as_json: bool = False, follow: bool = False, s3: S3Opt
             print(shown(event), flush=follow)
         if is_last:
             return OK
+        time.sleep(POLL_S)
+
+
+def _name_of(store: Store, *, follow: bool) -> str | None:
+    """The run's name; None if it has no plan, which is said. With `follow`, a plan that is being made is waited for."""
+    said = False
+    while True:
+        try:
+            return require_plan(store).spec.name
+        except NoPlanYet as state:
+            is_over = state.driver is None or not follow
+            if is_over or not said:
+                print(f"draftmill: {state}", file=sys.stderr)
+            if is_over:
+                return None
+            said = True
         time.sleep(POLL_S)
 
 

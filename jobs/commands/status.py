@@ -11,7 +11,7 @@ from draftmill.jobs.driving.attempts import read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums
 from draftmill.jobs.driving.totals import efficiency, exactness, ratio
 from draftmill.jobs.finished.metric_figures import metric_lines
-from draftmill.jobs.finished.passes import PRUNED, Pass, left_failed, passes_of, require_plan
+from draftmill.jobs.finished.passes import PRUNED, NoPlanYet, Pass, left_failed, passes_of, require_plan
 from draftmill.jobs.notes import duration, rate_text
 from draftmill.jobs.plan.plan import Plan
 from draftmill.jobs.watching.cost import cost_rows, mean_price
@@ -26,7 +26,11 @@ from draftmill.storage.stores.verbs import S3Options, Store
 def status(run_dir: str, *, s3: S3Options | None = None) -> int:
     """Print done, running and failed units and samples, the rate and the remaining time; returns the exit code."""
     store = open_store(run_dir, s3=s3)
-    plan = require_plan(store)
+    try:
+        plan = require_plan(store)
+    except NoPlanYet as state:
+        print(state)
+        return OK
     lines = [f"{store.url}: {plan.spec.name}", *status_lines(store, plan)]
     later = passes_of(store, s3=s3)[1:] if store.exists(SUCCESS) else []
     lines += [pass_line(one) for one in later]

@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from draftmill.actors.plan_table import ROW_SCHEMA
+from draftmill.actors.plan_table import PLAN, ROW_SCHEMA
 from draftmill.jobs.plan.plan import Plan, load_plan, names_of
 from draftmill.jobs.spec.sweep_spec import CASES, RECORD
 from draftmill.storage.errors import StoreError, UserError
 from draftmill.storage.runs.commit import Manifest, read_manifest
+from draftmill.storage.runs.lease import LEASE, holder
 from draftmill.storage.runs.records import read_results
+from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.store import open_store
 from draftmill.storage.stores.verbs import S3Options, Store
 
@@ -65,16 +67,33 @@ class PassRows:
         return joined.slice(0, count)
 
 
+class NoPlanYet(UserError):
+    """A run directory without a plan: it is being planned by `driver`, or, if that is None, its planning was interrupted."""
+
+    def __init__(self, store: Store, driver: str | None) -> None:
+        state = f"is being planned, driver {driver}" if driver else "was interrupted while it was planned: run it again"
+        super().__init__(f"{store.url} {state}")
+        self.driver = driver
+
+
+def is_unplanned(level: Level) -> bool:
+    """Whether a folder is a run directory that has no plan yet: it has a lease, and nothing else but parts of a plan."""
+    return LEASE in level.files and PLAN not in level.files and set(level.folders) <= {"plan", "attempts"}
+
+
 def require_plan(store: Store) -> Plan:
-    """Load the plan; UserError if this is not a run directory."""
+    """Load the plan; NoPlanYet if there is none yet, another UserError if this is not a run directory."""
     plan = load_plan(store)
-    if plan is None and store.exists(RECORD):
+    if plan is not None:
+        return plan
+    if store.exists(RECORD):
         raise UserError(f"{store.url} is a sweep; its run directories are {store.url.rstrip('/')}/{CASES}/NAME")
-    if plan is None:
-        raise UserError(
-            f"{store.url} is not a run directory: there is no _plan.json; `draftmill list` shows the runs below a folder"
-        )
-    return plan
+    if is_unplanned(level_of(store)):
+        held = holder(store)
+        raise NoPlanYet(store, None if held is None else held.owner)
+    raise UserError(
+        f"{store.url} is not a run directory: there is no {PLAN}; `draftmill list` shows the runs below a folder"
+    )
 
 
 def pass_store(store: Store, number: int, s3: S3Options | None) -> Store:

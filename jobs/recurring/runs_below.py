@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from draftmill.actors.plan_table import PLAN
+from draftmill.jobs.finished.passes import is_unplanned
 from draftmill.jobs.spec.dated_path import base_of, below_base, date_in, depth_of
 from draftmill.storage.runs.commit import MANIFEST, SUCCESS
-from draftmill.storage.runs.lease import LEASE
 from draftmill.storage.stores.levels import Level, level_of
 from draftmill.storage.stores.promises import thread_pool
 from draftmill.storage.stores.store import open_store
@@ -55,17 +55,13 @@ def runs_below(store: Store, *, s3: S3Options | None = None, levels: int = MOST_
             looked = zip(names, threads.map(lambda name: level_of(store, name), names), strict=True)
             names = []
             for name, level in looked:
-                if PLAN in level.files or (name and _is_being_planned(level)):
+                if PLAN in level.files or (name and is_unplanned(level)):
                     found.append(FoundRun(name, _store_at(store, name, s3), level))
                 elif depth < levels:
                     names += [
                         f"{name}/{one}" if name else one for one in level.folders if one[:1] not in "._"
                     ]  # S3 may have a folder without a name
     return sorted(found, key=lambda run: run.name)
-
-
-def _is_being_planned(level: Level) -> bool:
-    return LEASE in level.files and set(level.folders) <= {"plan", "attempts"}
 
 
 def _store_at(store: Store, name: str, s3: S3Options | None) -> Store:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 
 from draftmill.actors.messages import Effort
 from draftmill.decoders.base import EngineStats
+from draftmill.jobs.cli import main
 from draftmill.jobs.commands import status
 from draftmill.jobs.commands.status import driver_of, state_of, status_lines
 from draftmill.jobs.driving.attempts import Sessions
 from draftmill.storage.runs.lease import acquire, this_process
 from draftmill.storage.stores.memory import MemoryStore
+from draftmill.storage.stores.store import open_store
 
 
 def test_a_driver_that_was_killed_is_not_said_to_run():
@@ -39,3 +42,27 @@ def test_the_share_of_prompt_rows_that_were_taken_over_is_shown_where_there_is_a
     plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
     lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
     assert [one for one in lines if "prompts" in one] == ([line] if line else [])
+
+
+def test_a_run_without_a_plan_is_being_planned_or_was_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = str(tmp_path / "run")
+    lease = acquire(open_store(place), this_process(), 60.0)
+    (tmp_path / "run" / "plan").mkdir()
+    assert main(["status", place]) == 0 == main(["logs", place, "--json"])
+    printed = capsys.readouterr()
+    planned = f"{place} is being planned, driver {this_process()}\n"
+    assert (printed.out, printed.err) == (planned, f"draftmill: {planned}")
+    monkeypatch.setattr(
+        "draftmill.jobs.commands.logs.time.sleep", lambda s: lease.release()
+    )  # the driver ends while it is followed
+    assert main(["logs", place, "--follow"]) == 0
+    interrupted = f"{place} was interrupted while it was planned: run it again\n"
+    assert capsys.readouterr().err == f"draftmill: {planned}draftmill: {interrupted}"
+    assert main(["status", place]) == 0
+    assert capsys.readouterr().out == interrupted
+    assert main(["verify", place]) == 2
+    assert capsys.readouterr().err == f"draftmill: {interrupted}"
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
