@@ -16,6 +16,7 @@ from typing import IO
 from draftmill.jobs.commands.export_rows import Target
 from draftmill.jobs.spec.places import path_problem
 from draftmill.storage.errors import StoreError, UserError
+from draftmill.storage.stores.local import linked, sync_folder
 from draftmill.storage.stores.verbs import AlreadyExists, S3Options
 
 STDOUT = "-"
@@ -122,7 +123,11 @@ def _local_file(place: str, field: str, overwrite: bool) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if overwrite:
+            os.replace(temporary, path)
+        elif not linked(temporary, path):  # another program was faster
+            raise _taken(place, field)
+        sync_folder(path.parent)
     except OSError as error:
         kind = UserError if error.filename is not None else StoreError
         raise kind(f"{place}: {error.strerror or error}") from None

@@ -52,10 +52,10 @@ class LocalStore:
         path = self._path(name)
         with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_link")
-            if not _linked(temporary, path):
+            if not linked(temporary, path):
                 raise AlreadyExists(self._stat(name, path))
             failpoint("local.after_link")
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             return self._stat(name, path)
 
     def put(self, name: str, data: Body) -> Stat:
@@ -64,7 +64,7 @@ class LocalStore:
         with self._temporary(path, data) as temporary, translated(path):
             failpoint("local.before_rename")
             os.replace(temporary, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             return self._stat(name, path)
 
     def replace(self, name: str, data: Body, *, etag: str) -> Stat:
@@ -183,7 +183,7 @@ class LocalStore:
         with suppress(FileExistsError):
             folder.mkdir()
             self._made.append(folder)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
 
 
 def _etag(found: os.stat_result) -> str:
@@ -195,7 +195,7 @@ def _order(entry: os.DirEntry[str]) -> str:
     return f"{entry.name}/" if entry.is_dir() else entry.name
 
 
-def _linked(temporary: Path, path: Path) -> bool:
+def linked(temporary: Path, path: Path) -> bool:
     """Give the file its name; False if the name is taken."""
     try:
         os.link(temporary, path)
@@ -218,7 +218,7 @@ def _write_synced(path: Path, data: Body) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; where folders can't be opened (Windows), leave it to the system."""
     if os.name == "nt":
         return

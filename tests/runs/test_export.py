@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftmill.jobs.cli import main
+from draftmill.jobs.commands import export_places
 from draftmill.jobs.commands.export_openai import openai_answer
 from draftmill.jobs.finished.passes import latest_rows, passes_of
 from draftmill.storage.runs.records import SCHEMA
@@ -316,6 +318,28 @@ def test_an_export_that_breaks_off_leaves_the_old_file(
     assert out.read_text() == "the old one" and os.listdir(tmp_path) == ["all.parquet"]
     monkeypatch.undo()
     assert main(command) == 0 and pq.read_table(out).num_rows == len(PROMPTS)
+
+
+def test_a_file_that_appears_while_an_export_is_written_is_not_replaced(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, written = tmp_path / "all.jsonl", export_places._local_file
+
+    @contextmanager
+    def beside(place: str, *rest: Any) -> Iterator[Any]:
+        with written(place, *rest) as file:
+            yield file
+            out.write_text("of another program")
+
+    command = ["export", str(prompts / "run"), "--format", "jsonl", "--out", str(out)]
+    synced: list[Path] = []
+    monkeypatch.setattr(export_places, "_local_file", beside)
+    monkeypatch.setattr(export_places, "sync_folder", synced.append)
+    assert main(command) == 2
+    assert "already exists; --overwrite replaces it" in capsys.readouterr().err
+    assert out.read_text() == "of another program" and os.listdir(tmp_path) == ["all.jsonl"] and not synced
+    assert main([*command, "--overwrite"]) == 0
+    assert out.read_text().count("\n") == len(PROMPTS) and synced == [tmp_path]
 
 
 def test_scores_and_tokens_alone_are_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
