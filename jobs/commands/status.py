@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from draftmill.jobs.codes import OK
 from draftmill.jobs.driving.attempts import read_sessions
@@ -80,6 +81,7 @@ def cost_lines(stores: Sequence[Store], *, is_running: bool) -> list[str]:
     """What the workers of all passes cost so far; of a running session it is known what is in progress."""
     sessions = [read_sessions(store) for store in stores]
     sums = sum((one.devices for one in sessions), DeviceSums())
+    sums = replace(sums, unended=max(0.0, sums.unended - is_running))
     tokens = sum(one.committed.new_tokens for one in sessions)
     rows = cost_rows(sums, tokens, open_s=sessions[-1].open_s if is_running else 0.0)
     actual_s = sessions[0].devices.up_s if is_closed(stores[0]) else 0.0  # the estimate is of the first pass

@@ -37,6 +37,7 @@ class AttemptsLog:
         self._clock = clock
         self._lines = LineFiles(store, self._prefix)
         self._flushed_s = clock()
+        self._is_said = False
 
     def add(self, what: str, **facts: Any) -> None:
         """Add one line with the event's name, `what`, and its facts."""
@@ -44,13 +45,15 @@ class AttemptsLog:
         self._lines.add(json.dumps({"at_s": round(time.time(), 3), "what": what, **told}, default=str))
 
     def maybe_flush(self, totals: Totals) -> None:
-        """Flush, if the last flush was at least FLUSH_EVERY_S seconds ago."""
-        if self._clock() - self._flushed_s >= FLUSH_EVERY_S:
+        """Flush, if the last flush was at least FLUSH_EVERY_S seconds ago, or the first worker has come up since."""
+        is_first = totals.started_s is not None and not self._is_said
+        if is_first or self._clock() - self._flushed_s >= FLUSH_EVERY_S:
             self.flush(totals)
 
     def flush(self, totals: Totals) -> None:
         """Write new lines and the session's sums."""
         self._flushed_s = self._clock()
+        self._is_said = totals.started_s is not None
         try:
             self._lines.flush()
             if totals.started_s is not None:
@@ -87,7 +90,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "exact": totals.exact,
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
-        "devices": to_json(totals.devices.sums),
+        "devices": to_json(dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None))),
     }
 
 

@@ -22,7 +22,8 @@ class DeviceSums:
 
     `up_s` is all of it, including `loading_s`. In `busy_s` workers held units; `counted_s` of these went to units that they
     committed. `lost_s` lies between the last report of workers that died with units and their deaths. `cost` is the price of
-    `priced_s` worker seconds; the other seconds had no price.
+    `priced_s` worker seconds; the other seconds had no price. `unended` counts sessions that have not said the end of these sums:
+    but for one that still runs, their drivers were lost, and what their workers did last is in no sum.
     """
 
     up_s: float = 0.0
@@ -32,6 +33,7 @@ class DeviceSums:
     lost_s: float = 0.0
     priced_s: float = 0.0
     cost: float = 0.0
+    unended: float = 0.0
 
     def __add__(self, other: DeviceSums) -> DeviceSums:
         return DeviceSums(*(getattr(self, name) + getattr(other, name) for name in DeviceSums.__slots__))
@@ -52,7 +54,7 @@ class DeviceSums:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> DeviceSums:
         """The sums in a session's record; raises KeyError, TypeError or ValueError if it has none."""
-        return cls(**{name: float(record[name]) for name in cls.__slots__})
+        return cls(**{name: float(record[name]) for name in cls.__slots__ if name in record or name != "unended"})
 
 
 @dataclass(slots=True)

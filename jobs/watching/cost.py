@@ -23,10 +23,11 @@ def cost_rows(sums: DeviceSums, tokens: int, *, open_s: float = 0.0) -> list[tup
     """
     if not sums.up_s:
         return []
-    rows = [("device time", f"{device_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
+    least = "at least " if sums.unended else ""
+    rows = [("device time", f"{least}{device_text(sums.up_s)}  ({purposes_text(sums, open_s)})")]
     if not sums.priced_s:
         return rows
-    money = f"{money_text(sums.cost)}"
+    money = f"{least}{money_text(sums.cost)}"
     unpriced_s = sums.up_s - sums.priced_s
     if unpriced_s > UNPRICED_S:
         money += f" for {device_text(sums.priced_s)}; {device_text(unpriced_s)} had no price"

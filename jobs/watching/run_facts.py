@@ -44,6 +44,7 @@ def _facts(store: Store) -> dict[str, Any]:
         "drafts_accepted": tally.accepted,
         "decoding_s": round(sessions.wall_s, 3),
         "device_hours": {"total": round(sums.up_s / 3600, 6), **hours},
+        "lost_drivers": round(sums.unended),
         "cost": round(sums.cost, 6) if sums.priced_s else None,
         "cost_per_million_tokens": round(sums.cost * MILLION / tally.new_tokens, 6)
         if sums.priced_s and tally.new_tokens

@@ -8,6 +8,7 @@ import pytest
 
 from draftmill.actors.messages import Effort, Tally
 from draftmill.decoders.base import EngineStats
+from draftmill.jobs.commands.status import cost_lines
 from draftmill.jobs.driving.attempts import AttemptsLog, read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums, DeviceTime
 from draftmill.jobs.driving.totals import Totals
@@ -87,6 +88,28 @@ def test_sessions_add_up_also_after_one_that_was_killed_and_one_of_an_earlier_ve
     store.put("attempts/epoch-0004-session.jsonl", b'{"wall_s": 1.0, "torn')
     assert read_sessions(store).devices.up_s == pytest.approx(2 * 85)
     assert read_sessions(store).devices.cost == pytest.approx(2 * 0.085)
+
+
+def test_what_a_lost_driver_did_last_is_missing_and_said_to_be() -> None:
+    store, hand = open_store("memory://sessions-cut"), Hand()
+    for epoch in (1, 2):
+        totals = Totals(units=1, rows=1, devices=worked(hand, 3.60), clock=hand)
+        log = AttemptsLog(store, epoch, clock=hand)
+        log.maybe_flush(totals)
+        assert store.stat(f"attempts/epoch-{epoch:04d}-session.jsonl") is None
+        totals.worker_up()
+        log.maybe_flush(totals)  # a session is known from its first worker on, however soon its driver is lost
+        assert read_sessions(store).devices.unended == epoch
+        if epoch == 2:
+            totals.stop()
+            log.flush(totals)
+    sums = read_sessions(store).devices
+    assert sums.unended == 1 and sums.up_s == pytest.approx(2 * 85)
+    assert [text.partition("  ")[0] for _, text in cost_rows(sums, 50_000)] == ["at least 0.0472", "at least 0.17"]
+    running = dict(line.split(None, 1) for line in cost_lines([store], is_running=True))
+    assert running["cost"].startswith("0.17"), "what still runs is no loss"
+    whole = cost_rows(worked(hand, None).sums, 50_000)
+    assert [text.partition("  ")[0] for _, text in whole] == ["0.0236"]
 
 
 def old_record() -> dict[str, object]:
