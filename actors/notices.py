@@ -13,9 +13,10 @@ import ray
 from ray.exceptions import RayError
 
 from draftmill.actors.messages import HomeLeaving, Leaving, PoolNews
+from draftmill.actors.ray_inside import ACTORS, DRAINING, inside
 
 # Errors of another Ray version, or of a Ray that does not answer: a job must not end because notices are unavailable.
-_NO_NOTICES = (ImportError, AttributeError, KeyError, RuntimeError, RayError)
+_NO_NOTICES = (AttributeError, KeyError, TypeError, RuntimeError, RayError)
 
 EVERY_S = 2.0
 """Seconds between two checks; a check takes a millisecond. Notices come minutes ahead, or at worst half a minute."""
@@ -51,10 +52,11 @@ class Notices:
 
 def draining() -> dict[str, float | None]:
     """Ids of the nodes that will be removed, with their remaining seconds, None if unknown."""
+    get_draining_nodes = inside(DRAINING)
+    if get_draining_nodes is None:
+        return {}
     try:
-        from ray._private.state import state
-
-        found: dict[str, int] = state.get_draining_nodes()
+        found: dict[str, int] = get_draining_nodes()
     except _NO_NOTICES:
         return {}
     now_s = time.time()
@@ -63,9 +65,10 @@ def draining() -> dict[str, float | None]:
 
 def node_of(actor: Any) -> str | None:
     """Id of the node on which an actor runs; None if Ray does not know it."""
+    actors = inside(ACTORS)
+    if actors is None:
+        return None
     try:
-        from ray._private.state import actors
-
         return actors(actor._actor_id.hex())["Address"]["NodeID"]
     except _NO_NOTICES:
         return None

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from draftmill.actors.ray_inside import CLUSTER_CONFIG, CLUSTER_STATUS, IS_AUTOSCALER_V2, KV_GET, inside
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.spec.worker_shape import WorkerShape
 
@@ -32,14 +33,15 @@ def possible_nodes(shapes: Sequence[WorkerShape], now: Sequence[NodeRoom]) -> li
     The labels of nodes that do not exist yet are unknown. If their number and resources are, too, there is one node for each
     worker that the spec allows, of just its size; the autoscaler's own limit then decides how many come.
     """
+    get_cluster_config = inside(CLUSTER_CONFIG)
+    if get_cluster_config is None:
+        return None
     try:
-        from ray._private.state import state
-
-        config = state.get_cluster_config()
+        config = get_cluster_config()
         if config is not None and config.node_group_configs:
             return [room for group in config.node_group_configs for room in _rooms(group)]
         return _fitting(shapes, now) if any(not _REPORTED.fullmatch(name) for name in _node_types()) else None
-    except (ImportError, AttributeError, RuntimeError):  # another version of Ray
+    except (AttributeError, TypeError, RuntimeError):  # another version of Ray
         return None
 
 
@@ -65,23 +67,27 @@ def _just(shape: WorkerShape, now: Sequence[NodeRoom]) -> NodeRoom:
 
 def _node_types() -> Iterable[str]:
     """The types of the nodes that an autoscaler of either version of Ray's knows."""
-    from ray.autoscaler.v2.utils import is_autoscaler_v2
-
+    is_autoscaler_v2 = inside(IS_AUTOSCALER_V2)
+    if is_autoscaler_v2 is None:
+        return []
     return [name for name in (_types_of_v2() if is_autoscaler_v2() else _types_of_v1()) if name]
 
 
 def _types_of_v1() -> Iterable[str]:
-    from ray.experimental.internal_kv import _internal_kv_get
-
+    kv_get = inside(KV_GET)
+    if kv_get is None:
+        return []
     with suppress(ValueError):
-        report = json.loads(_internal_kv_get(_STATUS) or b"{}").get("autoscaler_report") or {}
+        report = json.loads(kv_get(_STATUS) or b"{}").get("autoscaler_report") or {}
         return [*report.get("active_nodes", {}), *report.get("pending_launches", {})]
     return []
 
 
 def _types_of_v2() -> Iterable[str]:
     import ray
-    from ray.autoscaler.v2.sdk import get_cluster_status
 
+    get_cluster_status = inside(CLUSTER_STATUS)
+    if get_cluster_status is None:
+        return []
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     return [node.ray_node_type_name for node in [*status.active_nodes, *status.idle_nodes]]

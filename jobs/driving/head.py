@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from draftmill.actors.ray_inside import GRPC_CHANNEL, GRPC_REPLY, GRPC_REQUEST, authentication_error, inside
 from draftmill.storage.errors import UserError
 
 ANSWER_S = 20.0
@@ -23,26 +24,25 @@ def check_head(address: str, *, field: str = "--ray-address", wait_s: float = AN
 
     Anything unexpected counts as fine: Ray's own connection then decides.
     """
-    try:
-        from ray._private.grpc_utils import init_grpc_channel
-        from ray.exceptions import AuthenticationError
-
-        grpc: Any = import_module("grpc")
-        messages: Any = import_module("ray.core.generated.gcs_service_pb2")
-    except ImportError:  # another version of Ray
+    open_channel, request, reply = inside(GRPC_CHANNEL), inside(GRPC_REQUEST), inside(GRPC_REPLY)
+    if open_channel is None or request is None or reply is None:
         return
     try:
-        channel = init_grpc_channel(address, [("grpc.enable_http_proxy", 0)])
+        grpc: Any = import_module("grpc")
+    except ImportError:
+        return
+    try:
+        channel = open_channel(address, [("grpc.enable_http_proxy", 0)])
         ask = channel.unary_unary(
             _QUESTION,
-            request_serializer=messages.GetClusterIdRequest.SerializeToString,
-            response_deserializer=messages.GetClusterIdReply.FromString,
+            request_serializer=request.SerializeToString,
+            response_deserializer=reply.FromString,
         )
         try:
-            ask(messages.GetClusterIdRequest(), timeout=wait_s)
+            ask(request(), timeout=wait_s)
         finally:
             channel.close()
-    except AuthenticationError:
+    except authentication_error():
         raise UserError(f"the token can't be read: {_TOKEN} to the cluster's token", field=field) from None
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNAUTHENTICATED:

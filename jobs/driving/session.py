@@ -16,10 +16,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import draftmill
+from draftmill.actors.ray_inside import ACCELERATORS, NODE, NUM_CPUS, inside, required, silence_workers
 from draftmill.jobs.driving.head import check_head
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.own_cluster import own_address
@@ -156,16 +158,16 @@ def _only_what_jobs_use() -> Iterator[None]:
     and 3 s of CPU time on two cores. `include_dashboard=False` still starts a web server (without pages), so this patches
     private methods of Ray. A Ray version without these methods starts everything.
     """
-    from ray._private.node import Node
-
-    kept = {name: getattr(Node, name) for name in _UNUSED if hasattr(Node, name)}
+    node = inside(NODE)
+    methods = {} if node is None else {name: inside(replace(NODE, name=f"{NODE.name}.{name}")) for name in _UNUSED}
+    kept = {name: method for name, method in methods.items() if method is not None}
     for name in kept:
-        setattr(Node, name, _start_nothing)
+        setattr(node, name, _start_nothing)
     try:
         yield
     finally:
         for name, method in kept.items():
-            setattr(Node, name, method)
+            setattr(node, name, method)
 
 
 def metrics_port() -> int | None:
@@ -234,20 +236,15 @@ def check_reachable(address: str | None, *, field: str = "--ray-address") -> boo
 
 def _init(**options: Any) -> None:
     import ray
-    from ray._private import worker
 
-    # log_to_driver=False alone still prints "(raylet) a worker died" and node dumps; this private flag stops them.
-    worker._worker_logs_enabled = False
+    silence_workers()
     ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
 
 
 def local_nodes() -> list[NodeRoom]:
     """The one node that a Ray of our own would have on this machine."""
-    from ray._private.accelerators import get_accelerator_manager_for_resource
-    from ray._private.utils import get_num_cpus
-
-    cpus = int(get_num_cpus())
-    manager = get_accelerator_manager_for_resource("GPU")
+    cpus = int(required(NUM_CPUS)())
+    manager = required(ACCELERATORS)("GPU")
     if manager is None:
         return [NodeRoom(cpus, 0)]
     num_gpus = manager.get_current_node_num_accelerators()

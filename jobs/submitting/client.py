@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from draftmill.actors.ray_inside import DO_REQUEST, authentication_error, inside
 from draftmill.jobs.submitting.address import FIELD, Cluster
 from draftmill.storage.errors import StoreError, UserError
 
@@ -76,6 +77,7 @@ class RayJobs:
                 rest.setdefault("timeout", ANSWER_S)  # Ray's own client waits for ever
                 return super()._do_request(method, endpoint, **rest)
 
+        inside(DO_REQUEST)
         for name in ("modules.dashboard_sdk", "modules.job.sdk"):  # these speak of uploads and addresses
             logging.getLogger(f"ray.dashboard.{name}").setLevel(logging.WARNING)
         self._url = cluster.url
@@ -114,14 +116,13 @@ class RayJobs:
     @contextmanager
     def _in_words(self) -> Iterator[None]:
         """Turn errors of the client into ours, of one line."""
-        from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
         try:
             yield
         except (RequestException, ConnectionError) as error:
             raise Unreachable(f"the cluster at {self._url} does not answer: {_last_line(error)}") from None
-        except AuthenticationError:
+        except authentication_error():
             raise UserError(f"the cluster at {self._url} refuses the token", field=FIELD) from None
         except RuntimeError as error:
             if "already exists" in str(error):

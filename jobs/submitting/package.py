@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftmill.actors.ray_inside import PATHSPEC, required
 from draftmill.jobs.driving.session import ROOT
 from draftmill.jobs.notes import size_text
 from draftmill.storage.errors import UserError
@@ -118,9 +119,7 @@ def _walk(root: Path, folder: Path, rules: list[tuple[str, Any]]) -> Iterator[tu
 
 def _matcher(patterns: Iterable[str]) -> Any:
     # Ray brings this library along and reads .gitignore files with it, too.
-    from ray._private.thirdparty.pathspec.pathspec import PathSpec
-
-    return PathSpec.from_lines("gitwildmatch", patterns)
+    return required(PATHSPEC).from_lines("gitwildmatch", patterns)
 
 
 def _lines(path: Path) -> list[str]:

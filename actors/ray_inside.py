@@ -1,0 +1,89 @@
+"""What is used of Ray beside its public API: every such name is here, with what becomes of a job where a version has moved it.
+
+There is no public call for any of it; Ray's own libraries use the same names. tests/actors/test_ray_inside.py says whether the
+installed version has them, and that no other file names one.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from draftmill.storage.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A name in a module of Ray's, and what a job has to do without it."""
+
+    module: str
+    name: str
+    without: str
+
+
+_NOTICES = "nobody hears that a node will be removed"
+_GROUPS = "the cluster counts as one without an autoscaler"
+_QUESTION = "a wrong port or token is noticed later"
+
+DRAINING = Inside("ray._private.state", "state.get_draining_nodes", _NOTICES)
+ACTORS = Inside("ray._private.state", "actors", _NOTICES)
+CLUSTER_CONFIG = Inside("ray._private.state", "state.get_cluster_config", _GROUPS)
+IS_AUTOSCALER_V2 = Inside("ray.autoscaler.v2.utils", "is_autoscaler_v2", _GROUPS)
+CLUSTER_STATUS = Inside("ray.autoscaler.v2.sdk", "get_cluster_status", _GROUPS)
+KV_GET = Inside("ray.experimental.internal_kv", "_internal_kv_get", _GROUPS)
+GRPC_CHANNEL = Inside("ray._private.grpc_utils", "init_grpc_channel", _QUESTION)
+GRPC_REQUEST = Inside("ray.core.generated.gcs_service_pb2", "GetClusterIdRequest", _QUESTION)
+GRPC_REPLY = Inside("ray.core.generated.gcs_service_pb2", "GetClusterIdReply", _QUESTION)
+NODE = Inside("ray._private.node", "Node", "a Ray of our own starts slower, with parts that no job uses")
+WORKER_LOGS = Inside("ray._private.worker", "_worker_logs_enabled", "Ray prints lines of its own")
+DO_REQUEST = Inside("ray.job_submission", "JobSubmissionClient._do_request", "requests to a cluster may wait for ever")
+ACCELERATORS = Inside("ray._private.accelerators", "get_accelerator_manager_for_resource", "GPUs can't be counted")
+NUM_CPUS = Inside("ray._private.utils", "get_num_cpus", "CPUs can't be counted")
+PATHSPEC = Inside("ray._private.thirdparty.pathspec.pathspec", "PathSpec", "ignored files can't be told from others")
+
+_missed: set[Inside] = set()
+
+
+def inside(what: Inside) -> Any | None:
+    """What has this name; None where this version of Ray has nothing there, which is said once."""
+    try:
+        return _look_up(what)
+    except (ImportError, AttributeError):
+        if what not in _missed:
+            _missed.add(what)
+            print(f"draftmill: {_missing(what)}", file=sys.stderr)
+        return None
+
+
+def required(what: Inside) -> Any:
+    """What has this name, for which there is nothing else; UserError where this version of Ray has nothing there."""
+    try:
+        return _look_up(what)
+    except (ImportError, AttributeError):
+        raise UserError(f"{_missing(what)}; install a version that has it: see constraints.txt") from None
+
+
+def authentication_error() -> tuple[type[Exception], ...]:
+    """What Ray raises for a refused token, to be caught; nothing where a version knows no tokens yet."""
+    found = getattr(import_module("ray.exceptions"), "AuthenticationError", None)
+    return () if found is None else (found,)
+
+
+def silence_workers() -> None:
+    """Let Ray print nothing of its processes. `log_to_driver=False` alone leaves "(raylet) a worker died" and node dumps."""
+    if inside(WORKER_LOGS) is not None:
+        setattr(import_module(WORKER_LOGS.module), WORKER_LOGS.name, False)
+
+
+def _look_up(what: Inside) -> Any:
+    found: Any = import_module(what.module)
+    for part in what.name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _missing(what: Inside) -> str:
+    version = getattr(sys.modules.get("ray"), "__version__", "here")
+    return f"Ray {version} has no {what.module}.{what.name}: {what.without}"

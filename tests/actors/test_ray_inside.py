@@ -1,0 +1,94 @@
+"""Names of Ray that are not its API: the installed version has them, one file has them, and no job fails by one that is gone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from draftmill.actors import ray_inside
+from draftmill.actors.notices import draining, node_of
+from draftmill.actors.ray_inside import Inside, inside, required, silence_workers
+from draftmill.jobs.driving import session
+from draftmill.jobs.driving.autoscaler import possible_nodes
+from draftmill.jobs.driving.head import check_head
+from draftmill.jobs.driving.session import local_nodes
+from draftmill.jobs.spec.worker_shape import WorkerShape
+from draftmill.jobs.submitting.package import folder_files
+from draftmill.storage.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+NAMES = {name: value for name, value in vars(ray_inside).items() if isinstance(value, Inside)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_installed_ray_has_every_name(name: str) -> None:
+    assert required(NAMES[name]) is not None
+
+
+def test_no_other_file_names_what_is_not_rays_api() -> None:
+    private = re.compile(r"ray\.(_\w+|\w+\._\w+|experimental|core|autoscaler\.v2)\b")
+    files = [
+        path for folder in ("actors", "jobs", "storage", "decoders", "infra") for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 100
+    assert [path.name for path in files if private.search(path.read_text())] == ["ray_inside.py"]
+
+
+@pytest.fixture
+def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of Ray that has moved all that is not its API."""
+    real = ray_inside.import_module
+
+    def moved(name: str) -> ModuleType:
+        if name in {one.module for one in NAMES.values()}:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+        return real(name)
+
+    monkeypatch.setattr(ray_inside, "import_module", moved)
+    monkeypatch.setattr(ray_inside, "_missed", set())
+
+
+def starts() -> None:
+    with session._only_what_jobs_use():
+        pass
+
+
+WITHOUT: dict[str, tuple[Callable[[], Any], Any, str]] = {
+    "notices": (draining, {}, "nobody hears that a node will be removed"),
+    "nodes": (lambda: node_of(None), None, "nobody hears that a node will be removed"),
+    "autoscaler": (
+        lambda: possible_nodes([WorkerShape()], []),
+        None,
+        "the cluster counts as one without an autoscaler",
+    ),
+    "head": (lambda: check_head("127.0.0.1:1"), None, "a wrong port or token is noticed later"),
+    "start": (starts, None, "a Ray of our own starts slower"),
+    "lines": (silence_workers, None, "Ray prints lines of its own"),
+}
+
+
+@pytest.mark.parametrize(("use", "answer", "said"), WITHOUT.values(), ids=WITHOUT)
+def test_a_name_that_is_gone_is_said_once_and_the_job_goes_on(
+    another_ray: None, capsys: pytest.CaptureFixture[str], use: Callable[[], Any], answer: Any, said: str
+) -> None:
+    assert use() == answer == use()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and len(set(lines)) == len(lines)
+    assert all(re.match(r"draftmill: Ray \S+ has no ray\.\S+: ", line) and said in line for line in lines)
+
+
+def test_a_name_without_which_nothing_is_right_is_a_clear_refusal(another_ray: None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}")
+    for use in (local_nodes, lambda: folder_files(tmp_path)):
+        with pytest.raises(UserError, match=r"^Ray \S+ has no ray\._private\.\S+: .* install a version that has it"):
+            use()
+
+
+def test_a_method_that_is_gone_is_noticed_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inside(Inside("ray._private.node", "Node.start_nothing", "it starts")) is None
+    assert "has no ray._private.node.Node.start_nothing: it starts" in capsys.readouterr().err
