@@ -109,8 +109,27 @@ def _complain(arguments: argparse.Namespace, error: Exception, code: int) -> int
         raise error
     kind = "" if isinstance(error, UserError | StoreError) else f"unexpected {type(error).__name__}: "
     hint = "" if isinstance(error, (*UNUSABLE_ERRORS, StoreFull)) else " (--debug shows where)"
-    print(presentable(f"draftmill: {kind}{error}{hint}"), file=sys.stderr)
+    service = (
+        "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL"
+        if _asks_amazon(arguments)
+        else ""
+    )
+    print(
+        presentable(f"draftmill: {kind}{error}{service if isinstance(error, StoreError) else ''}{hint}"),
+        file=sys.stderr,
+    )
     return code
+
+
+def _asks_amazon(arguments: argparse.Namespace) -> bool:
+    """Whether a command without a spec, which could say otherwise, looks for what it was given on Amazon's S3."""
+    if (
+        getattr(arguments, "s3_endpoint", "") is not None
+        or {"AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"} & os.environ.keys()
+    ):
+        return False
+    given = [one for value in vars(arguments).values() for one in (value if isinstance(value, list) else [value])]
+    return any(str(one).startswith("s3://") for one in given)
 
 
 def parser() -> argparse.ArgumentParser:

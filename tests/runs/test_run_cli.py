@@ -12,6 +12,7 @@ import pytest
 
 import draftmill
 from draftmill.jobs import cli
+from draftmill.storage.errors import StoreRefused
 from tests.runs.jobs_of_tests import write_namesakes, write_rows, write_spec
 from tests.runs.local_pool import without_ray
 
@@ -153,3 +154,34 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     assert all(
         command in out for command in ("run", "validate", "status", "verify", "rerun", "compact", "export", "models")
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "endpoint", "is_said"),
+    [
+        (["status", "s3://bucket/run"], None, True),
+        (["compare", "s3://bucket/a", "s3://bucket/b"], None, True),
+        (["status", "s3://bucket/run", "--s3-endpoint", "http://here:9000"], None, False),
+        (["status", "s3://bucket/run"], "http://here:9000", False),
+        (["status", "runs/local"], None, False),
+    ],
+)
+def test_who_looks_for_a_run_on_the_wrong_service_is_told_how_to_name_another(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    endpoint: str | None,
+    is_said: bool,
+):
+    def refused(*_: object, **__: object) -> int:
+        raise StoreRefused("s3://bucket/run: Forbidden (403)")
+
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    if endpoint is not None:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setattr("draftmill.jobs.commands.status.status", refused)
+    monkeypatch.setattr("draftmill.jobs.commands.compare.compare", refused)
+    assert cli.main(arguments) == 2
+    hint = "; another S3 service than Amazon's is --s3-endpoint URL, or AWS_ENDPOINT_URL" if is_said else ""
+    assert capsys.readouterr().err == f"draftmill: s3://bucket/run: Forbidden (403){hint}\n"
