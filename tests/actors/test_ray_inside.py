@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,14 +43,14 @@ def test_no_other_file_names_what_is_not_rays_api() -> None:
 @pytest.fixture
 def another_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """A version of Ray that has moved all that is not its API."""
-    real = ray_inside.import_module
+    real = import_module
 
     def moved(name: str) -> ModuleType:
         if name in {one.module for one in NAMES.values()}:
             raise ModuleNotFoundError(f"No module named {name!r}")
         return real(name)
 
-    monkeypatch.setattr(ray_inside, "import_module", moved)
+    monkeypatch.setattr("draftmill.actors.ray_inside.import_module", moved)
     monkeypatch.setattr(ray_inside, "_missed", set())
 
 

@@ -493,6 +493,7 @@ def spend(place: Path, price: float | None) -> None:
     devices.stop()
     totals = Totals(units=1, rows=1, devices=devices)
     totals.worker_up()
+    totals.stop()
     AttemptsLog(store, 1).flush(totals)
 
 
