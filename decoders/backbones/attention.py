@@ -33,6 +33,8 @@ from draftmill.decoders.kernels.seen import Seen
 _CPU_SCORES: Final = 1 << 20
 _GPU_SCORES: Final = 1 << 28
 _LEAST_ROWS: Final = 64
+# Keys that are copied out in the order of positions at once.
+_MOST_COPIED: Final = 1 << 21
 # The cost of copying a slot's keys and values, in lines of attention; the share of a rectangle below which it is cut.
 _COPY: Final = 8
 _WORTH_CUTTING: Final = 0.75
@@ -46,6 +48,7 @@ Band = tuple[Tensor | None, slice, slice]
 class Layout:
     """Where the flat rows of one forward sit in the cache and in the [num_slots, num_rows] rectangle, and what they see.
 
+    `order_BW` are the columns of each slot that the rectangle's columns stand for; None: the same ones, in their order.
     `rectangle_N` is None where the rows fill the rectangle in order. `bands` are the parts of the rectangle that hold rows
     (`cut_ragged`). `sights` are additive biases over the rectangle by window; `windows` gives the window of each layer, None for
     one that sees everything.
@@ -53,6 +56,7 @@ class Layout:
 
     cache: SlotCache
     slots: Tensor | slice
+    order_BW: Tensor | None
     num_slots: int
     num_rows: int
     rules: ShapeRules
@@ -174,7 +178,12 @@ def attend_rows(
 
 def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scaling: float) -> Tensor:
     """Spread the valid rows over the rectangle, attend part by part, gather them; [valid N, H, d]."""
-    key, value = layout.cache.read(layer, layout.slots, bias_BTW.shape[2])
+    held: Held | Scattered
+    if layout.order_BW is None:
+        held = Held(*layout.cache.read(layer, layout.slots, bias_BTW.shape[2]))
+    else:
+        assert isinstance(layout.slots, Tensor), "each slot is named with its columns"
+        held = Scattered(layout.cache, layer, layout.slots, layout.order_BW)
     attend = partial(attend_grouped, scaling=scaling, rules=layout.rules)
     spread = query_NHd
     if layout.rectangle_N is not None:
@@ -182,41 +191,84 @@ def _mix(query_NHd: Tensor, layer: int, layout: Layout, bias_BTW: Tensor, scalin
         spread[layout.rectangle_N] = query_NHd
     query_BTHd = spread.reshape(layout.num_slots, layout.num_rows, *query_NHd.shape[1:])
     if len(layout.bands) == 1:
-        mixed = _in_parts(attend, query_BTHd, key, value, bias_BTW)
+        mixed = _in_parts(attend, query_BTHd, held, bias_BTW)
     else:
         # Cells outside of the bands stay as they are, since no row is gathered from there. A later band overwrites an earlier
         # one.
         mixed = torch.empty_like(query_BTHd)
         for slots, lines, columns in layout.bands:
             some: slice | Tensor = slice(None) if slots is None else slots
-            near_key, near_value = key[some, :, columns], value[some, :, columns]
             near_bias = bias_BTW[some, lines, columns]
-            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], near_key, near_value, near_bias)
+            mixed[some, lines] = _in_parts(attend, query_BTHd[some, lines], held.part(some, columns), near_bias)
     mixed = mixed.flatten(0, 1)
     return mixed if layout.rectangle_N is None else mixed[layout.rectangle_N]
 
 
-def _in_parts(
-    attend: Callable[..., Tensor], query_BTHd: Tensor, key: Tensor, value: Tensor, bias_BTW: Tensor
-) -> Tensor:
-    """Attend in parts of slots and lines whose scores stay small."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Keys and values of some slots and columns, [B, K, W, d] each: views of the cache where its slots follow each other."""
+
+    key: Tensor
+    value: Tensor
+
+    @property
+    def most_slots(self) -> int | None:
+        """Of how many slots they are read at once; None: of any number."""
+        return None
+
+    def part(self, some: slice | Tensor, columns: slice) -> Held:
+        """Those of some of the slots and of the columns."""
+        return Held(self.key[some, :, columns], self.value[some, :, columns])
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The keys and the values."""
+        return self.key, self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """Keys and values of some slots, each with columns of its own, which are copied when they are read."""
+
+    cache: SlotCache
+    layer: int
+    slots_B: Tensor
+    order_BW: Tensor
+
+    @property
+    def most_slots(self) -> int | None:
+        """See Held."""
+        _, _, num_heads, _, width = self.cache.layers_2SKWd[self.layer].shape
+        return max(1, _MOST_COPIED // (num_heads * width * self.order_BW.shape[1]))
+
+    def part(self, some: slice | Tensor, columns: slice) -> Scattered:
+        """See Held."""
+        return Scattered(self.cache, self.layer, self.slots_B[some], self.order_BW[some, columns])
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """See Held."""
+        return self.cache.read_in_order(self.layer, self.slots_B, self.order_BW)
+
+
+def _in_parts(attend: Callable[..., Tensor], query_BTHd: Tensor, held: Held | Scattered, bias_BTW: Tensor) -> Tensor:
+    """Attend in parts of slots and lines whose scores, and keys that must be copied, stay small."""
     num_slots, num_rows, num_heads, _ = query_BTHd.shape
     limit = _CPU_SCORES if query_BTHd.device.type == "cpu" else _GPU_SCORES
-    if num_slots * num_rows * num_heads * bias_BTW.shape[2] <= limit:
-        return attend(query_BTHd, key, value, bias_BTW)
-    parts = _parts(query_BTHd, bias_BTW.shape[2], limit)
+    most_slots = held.most_slots or num_slots
+    if num_slots * num_rows * num_heads * bias_BTW.shape[2] <= limit and num_slots <= most_slots:
+        return attend(query_BTHd, *held.read(), bias_BTW)
     mixed = torch.empty_like(query_BTHd)
-    for some, lines in parts:
-        mixed[some, lines] = attend(query_BTHd[some, lines], key[some], value[some], bias_BTW[some, lines])
+    for some, lines in _parts(query_BTHd, bias_BTW.shape[2], limit, most_slots):
+        near = held.part(some, slice(None)).read()
+        mixed[some, lines] = attend(query_BTHd[some, lines], *near, bias_BTW[some, lines])
     return mixed
 
 
-def _parts(query_BTHd: Tensor, num_columns: int, limit: int) -> list[tuple[slice, slice]]:
-    """Cut a rectangle into parts (slots, lines) whose scores are few enough to be held at once."""
+def _parts(query_BTHd: Tensor, num_columns: int, limit: int, most_slots: int) -> list[tuple[slice, slice]]:
+    """Cut a rectangle into parts (slots, lines) whose scores are few enough to be held at once, of at most so many slots."""
     num_slots, num_rows, num_heads, _ = query_BTHd.shape
     rows_at_once = max(_LEAST_ROWS, limit // (num_heads * num_columns))
     if rows_at_once >= num_rows:
-        step = rows_at_once // num_rows
+        step = min(rows_at_once // num_rows, most_slots)
         return [(slice(first, first + step), slice(None)) for first in range(0, num_slots, step)]
     count = -(-num_rows // rows_at_once)
     lines = [slice(num_rows * part // count, num_rows * (part + 1) // count) for part in range(count)]

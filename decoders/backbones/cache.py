@@ -125,6 +125,16 @@ class SlotCache:
         width = key_value_NXd.shape[2]
         self.layers_2SKWd[layer].view(-1, width).index_copy_(0, places, key_value_NXd.reshape(-1, width))
 
+    def read_in_order(self, layer: int, slots_B: Tensor, column_BW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of some columns of each slot, in their order, [B, K, W, d] each; copies."""
+        held_2SKWd = self.layers_2SKWd[layer]
+        num_heads, width = held_2SKWd.shape[2], held_2SKWd.shape[4]
+        head_BK = slots_B.unsqueeze(1) * num_heads + torch.arange(num_heads, device=slots_B.device)
+        cell_BKW = head_BK.unsqueeze(2) * self.num_columns + column_BW.unsqueeze(1)
+        found_2Xd = held_2SKWd.view(2, -1, width).index_select(1, cell_BKW.flatten())
+        key, value = found_2Xd.view(2, *cell_BKW.shape, width).unbind(0)
+        return key, value
+
     def read(self, layer: int, slots: Tensor | slice, num_columns: int) -> tuple[Tensor, Tensor]:
         """Return the first columns of the keys and the values of slots, [B, K, num_columns, d]; views where they are a slice."""
         held_2SKWd = self.layers_2SKWd[layer]

@@ -19,13 +19,15 @@ class RowShape:
     """What the host knows of a forward's rows.
 
     `num_lines` is how many rows the slot with the most rows has. No row sees a column at or beyond `num_columns`. `slots` are the
-    slots where they follow each other, else None.
+    slots where they follow each other, else None. `num_positions`: the rows of a slot all see the same columns, which hold the
+    positions 0, 1, .. below this number or a smaller one, each once; None where that need not be so.
     """
 
     num_slots: int
     num_lines: int
     num_columns: int
     slots: slice | None
+    num_positions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class TokenRows:
     `slots_B` are the forward's slots. A row is row number `line_N` (0, 1, ..) of slot number `owner_N` among them; the rows of a
     slot follow each other. `sigma_B` is the total noise of the canvas that these rows belong to (float, >= 0;
     decoders/draws/absorbing.py), for models that are conditioned on it; all others ignore it. A slot may be named twice: its rows
-    may have been computed under different noise.
+    may have been computed under different noise, or see different columns.
     """
 
     slots_B: Tensor
@@ -113,6 +115,22 @@ def seen_columns(low_IN: Tensor, high_IN: Tensor, num_columns: int) -> Tensor:
     for low_N, high_N in zip(low_IN[1:], high_IN[1:], strict=True):
         seen_NW |= (column_W >= low_N.unsqueeze(1)) & (column_W < high_N.unsqueeze(1))
     return seen_NW
+
+
+def columns_in_order(rows: TokenRows, positions_SW: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """The columns that the rows of each slot see, in the order of their positions, [B, num_columns], and how many these are, [B].
+
+    For rows whose shape has `num_positions`; `positions_SW` are the positions of all columns. What is left over names column 0.
+    """
+    num_slots, owner_N = rows.shape.num_slots, rows.owner_N
+    first_B = owner_N.new_zeros(num_slots + 1)
+    first_B.scatter_(0, owner_N.where(rows.line_N == 0, num_slots), torch.arange(rows.num_rows, device=owner_N.device))
+    first_B = first_B[:num_slots]
+    seen_BW = seen_columns(rows.low_IN[:, first_B], rows.high_IN[:, first_B], rows.shape.num_columns)
+    place_BW = positions_SW[rows.slots_B, : rows.shape.num_columns].where(seen_BW, num_columns)
+    column_BW = torch.arange(rows.shape.num_columns, device=owner_N.device).expand(num_slots, -1)
+    ordered = owner_N.new_zeros(num_slots, num_columns + 1).scatter_(1, place_BW, column_BW)
+    return ordered[:, :num_columns], seen_BW.sum(1)
 
 
 def intervals_of(seen_NW: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -31,7 +32,7 @@ from draftmill.decoders.backbones.lean_import import from_transformers
 from draftmill.decoders.backbones.moe import Mixture
 from draftmill.decoders.backbones.packed import PackedLinear, block_of_rows, can_pack, pack_products
 from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
-from draftmill.decoders.backbones.rows import TokenRows, seen_columns
+from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.kernels.find import Attend, find_attention, find_product
 from draftmill.decoders.kernels.seen import Seen
@@ -198,23 +199,33 @@ class ModuleBackbone:
 
     def _layout(self, rows: TokenRows) -> AnyLayout:
         shape = rows.shape
-        num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         assert shape.num_columns <= self.cache.num_columns, "rows see columns beyond the cache"
         self.cache.note_positions(rows.slot_N, rows.column_N, rows.position_N)
         if self._attend is not None:
             return self._flat_layout(rows, self._attend)
+        places = self.cache.places(rows.slot_N, rows.column_N)
+        slots = rows.slots_B if shape.slots is None else shape.slots
+        num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
+        order_BW = None
+        if shape.num_positions is not None and rows.low_IN.shape[0] > 1:
+            # Sums run in the order of positions wherever these stand, as if each had its own column.
+            num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_B
+            order_BW, length_B = columns_in_order(rows, self.cache.positions_SW, num_columns)
+            end_1N = length_B[rows.owner_N].unsqueeze(0)
+            rows = replace(rows, low_IN=torch.zeros_like(end_1N), high_IN=end_1N)
         rectangle_N = None if rows.fills else rows.owner_N * shape.num_lines + rows.line_N
         return Layout(
             cache=self.cache,
-            slots=rows.slots_B if shape.slots is None else shape.slots,
+            slots=slots,
+            order_BW=order_BW,
             num_slots=shape.num_slots,
             num_rows=shape.num_lines,
             rules=self.rules,
-            places=self.cache.places(rows.slot_N, rows.column_N),
+            places=places,
             rectangle_N=rectangle_N,
             bands=cut_ragged(rows, num_columns, self.rules.column_multiple),
             windows=self.windows,
-            sights=self._sights(rows, num_columns, rectangle_N),
+            sights=self._sights(rows, num_columns, order_BW, rectangle_N),
         )
 
     def _flat_layout(self, rows: TokenRows, attend: Attend) -> FlatLayout:
@@ -230,7 +241,9 @@ class ModuleBackbone:
         places = self.cache.places(rows.slot_N, rows.column_N)
         return FlatLayout(self.cache, places, self.windows, seen, attend)
 
-    def _sights(self, rows: TokenRows, num_columns: int, rectangle_N: Tensor | None) -> dict[int | None, Tensor]:
+    def _sights(
+        self, rows: TokenRows, num_columns: int, order_BW: Tensor | None, rectangle_N: Tensor | None
+    ) -> dict[int | None, Tensor]:
         """What the rows see under each window: an additive bias over the rectangle."""
         seen_NW = seen_columns(rows.low_IN, rows.high_IN, num_columns)
         shape = rows.shape.num_slots, rows.shape.num_lines
@@ -239,6 +252,8 @@ class ModuleBackbone:
             within_NW = seen_NW
             if window is not None:
                 near_NW = self.cache.positions_SW[rows.slot_N, :num_columns]
+                if order_BW is not None:
+                    near_NW = torch.arange(num_columns, device=self.device).expand(rows.num_rows, -1)
                 within_NW = seen_NW & (near_NW > rows.position_N.unsqueeze(1) - window)
             sights[window] = bias_of(within_NW, shape, rectangle_N, self.dtype)
         return sights

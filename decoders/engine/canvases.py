@@ -53,6 +53,8 @@ class CanvasLane(Lane):
         super().__init__(backbone, info.vocab_size, is_target=True)
         self._mask_id, self._shift, self.picks = mask_id, info.shift, picks
         self._cached, self._conditioned = canvases.cached, canvases.conditioned
+        # Attention without a kernel sums in the order of positions; each node has its own columns of them.
+        self._by_node = canvases.cached and not getattr(backbone, "reads_rows", False)
         self._fresh, self._slots_each = canvases.fresh, canvases.num_slots
         self._multiple, self._num_slots, self._width = column_multiple(backbone), 0, 0
         # Of each position: its token, the number of a draft there, and the draft.
@@ -114,6 +116,7 @@ class CanvasLane(Lane):
             samples,
             slot_B,
             cached=self._cached,
+            by_node=self._by_node,
             shift=self._shift,
             conditioned=self._conditioned,
             fresh=self._fresh,
@@ -212,7 +215,13 @@ class CanvasLane(Lane):
             column_N=column_N,
             low_IN=sights[::2],
             high_IN=sights[1::2],
-            shape=RowShape(packed.num_slots, packed.num_lines, packed.num_columns, following(packed.slot_L)),
+            shape=RowShape(
+                num_slots=packed.num_slots,
+                num_lines=packed.num_lines,
+                num_columns=packed.num_columns,
+                slots=following(packed.slot_L),
+                num_positions=packed.width if self._by_node else None,
+            ),
             sigma_B=total_noise(sent["times"][:, 0]) if self._conditioned else None,
         )
 

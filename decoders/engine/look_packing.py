@@ -22,18 +22,12 @@ from draftmill.decoders.engine.looks import (
     COLUMN,
     COUNT,
     HI,
-    HI1,
-    HI2,
-    HI3,
-    HI4,
     LEAD,
     LO,
     LO1,
-    LO2,
-    LO3,
-    LO4,
     MASKS,
     MORE,
+    NODE,
     POSITION,
     SIDE,
     SPAN,
@@ -49,7 +43,7 @@ SLOT, OWNER, LINE, BEFORE = range(SPAN_FIELDS, SPAN_FIELDS + 4)
 # What it is told of a stretch: the row that predicts position 0, the first position, the positions before
 # this stretch, the node's drafts, the slot, and the sample's key.
 ROW, FIRST, EARLIER, OF_LEAD, OF_MORE, OF_SLOT, KEY = range(7)
-_SIGHTS: Final = (LO1, HI1, LO2, HI2, LO3, HI3, LO4, HI4)
+_SIGHTS: Final = range(LO1, SPAN_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +76,19 @@ class Packed:
 
 
 def pack(
-    samples: Sequence[Canvas], slot_B: Ints, *, cached: bool, shift: int, conditioned: bool, fresh: bool = False
+    samples: Sequence[Canvas],
+    slot_B: Ints,
+    *,
+    cached: bool,
+    by_node: bool,
+    shift: int,
+    conditioned: bool,
+    fresh: bool = False,
 ) -> Packed:
     """Pack the asks of these samples. With `cached` the nodes of a sample share its slot; else each span has one of its own.
 
-    A row predicts the position `shift` after its own. `conditioned`: the model must know the time of each canvas. `fresh`: each
-    step draws anew.
+    `by_node`: a slot is named once for each node, whose rows see the same columns. A row predicts the position `shift` after its
+    own. `conditioned`: the model must know the time of each canvas. `fresh`: each step draws anew.
     """
     asks = [sample.ask for sample in samples]
     looks = [ask for ask in asks if isinstance(ask, Look)]
@@ -101,14 +102,18 @@ def pack(
     asked_AF[:, SPAN] += (spans_B.cumsum() - spans_B)[owner_A]
     count_P, parcel = span_PF[:, COUNT], Parcel()
     # The rows of a slot follow each other.
-    owned_P, slot_L = (owner_P, slot_B) if cached else (np.arange(len(span_PF)), np.arange(len(span_PF)))
+    owned_P = np.arange(len(span_PF))
+    if cached:
+        owned_P = _numbered(owner_P, span_PF[:, NODE]) if by_node else owner_P
+    sample_L = owner_P[np.unique(owned_P, return_index=True)[1]]
+    slot_L = slot_B[sample_L] if cached else owned_P
     rows_L = np.bincount(owned_P, weights=count_P, minlength=len(slot_L)).astype(np.int64)
     before_P = count_P.cumsum() - count_P
     line_P = before_P - (rows_L.cumsum() - rows_L)[owned_P]
     parcel.add("spans", np.vstack([span_PF.T, slot_B[owner_P], owned_P, line_P, before_P]))
     parcel.add("slots", slot_L)
     if conditioned:
-        parcel.add("times", np.array([look.times for look in looks], dtype=np.float64)[each_B if cached else owner_P])
+        parcel.add("times", np.array([look.times for look in looks], dtype=np.float64)[sample_L])
     masks_A, best_A = asked_AF[:, MASKS], asked_AF[:, BEST]
     parcel.add("asked", _stretches(samples, asked_AF, span_PF, before_P, owner_A, shift))
     parcel.add("steps", _steps(looks, owner_A, span_PF[asked_AF[:, SPAN]], conditioned=conditioned, fresh=fresh))
@@ -116,7 +121,7 @@ def pack(
     parcel.add("picks", _picks(masks_A, best_A))
     _add_tokens(parcel, samples, looks, slot_B)
     first_B = asked_B.cumsum() - asked_B
-    ends_PF = span_PF[:, [HI1, HI2, HI3, HI4]]
+    ends_PF = span_PF[:, LO1 + 1 :: 2]
     return Packed(
         parcel=parcel,
         num_slots=len(slot_L),
@@ -163,6 +168,13 @@ def _table(lists: Sequence[Sequence[int]], num_fields: int) -> tuple[Ints, Ints]
     flat = [number for numbers in lists for number in numbers]
     sizes = np.array([len(numbers) for numbers in lists], dtype=np.int64)
     return np.array(flat, dtype=np.int64).reshape(-1, num_fields), sizes // num_fields
+
+
+def _numbered(owner_P: Ints, node_P: Ints) -> Ints:
+    """The number of each span's node among all nodes of all samples, [P]; the spans of a node follow each other."""
+    is_next = (np.diff(owner_P, prepend=owner_P[0]) != 0) | (np.diff(node_P, prepend=node_P[0]) != 0)
+    number_P: Ints = is_next.cumsum()
+    return number_P
 
 
 def _put_beside(span_PF: Ints, width: int) -> None:

@@ -16,7 +16,7 @@ A *span* is a run of rows of a node, consecutive in columns and positions:
     COLUMN, POSITION   of its first row
     NODE               the canvas that it belongs to
     LEAD, MORE         the node has the first LEAD drafts, and the one numbered MORE (-1: no other)
-    LO1, HI1 ..        each row sees the columns [LO1, HI1), [LO2, HI2), [LO3, HI3) and [LO4, HI4); empty ones come last
+    LO1, HI1 ..        each row sees the columns [LO1, HI1), .. [LO5, HI5); empty ones come last
 
 Columns below SIDE are those of the canvas itself, one a position; columns from SIDE on stand beside it (nodes around a cache).
 Without a cache each node is a canvas of its own, and has one span.
@@ -36,8 +36,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-COUNT, COLUMN, POSITION, NODE, LEAD, MORE, LO1, HI1, LO2, HI2, LO3, HI3, LO4, HI4 = range(14)
-SPAN_FIELDS: Final = 14
+COUNT, COLUMN, POSITION, NODE, LEAD, MORE, LO1 = range(7)
+MOST_SIGHTS: Final = 5
+"""How many stretches of columns a row may see; a node of `ssd` needs no more (ssd_nodes.py)."""
+NO_MORE: Final = (0,) * (2 * MOST_SIGHTS - 2)
+"""What follows the first stretch where it is the only one."""
+SPAN_FIELDS: Final = LO1 + 2 * MOST_SIGHTS
 
 SPAN, LO, HI, MASKS, BEST = range(5)
 ASKED_FIELDS: Final = 5

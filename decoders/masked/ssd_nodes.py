@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import SIDE, SPAN_FIELDS, Pick
+from draftmill.decoders.engine.looks import MOST_SIGHTS, NO_MORE, SIDE, SPAN_FIELDS, Pick
 from draftmill.decoders.masked.cached_windows import Run
 
 Sight = list[tuple[int, int, int]]
@@ -91,7 +91,7 @@ class Standing:
     def alone(self, number: int, node: Node) -> None:
         """A node without a cache: a whole canvas of its own."""
         length = self._s.length
-        self.spans += (length, 0, 0, number, node.lead, node.more, 0, length, 0, 0, 0, 0, 0, 0)
+        self.spans += (length, 0, 0, number, node.lead, node.more, 0, length, *NO_MORE)
         self._ask(node, [(len(self.spans) // SPAN_FIELDS - 1, 0, length)])
 
     def root(self, node: Node, runs: Sequence[Run]) -> None:
@@ -148,15 +148,19 @@ def overlaid(sight: Sight, low: int, high: int, column: int) -> Sight:
 
 
 def columns_of(sight: Sight) -> list[int]:
-    """The columns of a sight as four stretches [low, high), the empty ones last."""
+    """The columns of a sight as stretches [low, high), the empty ones last.
+
+    Drafts reach two blocks. So five stretches are the most: what is before the first block, between the two and behind the
+    second, and each block where it was last run.
+    """
     found: list[list[int]] = []
     for low, high in sorted((at, at + end - first) for first, end, at in sight if first < end):
         if found and found[-1][1] == low:
             found[-1][1] = high
         else:
             found.append([low, high])
-    assert len(found) <= 4, f"a node sees {len(found)} stretches of columns"
-    return [number for stretch in found for number in stretch] + [0] * (8 - 2 * len(found))
+    assert len(found) <= MOST_SIGHTS, f"a node sees {len(found)} stretches of columns"
+    return [number for stretch in found for number in stretch] + [0] * 2 * (MOST_SIGHTS - len(found))
 
 
 def moved(sight: Sight, window: Run) -> list[int]:

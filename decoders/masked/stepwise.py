@@ -29,7 +29,7 @@ import numpy as np
 from draftmill.decoders.engine.algorithm import Algorithm, Canvases
 from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.engine.looks import NO_MORE, Look
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.masked.cached_windows import Caching, Windows
 from draftmill.decoders.masked.settings import FactorSettings, MaskedSettings, StepwiseSettings, ThresholdSettings
@@ -73,7 +73,7 @@ def look_at(s: Canvas, windows: Windows, quota: Quota) -> Look:
 
 def root_span(s: Canvas, start: int, end: int) -> tuple[int, ...]:
     """The positions [start, end) of the canvas as it is, seeing all of it."""
-    return (end - start, start, start, 0, 0, -1, 0, s.length, 0, 0, 0, 0, 0, 0)
+    return (end - start, start, start, 0, 0, -1, 0, s.length, *NO_MORE)
 
 
 # ---- how many at once ------------------------------------------------------------------------------------------------

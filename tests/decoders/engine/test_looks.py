@@ -14,7 +14,7 @@ from draftmill.decoders.engine.algorithm import Algorithm, Canvases
 from draftmill.decoders.engine.canvas_samples import Canvas
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.fields import NoiseField
-from draftmill.decoders.engine.looks import Look
+from draftmill.decoders.engine.looks import NO_MORE, Look
 from draftmill.decoders.engine.memory import Account
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked import ssd_nodes
@@ -77,7 +77,7 @@ def plain_reading(canvas, low, high, best):
 
 
 def span_of(s, node, lead):
-    return (s.length, 0, 0, node, lead, -1, 0, s.length, 0, 0, 0, 0, 0, 0)
+    return (s.length, 0, 0, node, lead, -1, 0, s.length, *NO_MORE)
 
 
 def two_nodes(s):
@@ -113,7 +113,7 @@ def test_a_wrong_count_of_masks_is_found():
 
 def test_a_mask_whose_row_did_not_run_is_found():
     def ask(s):
-        short = (s.length - 1, 0, 0, 0, 0, -1, 0, s.length - 1, 0, 0, 0, 0, 0, 0)
+        short = (s.length - 1, 0, 0, 0, 0, -1, 0, s.length - 1, *NO_MORE)
         return Look(short, (0, 0, s.length, len(s.holes), 1))
 
     engine, _ = engine_of(ask)
