@@ -215,7 +215,7 @@ class DDiTBackbone(ModuleBackbone):
             return {"modulations": self._at_zero, "which_N": None}
         assert rows.sigma_B is not None, "this network is conditioned on the noise: its rows need sigma_B"
         count = rows.sigma_B.shape[0]
-        padded_U = rows.sigma_B.new_zeros(-(-count // self.min_rows) * self.min_rows, dtype=self.exact_dtype)
+        padded_U = rows.sigma_B.new_zeros(self._padded(count), dtype=self.exact_dtype)
         padded_U[:count] = rows.sigma_B
         modulations = [part[:count] for part in self.base.modulations(padded_U)]
         return {"modulations": modulations, "which_N": self._flat(rows.owner_N)[0] if count > 1 else None}

@@ -17,7 +17,7 @@ from draftmill.decoders.backbones.xlnet import xlnet_rules
 from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.common_settings import Sampling
 from tests.decoders.backbones.causal_models import MODELS, in_a_row, load, play, random_tokens, save_random
-from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, look, random_canvas
+from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, look, random_canvas
 from tests.decoders.backbones.masked_models import load as load_masked
 from tests.decoders.backbones.test_block_models import in_blocks
 from tests.decoders.backbones.test_xlnet import save_random as save_random_xlnet
@@ -241,3 +241,37 @@ def test_any_subset_samples_have_the_same_bits_beside_any_longer_one(tmp_path):
         found = decode(fresh, info, settings, Sampling(), requests, rows=rows)
         assert texts(found) == texts(expected)
         assert all(found[i].logprob == expected[i].logprob for i in expected), settings.kind
+
+
+def with_condition(width):
+    """For `copy_changed`: random weights for a condition of this width."""
+
+    def changed(tensors):
+        generator, found = torch.Generator().manual_seed(width), {}
+        for name, tensor in tensors.items():
+            shape = list(tensor.shape)
+            if "sigma_map" in name:
+                shape = [width if number == 32 else number for number in shape]
+            elif "adaLN_modulation.weight" in name:
+                shape[1] = width
+            same = shape == list(tensor.shape)
+            found[name] = tensor if same else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return found
+
+    return changed
+
+
+@pytest.mark.parametrize("width", [1, 8, 12, 24, 31, 40, 72, 128, 200])
+def test_a_condition_of_any_width_has_the_same_bits_beside_any_other_noise(golden, tmp_path, width):
+    changed = {"time_conditioning": True, "cond_dim": width}
+    folder = copy_changed(golden / "mdlm", tmp_path, config=changed, weights=with_condition(width))
+    backbone = load_masked(folder)
+    assert backbone.rules.exact
+    canvases = {slot: random_canvas(9 + slot % 5, seed=slot) for slot in range(40)}
+    sigmas = {slot: 0.01 + 0.13 * slot for slot in canvases}
+    backbone.allocate(len(canvases), 32)
+    together = look(backbone, canvases, sigmas=sigmas)
+    for slots in ([0], [1, 2], [3, 4, 5], [6, 9, 11, 39, 17], range(8, 31)):
+        apart = look(backbone, {slot: canvases[slot] for slot in slots}, sigmas=sigmas)
+        for slot in slots:
+            assert torch.equal(apart[slot], together[slot]), f"{len(slots)} canvases"
