@@ -85,8 +85,8 @@ def test_no_intervals_show_nothing():
 
 def test_a_column_of_several_intervals_counts_once():
     # Overlapping, equal, apart and empty intervals; the last one of the first row reaches beyond the cache.
-    low = [[0, 3, 10, 0], [5, 3, 60, 9], [90, 0, 0, 70]]
-    high = [[20, 30, 20, 0], [33, 30, 64, 9], [120, 1, 0, 95]]
+    low = [[0, 3, 10, 0], [5, 3, 60, 9], [90, 0, 0, 70], [40, 50, 0, 20], [60, 70, 98, 97]]
+    high = [[20, 30, 20, 0], [33, 30, 64, 9], [120, 1, 0, 95], [45, 60, 0, 25], [61, 90, 99, 100]]
     arguments = case([0, 0, 2, 2], columns=100, key_heads=2, group=3, width=20, low=low, high=high, rows_at_once=2)
     check(*arguments)
     check(*arguments, shares=4)
