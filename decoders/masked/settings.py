@@ -84,6 +84,15 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     draft_length: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 4
     tree: Literal["chain", "mixed"] = "chain"
 
+    @model_validator(mode="after")
+    def _no_text_by_time(self) -> SelfSpeculativeSettings:
+        if self.cache == "dual_relaxed" and self.draft_length == "auto":
+            raise ValueError(
+                "decoder.draft_length: 'auto' chooses by time, and with cache 'dual_relaxed' the text would depend on it; "
+                "allowed with 'dual_relaxed': a number; with 'auto': cache none, prefix or dual_strict"
+            )
+        return self
+
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
