@@ -207,8 +207,8 @@ class ModuleBackbone:
         slots = rows.slots_B if shape.slots is None else shape.slots
         num_columns = self.rules.columns(shape.num_columns, self.cache.num_columns)
         order_BW = None
-        if shape.num_positions is not None and rows.low_IN.shape[0] > 1:
-            # Sums run in the order of positions wherever these stand, as if each had its own column.
+        if shape.num_positions is not None and shape.num_columns > shape.num_positions:
+            # Some positions stand beside their own columns. Sums run in the order of positions, as if none did.
             num_columns, slots = self.rules.columns(shape.num_positions, self.cache.num_columns), rows.slots_B
             order_BW, length_B = columns_in_order(rows, self.cache.positions_SW, num_columns)
             end_1N = length_B[rows.owner_N].unsqueeze(0)

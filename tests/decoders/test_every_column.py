@@ -1,0 +1,196 @@
+"""Every column of a result, but times, places and what describes the batch, is the same bits in any batch, for every decoder."""
+
+import itertools
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+import draftmill.decoders.builtin
+from draftmill.decoders.backbones.load import inspect_model, load_backbone
+from draftmill.decoders.base import Outcome, Request
+from draftmill.decoders.common_settings import Estimate, Sampling
+from draftmill.decoders.draws.noise import sample_key
+from draftmill.decoders.engine.budget import DraftBudget
+from draftmill.decoders.engine.setup import Setup
+from draftmill.decoders.registry import build_decoder, build_scorer, find_heads
+from draftmill.decoders.settings import DECODERS, DecoderSettings
+from tests.decoders.support import random_lengths, run_all
+
+BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
+GOLDEN = Path(__file__).parents[1] / "data"
+# What happened when, and what describes the batch by definition (docs/formats.md).
+TIMES = {"wait_s", "prefill_s", "decode_s", "total_s", "device_s", "started_at_s"}
+BATCH = {"batch_rows", "pad_fraction"}
+# What depends on time with lengths `auto`, and on neighbours with drafts from their texts.
+COUNTS = {"nfe", "nfe_draft", "iterations", "proposed", "accepted", "accept_hist", "nfe_kinds", "trace"}
+Case = tuple[str, dict[str, Any]]
+
+
+def canvas_cases() -> list[Case]:
+    """Every decoder of canvases with every cache, `ssd` also with every tree and way to choose lengths."""
+    lives: list[dict[str, Any]] = [{"cache": "none"}, {"cache": "prefix"}, {"cache": "dual_strict"}]
+    lives += [
+        {"cache": "dual_strict", "refresh": 5},
+        {"cache": "dual_relaxed"},
+        {"cache": "dual_relaxed", "refresh": 5},
+    ]
+    found: list[Case] = []
+    for life in lives:
+        shared = {"block_length": 4, **life}
+        if life["cache"] != "dual_relaxed":  # that of `ssd`
+            found += [("mdm-tiny", {"kind": kind, **shared}) for kind in ("stepwise", "threshold", "factor")]
+        for tree, length in itertools.product(("chain", "mixed"), (4, "auto")):
+            if (length, life["cache"]) != ("auto", "dual_relaxed"):
+                found.append(("mdm-tiny", {"kind": "ssd", "tree": tree, "draft_length": length, **shared}))
+    found.append(("mdm-tiny", {"kind": "stepwise", "confidence": "random", "steps": 3}))
+    return found
+
+
+def causal_cases() -> list[Case]:
+    small = {"kind": "model", "path": "ar-micro"}
+    diffuses = {"kind": "specdiff", "gamma": 4, "drafter": {"path": "mdm-tiny"}}
+    settings: list[dict[str, Any]] = [
+        {"kind": "autoregressive"},
+        {"kind": "speculative", "k": 4},
+        {"kind": "speculative", "k": 4, "drafter": {"kind": "suffix"}},
+        {"kind": "speculative", "k": 4, "drafter": small},
+        {"kind": "speculative", "k": "auto", "drafter": small},
+        {"kind": "jacobi", "block_size": 8},
+        {"kind": "jacobi", "block_size": 8, "window": "running"},
+        {"kind": "multiblock_jacobi", "block_size": 4},
+        {**diffuses, "head": "none"},
+        {**diffuses, "head": "none", "order": "native"},
+        {**diffuses, "gamma": "auto"},
+    ]
+    return [("ar-tiny", one) for one in settings]
+
+
+def other_cases() -> list[Case]:
+    any_subset: list[dict[str, Any]] = [{"kind": "any_subset"}, {"kind": "parallel"}]
+    for more in ({}, {"k": "auto"}, {"drafter": "ngram"}, {"drafter": "suffix"}, {"head": "none"}):
+        any_subset.append({"kind": "assd", **more})
+    any_subset += [{"kind": "assd", "fused": "rows", "rows": "ends"}, {"kind": "assd", "fused": "chain"}]
+    blocks: list[dict[str, Any]] = [
+        *({"kind": "block_diffusion", "schedule": one} for one in ("static", "dynamic", "sequential", "entropy")),
+        *({"kind": "s2d2"}, {"kind": "s2d2", "block_size": 8, "causal_cache": True}),
+        {"kind": "s2d2", "block_size": 8, "causal_cache": True, "fused": True},
+    ]
+    noisy: list[dict[str, Any]] = [{"kind": "ancestral", "steps": 6, "predictor": one} for one in ("analytic", "euler")]
+    return [
+        *(("asarm-tiny", one) for one in any_subset),
+        *(("block-tiny", one) for one in blocks),
+        *(("sedd", one) for one in noisy),
+        ("mdlm", {"kind": "ancestral", "steps": 6}),
+    ]
+
+
+CASES = [*canvas_cases(), *causal_cases(), *other_cases()]
+SCORED: list[Case] = [
+    ("ar-tiny", {"kind": "autoregressive"}),
+    ("asarm-tiny", {"kind": "any_subset"}),
+    ("mdm-tiny", {"kind": "stepwise"}),
+    ("sedd", {"kind": "ancestral"}),
+    ("block-tiny", {"kind": "block_diffusion", "block_size": 8}),
+]
+
+
+def folder_of(model: str) -> Path:
+    return (GOLDEN if model in ("sedd", "mdlm") else BUILTIN) / model
+
+
+@cache
+def loaded(model: str) -> Any:
+    return load_backbone(folder_of(model), device="cpu")
+
+
+def made(case: Case, rows: int, *, scores: bool = False) -> Any:
+    """A decoder (or scorer) with an empty cache."""
+    model, given = case
+    settings: Any = TypeAdapter(DecoderSettings).validate_python(given)
+    backbone, drafter = loaded(model), getattr(getattr(settings, "drafter", None), "path", None)
+    assert backbone.exact
+    folder = folder_of(drafter or model)
+    drafting = loaded(drafter) if drafter else None
+    for one in (backbone, drafting):
+        if one is not None:
+            one.forget()
+    setup = Setup(
+        backbone=backbone,
+        info=inspect_model(folder_of(model)),
+        sampling=Sampling(temperature=0.9),
+        max_rows=rows,
+        max_tokens=1 << 20,
+        heads=find_heads(settings, folder, drafting or backbone) if hasattr(settings, "head") else None,
+        drafter=drafting,
+        drafter_info=inspect_model(folder) if drafter else None,
+        trace=True,
+    )
+    return build_scorer(setup, settings, Estimate(samples=8)) if scores else build_decoder(setup, settings)
+
+
+def requests_of(case: Case, *, scores: bool = False) -> list[Request]:
+    """Texts of many lengths, on both sides of the blocks of columns that are summed at once."""
+    model, found = case[0], []
+    vocab_size, longest = inspect_model(folder_of(model)).vocab_size, inspect_model(folder_of(model)).max_length or 150
+    rng = np.random.default_rng(0)
+    for index, length in enumerate((17, 9, 28, 140, 12)):
+        length = min(length, longest - index % 3)
+        canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)
+        if not scores:
+            holes = 4 + index % 3
+            ends = model in ("ar-tiny", "block-tiny")
+            canvas[-holes:] = -1
+            if not ends:
+                canvas[rng.permutation(length)[:holes]] = -1
+                canvas[0] = 11
+        found.append(Request(index, sample_key(5, str(index)), canvas, score_from=length // 2))
+    return found
+
+
+def told(outcome: Outcome, case: Case) -> dict[str, Any]:
+    """The columns that no batch may change."""
+    settings = case[1]
+    drafter = settings.get("drafter")
+    by_company = drafter in ("suffix", {"kind": "suffix"}) or "auto" in settings.values()
+    left_out = {"index"} | TIMES | BATCH | (COUNTS if by_company else set())
+    values = {one.name: getattr(outcome, one.name) for one in fields(outcome) if one.name not in left_out}
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
+
+
+def compare(case: Case, requests: list[Request], *, scores: bool = False) -> None:
+    """Alone; all together in another order and beside others; and a few short ones, two at a time."""
+
+    def decoded(some: list[Request], rows: int) -> dict[int, dict[str, Any]]:
+        outcomes = run_all(made(case, rows, scores=scores), some)
+        assert all(outcome.error_kind is None for outcome in outcomes.values()), case
+        return {index: told(outcome, case) for index, outcome in outcomes.items()}
+
+    expected = decoded(requests, 1)
+    others = [replace(one, index=100 + one.index, key=one.key + 1) for one in requests[:2]]
+    short = [one for one in requests if len(one.canvas) < 30]
+    for some, rows in (([*requests[::-1], *others], 8), (short, 2)):
+        for index, columns in decoded(some, rows).items():
+            if index < 100:
+                assert columns == expected[index], (case, rows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_batch_changes_a_bit_of_a_result(monkeypatch, case):
+    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+    torch.manual_seed(0)
+    compare(case, requests_of(case))
+
+
+@pytest.mark.parametrize("case", SCORED, ids=str)
+def test_no_batch_changes_a_bit_of_a_score(case):
+    compare(case, requests_of(case, scores=True), scores=True)
+
+
+def test_every_decoder_is_held_to_it():
+    assert {settings["kind"] for _, settings in CASES} == set(DECODERS)
