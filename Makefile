@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself and reuses it while nothing that it is made from has changed. `make help` lists them.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, all of HumanEval (a quarter of an hour)
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a fuzz of ssd, all of HumanEval (20 minutes)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers

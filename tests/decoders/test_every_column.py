@@ -137,7 +137,8 @@ def made(case: Case, rows: int, *, scores: bool = False) -> Any:
 def requests_of(case: Case, *, scores: bool = False) -> list[Request]:
     """Texts of many lengths, on both sides of the blocks of columns that are summed at once."""
     model, found = case[0], []
-    vocab_size, longest = inspect_model(folder_of(model)).vocab_size, inspect_model(folder_of(model)).max_length or 150
+    info = inspect_model(folder_of(model))
+    vocab_size, longest = info.vocab_size, info.max_length or 150
     rng = np.random.default_rng(0)
     for index, length in enumerate((17, 9, 28, 140, 12)):
         length = min(length, longest - index % 3)
