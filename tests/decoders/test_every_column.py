@@ -140,8 +140,8 @@ def requests_of(case: Case, *, scores: bool = False) -> list[Request]:
     info = inspect_model(folder_of(model))
     vocab_size, longest = info.vocab_size, info.max_length or 150
     rng = np.random.default_rng(0)
-    for index, length in enumerate((17, 9, 28, 140, 12)):
-        length = min(length, longest - index % 3)
+    for index, wanted in enumerate((17, 9, 28, 140, 12)):
+        length = min(wanted, longest - index % 3)
         canvas = np.resize(rng.integers(10, vocab_size - 10, 7), length).astype(np.int32)
         if not scores:
             holes = 4 + index % 3

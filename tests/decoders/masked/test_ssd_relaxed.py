@@ -155,7 +155,9 @@ def test_it_is_lossy_and_its_texts_tell_how_often(golden):
 
 
 def test_a_length_chosen_by_time_is_refused_since_the_text_depends_on_it():
-    with pytest.raises(ValueError, match=r"decoder\.draft_length: 'auto' chooses by time, and with cache 'dual_relaxed'"):
+    with pytest.raises(
+        ValueError, match=r"decoder\.draft_length: 'auto' chooses by time, and with cache 'dual_relaxed'"
+    ):
         ssd(draft_length="auto")
     ssd("dual_strict", draft_length="auto")
 
