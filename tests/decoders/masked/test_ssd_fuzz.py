@@ -116,7 +116,7 @@ def test_drafts_may_cross_into_a_block_far_away(life):
     settings = SelfSpeculativeSettings(kind="ssd", draft_length=2, block_length=3, **life)
     info = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,))
     canvas = np.array([1, 2, -1, -1, 3, 1, 2, 0, -1, 3, -1, 0], dtype=np.int32)
-    base = settings
+    base: Any = settings
     if life["cache"] == "dual_strict":
         base = StepwiseSettings(kind="stepwise", block_length=3, **life)
     for seed in range(3):
