@@ -53,8 +53,8 @@ class CanvasLane(Lane):
         super().__init__(backbone, info.vocab_size, is_target=True)
         self._mask_id, self._shift, self.picks = mask_id, info.shift, picks
         self._cached, self._conditioned = canvases.cached, canvases.conditioned
-        # Attention without a kernel sums in the order of positions; each node has its own columns of them.
-        self._by_node = canvases.cached and not getattr(backbone, "reads_rows", False)
+        # On a CPU each node has its own columns, in the order of positions: only there bits are promised.
+        self._by_node = canvases.cached and self.device.type == "cpu" and not getattr(backbone, "reads_rows", False)
         self._fresh, self._slots_each = canvases.fresh, canvases.num_slots
         self._multiple, self._num_slots, self._width = column_multiple(backbone), 0, 0
         # Of each position: its token, the number of a draft there, and the draft.
