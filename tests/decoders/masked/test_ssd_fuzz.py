@@ -50,6 +50,7 @@ def shared_settings(rng: np.random.Generator) -> dict[str, Any]:
         "refresh": None if cache == "none" or rng.random() < 0.4 else int(rng.integers(1, 13)),
         "block_length": None if rng.random() < 0.1 else int(rng.integers(1, 7)),
         "confidence": str(rng.choice(["top1", "margin", "entropy", "random"])),
+        "draws": str(rng.choice(["fresh", "kept"])),
     }
 
 
