@@ -21,7 +21,7 @@ LEAST = {
     "assd, fused chain": (306, 2),
     "stepwise, cached": (261, 1),
     "stepwise, random": (257, 1),
-    "ssd, cached": (261, 1),
+    "ssd, cached": (282, 1),
     "ancestral, analytic": (222, 1),
     "block_diffusion": (244, 1),
     "s2d2, fused": (248, 1),
