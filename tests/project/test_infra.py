@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import draftmill
 from draftmill.jobs.cli import main
@@ -54,6 +57,26 @@ def test_the_manifest_has_the_image_that_the_page_builds_and_the_pinned_ray() ->
     assert images == {DEFAULT_IMAGE} == {f"draftmill:{draftmill.__version__}"}
     assert cluster["rayVersion"] == PINS["ray"]
     assert f"-t {DEFAULT_IMAGE} ." in (ROOT / "infra" / "Dockerfile").read_text()
+
+
+def test_the_pins_are_those_that_torchs_cuda_build_requires() -> None:
+    """The metadata of the wheel that pip takes from PyPI; this environment may have the CPU build, which requires no Triton."""
+    wheel = json.loads((ROOT / "tests/data/torch/requires.json").read_text())
+    assert wheel["version"] == PINS["torch"], "record the metadata of the new version, as the file says"
+    pins = {canonicalize_name(name): version for name, version in PINS.items()}
+    on_linux = {"platform_system": "Linux", "sys_platform": "linux", "python_version": "3.11", "extra": ""}
+    needed = [
+        one
+        for line in wheel["requires_dist"]
+        if (one := Requirement(line)).marker is None or one.marker.evaluate(on_linux)
+    ]
+    assert "triton" in {one.name for one in needed}
+    wrong = [
+        f"{one}, pinned {pin}"
+        for one in needed
+        if (pin := pins.get(canonicalize_name(one.name))) and pin not in one.specifier
+    ]
+    assert wrong == []
 
 
 @BOTH
