@@ -84,6 +84,16 @@ class Seat:
         """What Ray is asked for: a worker can take over another one's place if it is the same."""
         return self.cpus, self.gpus, self.labels, self.processes
 
+    def job_on_ray(self, job: Job) -> Job:
+        """The job for an actor with this seat: `device: auto` is what Ray was asked for.
+
+        An actor that asked for no GPU may still see all of its node's, and one that has one must not decode on the CPU.
+        """
+        job = self.job(job)
+        if job.model.device != "auto":
+            return job
+        return replace(job, model=replace(job.model, device="cuda" if self.gpus else "cpu"))
+
     def job(self, job: Job) -> Job:
         """The job with this kind's own limits of a batch."""
         if self.max_rows is None and self.max_tokens is None:

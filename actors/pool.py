@@ -71,7 +71,7 @@ class RayPool:
         """
         self._members: dict[str, Member] = {}
         self._crew = crew
-        self._jobs = [ray.put(seat.job(job)) for seat in crew.seats]
+        self._jobs = [ray.put(seat.job_on_ray(job)) for seat in crew.seats]
         self._notices = Notices()
         self._early = list(early)
         self._actors = [actor_class(worker_class, seat) for seat in crew.seats]

@@ -113,12 +113,15 @@ def build_runner(
     job: Job, *, name: str, node: str, threads: int, gpus: float = 1.0, shelf: Shelf | None = None
 ) -> UnitRunner:
     """A runner with the job's model loaded, within its share of the machine's memory; see `build_parts`."""
+    from draftmill.decoders.engine.device_facts import device_facts
+
     began_s = time.perf_counter()
     limit_gpu(gpus)
     shelf = shelf or Shelf()
     decoder, clerk = build_parts(job, name=name, node=node, threads=threads, shelf=shelf)
     room = fit(decoder, threads=threads, gpus=gpus)
     facts: dict[str, Any] = {"loaded": shelf.loaded} | ({"memory": room.facts()} if room else {})
+    facts["device"] = device_facts(decoder)
     facts["load_s"] = round(time.perf_counter() - began_s, 3)
     return UnitRunner(decoder, clerk, worker=name, facts=facts)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 
 class Notes(Protocol):
@@ -51,3 +52,13 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def device_text(facts: Mapping[str, Any]) -> str:
+    """The facts in a line: `NVIDIA H100, bfloat16, torch 2.13.0+cu130, ...; kernels on; graphs off: DRAFTMILL_GRAPHS is 0`."""
+    versions = [f"{name} {facts[name]}" for name in ("torch", "capability", "driver", "triton") if facts.get(name)]
+    parts = [", ".join([str(facts["name"]), str(facts["dtype"]), *versions])]
+    if "kernels" in facts:
+        off = [f"{name} {verdict}" for name, verdict in sorted(facts["kernels"].items()) if verdict != "on"]
+        parts += [f"kernels {', '.join(off) or 'on'}", f"graphs {facts['graphs']}"]
+    return "; ".join(parts)

@@ -13,7 +13,6 @@ Legend: K key heads, r turned width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -150,25 +149,29 @@ class LLaDA2(nn.Module):
 
 
 class LLaDA2Backbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness."""
+    """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
+
+    They are taken out of the dict: whoever kept them would hold the experts twice once they are gathered.
+    """
 
     def __init__(
         self,
         shape: LLaDA2Shape,
-        weights: Mapping[str, Tensor],
+        weights: dict[str, Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         exact = torch.promote_types(dtype, torch.float32)
         ready = {
-            name.replace(".gate.expert_bias", ".expert_bias"): tensor.to(
+            name.replace(".gate.expert_bias", ".expert_bias"): weights.pop(name).to(
                 device=device, dtype=exact if ".mlp.gate." in name else dtype
             )
-            for name, tensor in weights.items()
+            for name in list(weights)
         }
         with torch.device("meta"):
             model = LLaDA2(shape)
         model.load_state_dict(ready, assign=True)
+        ready.clear()
         model.eval().requires_grad_(False)
         super().__init__(model, shape, (None,) * shape.num_hidden_layers, dtype=dtype, device=device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.base import Backbone, TokenBackbone
 from draftmill.decoders.backbones.checkpoint import (
     bos_id,
@@ -47,13 +48,15 @@ def pick_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def pick_device(device: str) -> str:
-    """Return 'cpu' or 'cuda[:N]'; 'auto' takes a GPU where there is one."""
+    """Return 'cpu' or 'cuda[:N]'; 'auto' takes a GPU where there is one. ValueError if torch can't use it: no silent CPU."""
     if device == "auto":
+        if not torch.cuda.is_available() and gpus.has_gpu():
+            raise ValueError(f"model.device: {gpus.unusable(device)}")
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and not device.startswith("cuda"):
         raise ValueError(f"model.device: {device!r}; allowed: auto, cpu, cuda, cuda:N")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"model.device: {device!r}, but this machine has no usable GPU; allowed here: auto, cpu")
+        raise ValueError(f"model.device: {gpus.unusable(device)}")
     number = int(device.partition(":")[2] or 0)
     if number and number >= torch.cuda.device_count():
         seen = ", ".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
@@ -80,6 +83,8 @@ def load_backbone(
     found = find_family(config, family)
     found.check(config)
     where = pick_device(device)
+    if where.startswith("cuda:"):
+        torch.cuda.set_device(where)  # Triton starts kernels on the current device
     number = pick_dtype(dtype, where)
     check_names(found, config, header_shapes(folder), folder)
     if not found.rows_are_tokens:

@@ -87,14 +87,20 @@ class Mixture(nn.Module, ABC):
         return self._gathered is not None
 
     def gather(self, product: Product) -> None:
-        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them."""
+        """From now on multiply by this grouped product. The experts' weights become views of tensors that hold all of them.
+
+        Memory grows by one kind of one layer's weights at most, provided that nothing else holds the weights.
+        """
         self._gathered = Gathered(product, *(self._stacked(name) for name in ("gate_proj", "up_proj", "down_proj")))
 
     def _stacked(self, name: str) -> Tensor:
         """One kind of weights of all experts, which share its memory from now on."""
         layers: list[UnsetLinear] = [getattr(expert, name) for expert in self.experts]
-        stacked = torch.stack([layer.weight.detach() for layer in layers])
+        first = layers[0].weight
+        stacked = first.new_empty(len(layers), *first.shape)
+        del first  # each weight is freed as soon as it is copied
         for layer, weight in zip(layers, stacked, strict=True):
+            weight.copy_(layer.weight.detach())
             layer.weight = nn.Parameter(weight, requires_grad=False)
         return stacked
 

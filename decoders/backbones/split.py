@@ -101,7 +101,7 @@ class SplitBackbone(TransformerBackbone):
         self,
         family: CausalFamily,
         config: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
+        weights: dict[str, Tensor],
         *,
         share: Share,
         dtype: torch.dtype,

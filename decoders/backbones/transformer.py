@@ -35,7 +35,7 @@ from draftmill.decoders.backbones.rotary import RotaryLayers, lean_layers
 from draftmill.decoders.backbones.rows import TokenRows, columns_in_order, seen_columns
 from draftmill.decoders.backbones.self_test import model_rules, products
 from draftmill.decoders.kernels.find import Attend, find_attention, find_product
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _ATTENTION: Final = "draftmill_slots"
 # Elementwise kernels compute the last few numbers of a tensor differently; whole blocks of rows leave no remainder.
@@ -81,7 +81,7 @@ class ModuleBackbone:
         if mixtures and (product := find_product(self.device, dtype)) is not None:
             for part in mixtures:
                 part.gather(product)
-        self._group = heads[1]
+        self._group, self._most_lines = heads[1], most_lines(heads[2], dtype)
         self._attend = find_attention(
             self.device, dtype, num_heads=heads[0] * heads[1], key_heads=heads[0], width=heads[2]
         )
@@ -237,6 +237,7 @@ class ModuleBackbone:
             positions_SW=self.cache.positions_SW,
             rows_at_once=-(-rows.num_rows // rows.shape.num_slots),
             group=self._group,
+            lines=self._most_lines,
         )
         places = self.cache.places(rows.slot_N, rows.column_N)
         return FlatLayout(self.cache, places, self.windows, seen, attend)
@@ -290,7 +291,10 @@ class ModuleBackbone:
 
 
 class TransformerBackbone(ModuleBackbone):
-    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness."""
+    """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
+
+    They are taken out of the dict: whoever kept them would hold the experts twice once they are gathered.
+    """
 
     may_be_lean: ClassVar[bool] = True
     """Whether the layers may run without transformers' wrappers, see rotary.py."""
@@ -299,14 +303,15 @@ class TransformerBackbone(ModuleBackbone):
         self,
         family: CausalFamily,
         config: Mapping[str, Any],
-        weights: Mapping[str, Tensor],
+        weights: dict[str, Tensor],
         *,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         where, parsed = torch.device(device), parse_config(family, config)
-        ready = {name: tensor.to(device=where, dtype=dtype) for name, tensor in weights.items()}
+        ready = {name: weights.pop(name).to(device=where, dtype=dtype) for name in list(weights)}
         model = load_module(family, parsed, ready, where)
+        ready.clear()
         super().__init__(model, parsed, family.windows(parsed), dtype=dtype, device=where)
         if self.may_be_lean:
             self.lean = lean_layers(self)

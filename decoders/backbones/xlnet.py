@@ -45,7 +45,7 @@ from draftmill.decoders.backbones.invariance import (
 from draftmill.decoders.backbones.rows import Rows
 from draftmill.decoders.backbones.visibility import visible
 from draftmill.decoders.kernels.find import Attend, find_attention
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": functional.gelu,
@@ -180,7 +180,7 @@ class XLNetBackbone:
         self.min_rows, self.exact = self.rules.min_rows, self.rules.exact
         self._inner = shape.d_inner
         self._attend = find_attention(
-            self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width
+            self.device, dtype, num_heads=self.num_heads, key_heads=self.num_heads, width=self.head_width, relative=True
         )
         self.captures = self._attend is not None
         """Whether a forward asks nothing of the device: then it can be captured as a graph."""
@@ -363,6 +363,7 @@ class XLNetBackbone:
             position_N=self.order_SW[slot_N, column_N],
             positions_SW=self.order_SW,
             rows_at_once=-(-len(limit_N) // (2 * shape.num_slots)),
+            lines=most_lines(self.head_width, self.dtype),
         )
         span = self.rules.columns(shape.num_positions, self.order_SW.shape[1])
         at_once = max(1, _MAX_RELATIVE_NUMBERS // (self.num_heads * 2 * span))

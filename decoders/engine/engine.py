@@ -53,7 +53,7 @@ from draftmill.decoders.engine.counters import Counters
 from draftmill.decoders.engine.drawn import Drawn, plans_ahead
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.flights import Flight
-from draftmill.decoders.engine.graphs import find_graphs
+from draftmill.decoders.engine.graphs import find_graphs, why_no_graphs
 from draftmill.decoders.engine.lanes import Lane, Packed, Reading
 from draftmill.decoders.engine.lengths import lengths_of
 from draftmill.decoders.engine.memory import Account, column_multiple
@@ -191,6 +191,12 @@ class Engine:
     def samples(self) -> list[Sample]:
         """The samples in slots."""
         return [sample for sample in self._slots if sample is not None]
+
+    @property
+    def graphs(self) -> str:
+        """Whether forwards are replayed as graphs: `on`, or `off: ` and why. `on` as long as nothing has failed."""
+        reasons = [lane.graphs.stopped if lane.graphs else why_no_graphs(lane.backbone) for lane in self.lanes]
+        return next((f"off: {reason}" for reason in reasons if reason), "on")
 
     def columns(self, length: int) -> int:
         """How many cached columns a canvas of this length takes; with graphs one more, for rows that fill up a forward."""

@@ -93,7 +93,8 @@ class Graphs:
         self._recorder, self._device = recorder, device
         # None: a forward that was run once.
         self._graphs = OrderedDict[Hashable, _Graph | None]()
-        self._works = True
+        self.stopped: str | None = None
+        """Why there are no graphs from now on; None while they are used."""
         self.num_replayed = self.num_captured = 0
         """Forwards that were replayed, and those that were captured."""
 
@@ -120,7 +121,7 @@ class Graphs:
             self.num_replayed += 1
             return graph.found
         found = work(parcel.send(self._device))
-        if self._works:
+        if self.stopped is None:
             again = key in self._graphs and self._pays
             self._graphs[key] = self._captured(parcel, work, found) if again else None
             while len(self._graphs) > _MOST_GRAPHS:
@@ -155,7 +156,7 @@ class Graphs:
         return _Graph(inputs, replay, replace(found, stays=True), work)
 
     def _stop(self, reason: str) -> None:
-        self._works = False
+        self.stopped = reason
         self.forget()
         _log.warning(
             "CUDA graphs are not used from now on: %s. Steps run operation by operation, which is slower.", reason
@@ -177,3 +178,14 @@ def find_graphs(backbone: Any) -> Graphs | None:
 def find_recorder(device: torch.device) -> Recorder | None:
     """What captures on this device; None if nothing does, or it is not wanted."""
     return CudaRecorder() if is_on(VARIABLE) and device.type == "cuda" and torch.version.cuda is not None else None
+
+
+def why_no_graphs(backbone: Any) -> str:
+    """Why `find_graphs` found none for this model, in a few words."""
+    if not is_on(VARIABLE):
+        return f"{VARIABLE} is 0"
+    if backbone.device.type != "cuda" or torch.version.cuda is None:
+        return "they are for NVIDIA GPUs"
+    if not getattr(backbone, "captures", False):
+        return "this model's forwards are not captured without the kernels"
+    return "this decoder's forwards are not captured"

@@ -15,13 +15,18 @@ import torch
 from torch import Tensor
 
 from draftmill.decoders.kernels.attention_kernel import add_shares, attend_tiles
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, line_bytes
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What the kernel computes with; anything else is the reference's."""
 # Tensor cores multiply 16 lines at a time.
 _LEAST_LINES: Final = 16
 _LEAST_WIDTH: Final = 16
+# Two stages of keys and values take two thirds of the 99 KiB of shared memory that a program may have on every GPU since Ampere
+# (8.6, 8.9 and 12.0 have the least), the queries of a tile the other third (seen.py).
+_STAGES: Final = 2
+_BLOCK_BYTES: Final = 64 * 1024
+_MOST_BLOCK: Final = 64
 # Programs that keep a large GPU busy (an H100 has 132 multiprocessors), and columns below which a share is not worth its sum.
 _BUSY: Final = 256
 _LEAST_SHARE: Final = 512
@@ -52,7 +57,7 @@ def attend(
         return out_NHd
     query_NHd = query_NHd if query_NHd.stride(2) == 1 else query_NHd.contiguous()
     lines, padded = max(_LEAST_LINES, _power(seen.rows_at_once * group)), max(_LEAST_WIDTH, _power(width))
-    block = 32 if query_NHd.dtype == torch.float32 or padded > 128 else 64
+    block = _block(width, query_NHd.dtype)
     num_tiles = seen.first_T.shape[0]
     shares = shares or _shares(num_tiles * key_heads, num_columns)
     found = out_NHd
@@ -107,7 +112,7 @@ def attend(
         RELATIVE=relative_NHP is not None,
         WIDE=query_NHd.dtype == torch.float32,
         num_warps=8 if lines * padded > 1 << 13 else 4,
-        num_stages=2,
+        num_stages=_STAGES,
         enable_fp_fusion=True,
     )
     if shares > 1:
@@ -115,6 +120,12 @@ def attend(
             found, largest, totals, out_NHd, num_rows * num_heads, WIDTH=width, PADDED=padded, SHARES=shares
         )
     return out_NHd
+
+
+def _block(width: int, dtype: torch.dtype) -> int:
+    """Columns that a program reads at once, a power of two."""
+    most = 32 if dtype == torch.float32 else _MOST_BLOCK
+    return max(16, min(most, _BLOCK_BYTES // (2 * _STAGES * line_bytes(width, dtype))))
 
 
 def _shares(num_programs: int, num_columns: int) -> int:

@@ -6,7 +6,7 @@ None stands for torch's own operations. Triton is imported here and nowhere befo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from draftmill.decoders.kernels.choice_reference import Chosen, Warp
 from draftmill.decoders.kernels.notes_reference import Wanted
 from draftmill.decoders.kernels.seen import Seen
-from draftmill.decoders.kernels.switch import use_kernels
+from draftmill.decoders.kernels.switch import why_no_kernels
 
 
 class Attend(Protocol):
@@ -73,43 +73,64 @@ class Note(Protocol):
 
 
 def find_attention(
-    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
 ) -> Attend | None:
-    """The kernel for heads of this kind."""
-    if dtype == torch.float64 or not use_kernels(device):
+    """The kernel for heads of this kind; `relative` if the model adds a score that depends on distances."""
+    heads = {"num_heads": num_heads, "key_heads": key_heads, "width": width, "relative": relative}
+    if _problem("attention", device, dtype, **heads) is not None:
         return None
     from draftmill.decoders.kernels.attention import attend
-    from draftmill.decoders.kernels.trial import attention_works
 
-    works = attention_works(device, dtype, num_heads=num_heads, key_heads=key_heads, width=width)
-    return attend if works else None
+    return attend
 
 
 def find_product(device: torch.device, dtype: torch.dtype) -> Product | None:
     """The product with the weights of experts."""
-    if dtype == torch.float64 or not use_kernels(device):
+    if _problem("experts", device, dtype) is not None:
         return None
     from draftmill.decoders.kernels.experts import product
-    from draftmill.decoders.kernels.trial import experts_work
 
-    return product if experts_work(device, dtype) else None
+    return product
 
 
 def find_choice(device: torch.device, dtype: torch.dtype) -> Choice | None:
     """What draws the tokens of a model of this dtype."""
-    if dtype == torch.float64 or not use_kernels(device):
+    if _problem("choice", device, dtype) is not None:
         return None
     from draftmill.decoders.kernels import choice
-    from draftmill.decoders.kernels.trial import choice_works
 
-    return choice if choice_works(device) else None
+    return choice
 
 
 def find_notes(device: torch.device, dtype: torch.dtype) -> Note | None:
     """What draws the tokens of a model of this dtype where decoders want to know how sure it is of them."""
-    if dtype == torch.float64 or not use_kernels(device):
+    if _problem("notes", device, dtype) is not None:
         return None
     from draftmill.decoders.kernels.notes import note
-    from draftmill.decoders.kernels.trial import notes_work
 
-    return note if notes_work(device) else None
+    return note
+
+
+_VERDICTS: Final[dict[str, str]] = {}
+
+
+def verdicts() -> dict[str, str]:
+    """What was last found in this process for each kernel that was asked for: `on`, or `off: ` and why."""
+    return dict(_VERDICTS)
+
+
+def _problem(name: str, device: torch.device, dtype: torch.dtype, **heads: int) -> str | None:
+    """Why a kernel is not used, in a few words; None if it is."""
+    reason = "float64 is computed by torch" if dtype == torch.float64 else why_no_kernels(device)
+    if reason is None:
+        from draftmill.decoders.kernels import trial
+
+        trials: dict[str, Callable[[], str | None]] = {
+            "attention": lambda: trial.attention_problem(device, dtype, **heads),
+            "experts": lambda: trial.experts_problem(device, dtype),
+            "choice": lambda: trial.choice_problem(device),
+            "notes": lambda: trial.notes_problem(device),
+        }
+        reason = trials[name]()
+    _VERDICTS[name] = "on" if reason is None else f"off: {reason}"
+    return reason

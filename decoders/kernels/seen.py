@@ -22,6 +22,20 @@ from torch import Tensor
 
 MOST_LINES: Final = 128
 """Queries of a tile, which are its rows times the heads of a group, as far as they fit into a program's registers."""
+_TILE_BYTES: Final = 32 * 1024
+
+
+def most_lines(width: int, dtype: torch.dtype) -> int:
+    """The queries of the largest tile for heads of this width: a power of two, at most MOST_LINES.
+
+    They take a third of the shared memory that a program has on every GPU since Ampere; the rest is for keys and values.
+    """
+    return max(16, min(MOST_LINES, _TILE_BYTES // line_bytes(width, dtype)))
+
+
+def line_bytes(width: int, dtype: torch.dtype) -> int:
+    """Bytes of a query, key or value of one head in shared memory, where its numbers are filled up to a power of two."""
+    return max(16, 1 << (width - 1).bit_length()) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +65,13 @@ class Seen:
         positions_SW: Tensor | None = None,
         rows_at_once: int = 1,
         group: int = 1,
+        lines: int = MOST_LINES,
     ) -> Seen:
         """Make the table of tiles. `rows_at_once` is about the number of rows of a slot, as far as their queries fit into a tile.
 
-        `group` is the number of query heads of a key head.
+        `group` is the number of query heads of a key head, `lines` the most queries of a tile (`most_lines`).
         """
-        rows = max(1, min(rows_at_once, MOST_LINES // group))
+        rows = max(1, min(rows_at_once, lines // group))
         low_IN, high_IN = low_IN.to(torch.int32), high_IN.to(torch.int32)
         return cls(slot_N, low_IN, high_IN, position_N, positions_SW, first_rows(slot_N, rows), rows)
 

@@ -15,6 +15,8 @@ import torch
 
 VARIABLE: Final = "DRAFTMILL_KERNELS"
 """The environment variable: 0 turns the kernels off, 1 or nothing leaves them on."""
+LEAST_CAPABILITY: Final = (8, 0)
+"""Compute capability from which a program may have 99 KiB of shared memory, and tensor cores know bfloat16."""
 
 
 def is_on(variable: str) -> bool:
@@ -27,10 +29,21 @@ def is_on(variable: str) -> bool:
 
 def use_kernels(device: torch.device) -> bool:
     """Whether tensors on this device go through the kernels; asked once when a model is loaded."""
-    wanted = is_on(VARIABLE)
-    return wanted and device.type == "cuda" and torch.version.cuda is not None and _has_triton()
+    return why_no_kernels(device) is None
 
 
-def _has_triton() -> bool:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and compiler is not None
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why kernels are not used on this device, in a few words; None if they are."""
+    if not is_on(VARIABLE):
+        return f"{VARIABLE} is 0"
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "they are for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, pair)) for pair in (capability, LEAST_CAPABILITY))
+        return f"this GPU has compute capability {have}; the kernels' tiles need the shared memory of {need} (Ampere) or later"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "there is no C compiler (gcc or clang, or CC), with which Triton makes the library that starts kernels"
+    return None

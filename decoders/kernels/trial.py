@@ -1,12 +1,14 @@
 """Tries the kernels once on the device that is there, beside their references: one that fails or differs is not used.
 
-A driver, a compiler or a GPU that nobody has tried must cost speed, not results.
+A driver, a compiler or a GPU that nobody has tried must cost speed, not results. Each function returns None, or in one line why
+the kernel is not used; it remembers the answer.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from draftmill.decoders.draws import noise
 from draftmill.decoders.kernels import attention_reference, choice_reference, experts_reference, notes_reference
 from draftmill.decoders.kernels.choice_reference import Warp
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, most_lines
 
 _log = logging.getLogger(__name__)
 # The largest difference allowed, beside the largest number.
@@ -24,10 +26,17 @@ _ROUNDING: Final = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e
 _SLOTS: Final = [0, 0, 0, 1, 1, 2, 2, 2]
 _LOW: Final = [[0, 0, 5, 9, 0, 0, 250, 0], [0, 0, 30, 0, 0, 0, 0, 290]]
 _HIGH: Final = [[200, 9, 40, 9, 300, 1, 280, 90], [0, 0, 60, 0, 0, 0, 0, 300]]
+_MOST_REASON: Final = 200
 
 
-def attention_works(device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int) -> bool:
-    """Whether attention by the kernel equals the reference for heads of this kind."""
+@lru_cache
+def attention_problem(
+    device: torch.device, dtype: torch.dtype, *, num_heads: int, key_heads: int, width: int, relative: bool = False
+) -> str | None:
+    """Tries attention for heads of this kind, with the smallest tile and the largest: those take unequal shared memory.
+
+    `relative`: the model adds a score that depends on distances.
+    """
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import attention
@@ -37,8 +46,10 @@ def attention_works(device: torch.device, dtype: torch.dtype, *, num_heads: int,
         slot_N, low_IN, high_IN = (
             torch.tensor(told, dtype=torch.int32, device=device) for told in (_SLOTS, _LOW, _HIGH)
         )
-        pairs = []
-        for rows_at_once, shares, window in ((1, 4, None), (3, 1, 50)):
+        scores = {"relative_NHP": _normal(device, 8, num_heads, 600).to(dtype)} if relative else {}
+        most, pairs = most_lines(width, dtype), []
+        # No decoder has rows of more than two intervals (engine/token_lanes.py).
+        for rows_at_once, shares, window in ((1, 4, None), (most, 1, None), (most, 1, 50)):
             seen = Seen.of(
                 slot_N,
                 low_IN,
@@ -47,17 +58,19 @@ def attention_works(device: torch.device, dtype: torch.dtype, *, num_heads: int,
                 positions_SW=torch.arange(300, device=device).repeat(3, 1),
                 rows_at_once=rows_at_once,
                 group=num_heads // key_heads,
+                lines=most,
             )
-            asked = (query_NHd, layer_2SKWd, seen)
-            found = attention.attend(*asked, scaling=width**-0.5, window=window, shares=shares)
-            pairs.append((found, attention_reference.attend(*asked, scaling=width**-0.5, window=window)))
+            asked, how = (query_NHd, layer_2SKWd, seen), {"scaling": width**-0.5, "window": window, **scores}
+            found = attention.attend(*asked, **how, shares=shares)
+            pairs.append((found, attention_reference.attend(*asked, **how)))
         return pairs
 
-    return _works("attention", tried)
+    return _problem("attention", device, tried)
 
 
-def experts_work(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the product with the weights of experts equals the reference."""
+@lru_cache
+def experts_problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Tries the product with the weights of experts."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import experts
@@ -67,11 +80,12 @@ def experts_work(device: torch.device, dtype: torch.dtype) -> bool:
         expected = experts_reference.product(rows_PD, weight_EMD, end_E)
         return [(experts.product(rows_PD, weight_EMD, end_E), expected)]
 
-    return _works("experts", tried)
+    return _problem("experts", device, tried)
 
 
-def choice_works(device: torch.device) -> bool:
-    """Whether tokens and their log-probabilities equal the reference's."""
+@lru_cache
+def choice_problem(device: torch.device) -> str | None:
+    """Tries tokens and their log-probabilities."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import choice
@@ -86,11 +100,12 @@ def choice_works(device: torch.device) -> bool:
             ]
         return pairs
 
-    return _works("choice", tried)
+    return _problem("choice", device, tried)
 
 
-def notes_work(device: torch.device) -> bool:
-    """Whether tokens and what is told of them equal the reference's."""
+@lru_cache
+def notes_problem(device: torch.device) -> str | None:
+    """Tries tokens and what is told of them."""
 
     def tried() -> list[tuple[Tensor, Tensor]]:
         from draftmill.decoders.kernels import notes
@@ -107,7 +122,7 @@ def notes_work(device: torch.device) -> bool:
             pairs += list(zip(found.float(), expected.float(), strict=True))
         return pairs
 
-    return _works("notes", tried)
+    return _problem("notes", device, tried)
 
 
 def _rows(device: torch.device, top_k: int | None) -> tuple[Tensor, Warp, Tensor, Tensor]:
@@ -119,19 +134,26 @@ def _rows(device: torch.device, top_k: int | None) -> tuple[Tensor, Warp, Tensor
     return _normal(device, 8, 601) * 4, warp, keys, torch.arange(8, device=device)
 
 
-def _works(name: str, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> bool:
-    from triton.errors import TritonError
-
+def _problem(name: str, device: torch.device, tried: Callable[[], list[tuple[Tensor, Tensor]]]) -> str | None:
     try:
         wrong = [float((found - expected).abs().max()) for found, expected in tried() if not _close(found, expected)]
-    except (RuntimeError, TritonError) as error:
-        _log.warning("the kernel for %s fails here, torch's own operations run instead: %s", name, error)
-        return False
-    if wrong:
-        _log.warning(
-            "the kernel for %s is wrong here by up to %g, torch's own operations run instead", name, max(wrong)
-        )
-    return not wrong
+    except Exception as error:  # noqa: BLE001 - see below
+        # Of any kind: a missing Python.h is a CalledProcessError, a missing libcuda an AssertionError, a cache that can't be
+        # written a PermissionError. A lost device (an illegal access, say) rejects every later call, with or without kernels:
+        # this one then raises, which ends the worker.
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        reason = f"fails here: {_in_a_line(error)}"
+    else:
+        reason = f"is wrong here by up to {max(wrong):g}" if wrong else ""
+    if reason:
+        _log.warning("the kernel for %s %s; torch's own operations run instead", name, reason)
+    return reason or None
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:_MOST_REASON]
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from draftmill.jobs.driving.attempts import Sessions, read_sessions
 from draftmill.jobs.driving.device_time import DeviceSums
 from draftmill.jobs.finished.passes import latest_rows
 from draftmill.jobs.watching.estimate import Estimate, read_estimate
-from draftmill.storage.errors import StoreError
 
 POINTS: Final = 50_000
 """The largest number of samples that the plots of points use; a larger run gives every k-th of its samples."""
@@ -93,7 +91,6 @@ class Case:
     proposed: int
     prompt_tokens: int
     workers: int
-    devices: dict[str, int]
     started: str | None
     ended: str | None
     sessions: Sessions
@@ -147,7 +144,6 @@ def read_case(run: FinishedRun) -> Case:
         proposed=sums["proposed"],
         prompt_tokens=sums["prompt_tokens"],
         workers=len(details.workers),
-        devices=devices_of(run),
         started=_moment(start.min()) if len(start) else None,
         ended=_moment((start + resident).max()) if len(start) else None,
         sessions=read_sessions(run.store),
@@ -307,22 +303,6 @@ def spread_of(values: NDArray[Any]) -> Spread:
     else:
         edges = np.linspace(0.0, high, bins + 1)
     return Spread(edges, np.histogram(values, edges)[0].astype(np.int64), 0, False, quantiles, mean)
-
-
-def devices_of(run: FinishedRun) -> dict[str, int]:
-    """The devices of the workers that came up, with their number, from the attempts log (best effort)."""
-    found: Counter[str] = Counter()
-    for stat in run.store.list("attempts/"):
-        if "-part-" not in stat.name:
-            continue
-        try:
-            lines = [json.loads(line) for line in run.store.get(stat.name).splitlines()]
-        except (StoreError, ValueError):
-            continue
-        for line in lines:
-            if line.get("what") == "worker_up":
-                found[str((line.get("memory") or {}).get("device", "unknown"))] += 1
-    return dict(sorted(found.items()))
 
 
 def _moment(seconds: float) -> str:

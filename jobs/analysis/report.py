@@ -280,8 +280,9 @@ def _job(case: Case) -> Iterator[tuple[str, Any]]:
     yield "inputs", f"{files}{more}"
     yield "rows and passes", f"{plan.rows:,} samples in {plan.units:,} units, passes: {len(case.run.passes)}"
     yield "draftmill", f"version {plan.code_version}, result schema {results.get('schema_version', 'unknown')}"
-    devices = ", ".join(f"{count} on {device}" for device, count in case.devices.items())
-    yield "workers", f"{case.workers:,} with results{f'; started: {devices}' if devices else ''}"
+    yield "workers", f"{case.workers:,} with results"
+    for text, count in case.sessions.started_on.items():
+        yield "started", f"{count:,} on {text}"
     if case.started is not None:
         yield "decoded", f"{case.started} to {case.ended}"
     exact = all_exact(one.manifest.exact for one in case.run.passes if one.manifest is not None)

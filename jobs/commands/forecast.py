@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from draftmill.actors.task import Complete, Infill, Task
 from draftmill.actors.text import Tokenizer
 from draftmill.decoders.base import HOLE, Request
 from draftmill.jobs.driving.totals import exactness
-from draftmill.jobs.notes import counted, duration
+from draftmill.jobs.notes import counted, device_text, duration
 from draftmill.jobs.plan.packing import auto_unit_rows, longest_first, padding_efficiency
 from draftmill.jobs.plan.prepare import Prepared
 from draftmill.jobs.spec.job_spec import JobSpec
@@ -71,7 +72,7 @@ class Trial:
     `longest` is the length in tokens to which longer canvases were cut, None if none was cut. `room` is what a worker can
     hold that runs alone on this machine.
 
-    `exact` says whether results are bit-identical in any batch.
+    `exact` says whether results are bit-identical in any batch, `device` what was computed with (engine/device_facts.py).
     """
 
     exact: bool
@@ -82,6 +83,7 @@ class Trial:
     where: str
     longest: int | None = None
     room: Room | None = None
+    device: Mapping[str, Any] = field(default_factory=dict)
 
 
 def header(prepared: Prepared) -> Iterator[str]:
@@ -175,6 +177,11 @@ def rows_per_unit(spec: JobSpec, rows: int) -> int:
 
 def trial_lines(prepared: Prepared, sample: TrialSample, trial: Trial) -> Iterator[str]:
     """Memory and time, measured and extrapolated."""
+    if trial.device:
+        yield f"device    {device_text(trial.device)}"
+        if (times := trial.device.get("times_float32", 0.0)) > 1:
+            slower = f"{trial.device['dtype']} products take {times:.1f} times as long as float32's on this CPU"
+            yield f"  dtype   {slower}; auto and float32 are faster"
     yield f"exact     {exactness(trial.exact)}"
     yield f"memory    {trial.memory_bytes / 2**30:.2f} GiB of {trial.where} at its peak, {trial.rows} samples at once"
     if trial.room is not None:

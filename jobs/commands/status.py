@@ -64,6 +64,8 @@ def status_lines(store: Store, plan: Plan) -> Iterator[str]:
     yield f"  state    {state_of(store, driver)}"
     yield f"  units    {len(done):,} done, {running:,} running, {plan.units - len(done) - running:,} to go"
     yield f"  samples  {rows:,} of {plan.rows:,} done ({ratio(rows, plan.rows):.1%}), {failed_so_far(store)} failed"
+    for text, count in sessions.started_on.items():
+        yield f"  workers  {count:,} started on {text}"
     manifest = read_manifest(store)
     if done:
         yield f"  exact    {exactness(manifest.exact if manifest else sessions.exact)}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +69,7 @@ class Sessions:
     """The sums over all recorded sessions of a run; `worker_s` is worker seconds, `wall_s` the drivers' clock.
 
     `units_held` is how many units workers held at the latest session's last record, and `open_s` how many worker seconds it had
-    spent on units that were not committed yet.
+    spent on units that were not committed yet. `started_on` counts the workers that came up, by what they compute with.
     """
 
     wall_s: float = 0.0
@@ -79,6 +80,7 @@ class Sessions:
     exact: bool | None = None
     devices: DeviceSums = dataclasses.field(default_factory=DeviceSums)
     open_s: float = 0.0
+    started_on: Counter[str] = dataclasses.field(default_factory=Counter)
 
 
 def session_record(totals: Totals) -> dict[str, Any]:
@@ -91,6 +93,7 @@ def session_record(totals: Totals) -> dict[str, Any]:
         "committed": dataclasses.asdict(totals.committed),
         "effort": dataclasses.asdict(totals.effort),
         "devices": to_json(dataclasses.replace(totals.devices.sums, unended=float(totals.ended_s is None))),
+        "started_on": totals.started_on,
     }
 
 
@@ -120,4 +123,5 @@ def _add(total: Sessions, record: dict[str, Any]) -> Sessions:
         record.get("exact") if not total.committed.rows else all_exact((total.exact, record.get("exact"))),
         total.devices + devices,
         devices.open_s,
+        total.started_on + Counter(record.get("started_on", {})),
     )

@@ -216,7 +216,7 @@ class Driver:
         match news:
             case Up(worker, node, pid, facts):
                 self._loading.discard(worker)
-                self.totals.worker_up()
+                self.totals.worker_up(facts.get("device"))
                 self.totals.devices.up(worker, float(facts.get("load_s", 0.0)))
                 self._event("worker_up", worker=worker, node=node, pid=pid, **facts)
                 self._tell(WorkerUp(worker))

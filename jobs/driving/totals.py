@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from draftmill.actors.messages import Effort, Receipt, Tally, TurnReport
 from draftmill.decoders.base import EngineStats
 from draftmill.jobs.driving.device_time import DeviceTime
+from draftmill.jobs.notes import device_text
 from draftmill.storage.runs.commit import all_exact
 
 
@@ -19,6 +21,7 @@ class Totals:
     """Counts of one driver's session, in addition to what was committed before it. Times in seconds of `clock`.
 
     `loading` counts the workers that are not up yet.
+    `started_on` counts the workers that came up, by what they compute with.
     `decoded` counts samples as they end (a sample that is decoded twice counts twice); `committed` counts only this
     session's receipts; `waiting` has, for each worker, the ended samples of units that are not committed yet.
     `errors` counts the failed samples of the receipts by kind. `exact` says whether the receipts'
@@ -45,9 +48,12 @@ class Totals:
     deaths: int = 0
     exact: bool | None = None
     devices: DeviceTime = field(default_factory=DeviceTime)
+    started_on: Counter[str] = field(default_factory=Counter)
 
-    def worker_up(self) -> None:
-        """Count a worker that now takes units; the first one starts the clock."""
+    def worker_up(self, device: Mapping[str, Any] | None = None) -> None:
+        """Count a worker that now takes units, and what it computes with (engine/device_facts.py); the first starts the clock."""
+        if device:
+            self.started_on[device_text(device)] += 1
         self.started_s = self.clock() if self.started_s is None else self.started_s
         self.workers += 1
         self.most_workers = max(self.most_workers, self.workers)

@@ -46,8 +46,9 @@ def make_job(spec: JobSpec, plan: Plan, *, conditional: bool, inputs: Sequence[I
 
 
 def place_of(spec: JobSpec) -> ModelPlace:
-    """The model section, with absolute local paths."""
+    """The model section, with absolute local paths; `device: auto` of a job whose workers get no GPU is the CPU."""
     model = spec.model
+    without_gpus = all(shape.gpus == 0 for shape in spec.shapes)
     return ModelPlace(
         path=where(model.path),
         revision=model.revision,
@@ -55,7 +56,7 @@ def place_of(spec: JobSpec) -> ModelPlace:
         mask_id=model.mask_id,
         tokenizer=model.tokenizer if model.tokenizer in {"auto", "none"} else absolute(model.tokenizer),
         dtype=model.dtype,
-        device=model.device,
+        device="cpu" if model.device == "auto" and without_gpus else model.device,
         trust_remote_code=model.trust_remote_code,
         adapter=None if model.adapter is None else where(model.adapter),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from draftmill.actors import memory
+from draftmill.actors.job import Seat
 from draftmill.actors.memory import fit, free_bytes, limit_gpu
 from draftmill.actors.messages import Failure, Receipt
 from draftmill.actors.models import fetch_model
 from draftmill.actors.runner import UnitRunner
 from draftmill.actors.worker import build_runner
+from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.checkpoint import inspect_model
 from draftmill.decoders.backbones.load import load_backbone, pick_device
 from draftmill.decoders.base import HOLE, Request
@@ -29,7 +32,7 @@ from draftmill.jobs.driving.crew import crew
 from draftmill.jobs.driving.nodes import NodeRoom
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan.prepare import make_plan, prepare
-from draftmill.jobs.plan.worker_job import make_job
+from draftmill.jobs.plan.worker_job import make_job, place_of
 from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
@@ -242,3 +245,83 @@ def test_a_job_says_how_many_rows_of_prompts_its_decoder_runs_at_once(tmp_path: 
         runner.close()
     # Prompts of ten to seventy tokens, nine rows a step.
     assert said[9] > said["auto"] + 5
+
+
+# ---- a GPU that torch can't use ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def old_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU and driver 535, and a torch for CUDA 13, which needs driver 580. Returns its /dev."""
+    version = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
+    )
+    (tmp_path / "version").write_text(version)
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(gpus, "_VERSION", tmp_path / "version")
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_gpu_that_torch_can_not_use_is_never_replaced_by_the_cpu(old_driver: Path, device: str):
+    with pytest.raises(ValueError, match=r"model\.device") as caught:
+        pick_device(device)
+    told = str(caught.value)
+    assert "driver is 535.104.05" in told and "CUDA 13.0" in told and "model.device: cpu" in told
+    assert f"pip install torch --index-url {gpus.INDEX}/cu126" in told
+
+
+def test_the_advice_fits_driver_and_torch(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+    version = old_driver / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    assert "the two fit" in gpus.unusable("auto")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert f"{gpus.INDEX}/cu130" in gpus.unusable("auto") and "built without CUDA" in gpus.unusable("auto")
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed\n")
+    assert "install driver 525 or later" in gpus.unusable("auto")
+    version.unlink()
+    assert "no NVIDIA driver was found" in gpus.unusable("cuda")
+
+
+def test_the_cpu_is_taken_where_this_process_has_no_gpu(old_driver: Path, monkeypatch: pytest.MonkeyPatch):
+    """A pod without a GPU sees its node's driver, and a worker of Ray that asked for none has its GPUs hidden."""
+    assert pick_device("cpu") == "cpu"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert pick_device("auto") == "cpu"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (old_driver / "nvidia0").unlink()
+    (old_driver / "nvidia-uvm").touch()
+    assert pick_device("auto") == "cpu"
+    (old_driver / "nvidia1").symlink_to(old_driver / "gone")
+    assert pick_device("auto") == "cpu", "a device that can't be opened"
+
+
+def test_ray_and_device_auto_agree_about_gpus(tmp_path: Path):
+    """Raylets may show all GPUs to a worker that asked for none; one that has a GPU must not decode on its CPU."""
+    spec = job_spec(tmp_path, [{"id": "a", "prompt": "def"}], model={"path": "builtin:ar-tiny"})
+    store = open_store(spec.output.path)
+    auto = make_job(spec, make_plan(prepare(spec, store), store, Silence()), conditional=True)
+    fixed = replace(auto, model=replace(auto.model, device="cuda:0"))
+    assert auto.model.device == "auto"
+    found = [Seat(1.0, gpus, 1).job_on_ray(auto).model.device for gpus in (0.0, 0.5, 2.0)]
+    assert found == ["cpu", "cuda", "cuda"]
+    assert Seat(1.0, 1.0, 1).job_on_ray(fixed).model.device == "cuda:0"
+    without = job_spec(tmp_path, [], model={"path": "builtin:ar-tiny"}, workers={"gpus": 0})
+    assert place_of(without).device == "cpu", "--local and validate, too"
+
+
+def test_a_model_on_another_gpu_makes_that_one_current(monkeypatch: pytest.MonkeyPatch):
+    """Triton starts kernels on the current device, whatever the pointers are of."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr("draftmill.decoders.backbones.load.check_names", lambda *_: (_ for _ in ()).throw(KeyError))
+    for device in ("cuda:1", "cuda", "cpu"):
+        with pytest.raises(KeyError):
+            load_backbone(fetch_model("builtin:ar-tiny"), device=device)
+    assert chosen == ["cuda:1"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ class AnyJob:
 
     max_rows: int = 16
     max_tokens: int = 999
+    model: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +159,7 @@ def test_a_kind_whose_nodes_join_later_is_used_then(cluster: Any):
     shapes = [WorkerShape(count=1, gpus=0.0), WorkerShape(labels={"zone": "c"}, gpus=1.0)]
     before = placed(*shapes)
     assert before.counts == (1, 0)
-    pool = RayPool(None, before, worker_class=PinnedWorker)  # type: ignore[arg-type]
+    pool = RayPool(AnyJob(), before, worker_class=PinnedWorker)  # type: ignore[arg-type]
     node = None
     try:
         pool.start("w0")
@@ -181,7 +183,7 @@ def test_a_node_that_will_be_removed_counts_no_more(cluster: Any):
 
     node = joined(cluster, num_gpus=1, labels={"zone": "d"})
     shape = WorkerShape(labels={"zone": "d"}, gpus=1.0)
-    pool = RayPool(None, placed(shape), worker_class=PinnedWorker)  # type: ignore[arg-type]
+    pool = RayPool(AnyJob(), placed(shape), worker_class=PinnedWorker)  # type: ignore[arg-type]
     try:
         pool.start("w0")
         until(pool, Up, 1)

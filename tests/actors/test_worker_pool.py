@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ from tests.actors.fakes import ENDLESS, LOSES_DEVICE, FakeWorker, work
 
 pytestmark = pytest.mark.ray
 
+JOB: Any = SimpleNamespace(model=SimpleNamespace(device="cpu"))
 CREW = Crew((Seat(cpus=0, gpus=0, threads=1),), (1,))
 
 
 @pytest.fixture
 def pool(ray_session: ModuleType) -> Any:
-    pool = RayPool(None, CREW, worker_class=FakeWorker)  # type: ignore[arg-type]
+    pool = RayPool(JOB, CREW, worker_class=FakeWorker)
     yield pool
     pool.close()
 
@@ -149,7 +150,7 @@ def test_released_workers_go_on_in_another_pool_as_the_same_processes(pool: RayP
     os.kill(ups[0].pid, signal.SIGKILL)
     actors = pool.release()
     assert pool.poll(0.0) == [] and len(actors) == 1, "a dead one is not handed over"
-    other = RayPool(None, CREW, worker_class=FakeWorker, early=actors)  # type: ignore[arg-type]
+    other = RayPool(JOB, CREW, worker_class=FakeWorker, early=actors)
     try:
         other.start("again")
         (up,) = [item for item in until(other, Up) if isinstance(item, Up)]

@@ -1,9 +1,18 @@
 """A mixture whose experts' weights are gathered gives what the loop over experts gives, and asks the device for nothing."""
 
+import dataclasses
+import json
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from draftmill.decoders.backbones.moe import SigmoidMixture, SoftmaxMixture
+from draftmill.decoders.backbones.families.llada2 import llada2_shape
+from draftmill.decoders.backbones.llada2 import LLaDA2, LLaDA2Backbone
+from draftmill.decoders.backbones.moe import Mixture, SigmoidMixture, SoftmaxMixture
 from draftmill.decoders.kernels import experts_reference
 from tests.device.pretend import pretending
 
@@ -39,6 +48,52 @@ def test_gathered_weights_are_still_the_experts_own():
     after = [expert.up_proj.weight for expert in mixture.experts]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert len({weight.untyped_storage().data_ptr() for weight in after}) == 1, "the weights are in memory once"
+
+
+class Peak(TorchDispatchMode):
+    """Follows the bytes of the tensors that operations read or make while it is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def _meet(self, tensor):
+        # A storage's wrapper is made anew at each call, so the tensors that have it are counted.
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        holders = self.alive.setdefault(place, [0, size])
+        holders[0] += 1
+        weakref.finalize(tensor, self._part, place)
+
+    def _part(self, place):
+        self.alive[place][0] -= 1
+        if not self.alive[place][0]:
+            del self.alive[place]
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, found)):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._meet(tensor)
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return found
+
+
+def test_a_model_is_loaded_without_holding_its_experts_twice(monkeypatch):
+    """Twice would be 110 GB for SDAR-30B, whose experts an 80 GB device can hold once."""
+    config = json.loads((Path(__file__).parents[2] / "data/llada2/config.json").read_text())
+    shape = dataclasses.replace(llada2_shape(config), num_hidden_layers=6, moe_intermediate_size=256)
+    with torch.device("meta"):
+        names = {name: tensor.shape for name, tensor in LLaDA2(shape).state_dict().items()}
+    weights = {name.replace(".expert_bias", ".gate.expert_bias"): torch.zeros(size) for name, size in names.items()}
+    total = sum(weight.nbytes for weight in weights.values())
+    experts = sum(weight.nbytes for name, weight in weights.items() if ".experts." in name)
+    assert experts > 0.8 * total
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.find_product", lambda *_: experts_reference.product)
+    monkeypatch.setattr("draftmill.decoders.backbones.transformer.can_pack", lambda *_: False)
+    with Peak() as peak:
+        backbone = LLaDA2Backbone(shape, weights, dtype=torch.float32, device="cpu")
+    assert all(part.is_gathered for part in backbone.base.modules() if isinstance(part, Mixture))
+    assert weights == {} and total * 0.8 <= peak.most <= total * 1.2
 
 
 @pytest.mark.parametrize("make", [softmax_mixture, sigmoid_mixture])

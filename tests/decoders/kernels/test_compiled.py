@@ -8,7 +8,7 @@ import torch
 
 from draftmill.decoders.kernels.choice_reference import Warp
 from draftmill.decoders.kernels.notes_reference import WANTED
-from draftmill.decoders.kernels.seen import Seen
+from draftmill.decoders.kernels.seen import Seen, most_lines
 
 TYPES = {
     torch.float64: "*fp64",
@@ -85,6 +85,7 @@ def attend(dtype, heads, key_heads, width, *, intervals=1, rows_at_once=1, windo
             positions_SW=torch.zeros(rows, columns, dtype=torch.int64),
             rows_at_once=rows_at_once,
             group=heads // key_heads,
+            lines=most_lines(width, dtype),
         )
         module.attend(
             torch.zeros(rows, heads, width, dtype=dtype),
@@ -169,6 +170,16 @@ def test_a_kernel_compiles_ahead_of_time(launches, capability, name):
     assert f".target sm_{capability}" in made.asm["ptx"]
     if name in TENSOR_CORES and "sum" not in name:
         assert "mma" in made.asm["ptx"], "half precision is multiplied by tensor cores"
+
+
+PROMPTS = [(HALF, 128), (HALF, 256), (torch.float32, 128)]
+
+
+@pytest.mark.parametrize(("dtype", "width"), PROMPTS, ids=["bf16, 128", "bf16, 256", "float32, 128"])
+def test_the_largest_tile_of_a_prompt_fits_into_the_least_shared_memory(launches, dtype, width):
+    kernel, launch = launches("attention", ATTENTION, "attend_tiles", attend(dtype, 8, 2, width, rows_at_once=128))
+    assert launch[2]["LINES"] == most_lines(width, dtype)
+    assert compiled(kernel, launch, 86).metadata.shared <= SHARED_BYTES
 
 
 def test_a_launch_with_dead_programs_alone_has_the_shape_of_a_full_one(launches):

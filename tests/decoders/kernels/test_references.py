@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from draftmill.decoders.kernels import attention_reference, experts_reference
-from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows
-from draftmill.decoders.kernels.switch import VARIABLE, use_kernels
+from draftmill.decoders.kernels import attention_reference, experts_reference, find
+from draftmill.decoders.kernels.seen import MOST_LINES, Seen, first_rows, line_bytes, most_lines
+from draftmill.decoders.kernels.switch import VARIABLE, use_kernels, why_no_kernels
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,52 @@ def test_the_reference_multiplies_each_row_with_its_experts_weights():
     torch.testing.assert_close(found, expected)
 
 
-def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with an H100, Triton and a compiler."""
     monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("draftmill.decoders.kernels.switch._has_triton", lambda: True)
-    assert use_kernels(torch.device("cuda")) and not use_kernels(torch.device("cpu"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    return torch.device("cuda")
+
+
+def test_kernels_are_for_gpus_and_can_be_turned_off(monkeypatch, gpu):
+    assert use_kernels(gpu) and not use_kernels(torch.device("cpu"))
     monkeypatch.setenv(VARIABLE, "0")
-    assert not use_kernels(torch.device("cuda"))
+    assert why_no_kernels(gpu) == "DRAFTMILL_KERNELS is 0"
     monkeypatch.setenv(VARIABLE, "off")
     with pytest.raises(ValueError, match="DRAFTMILL_KERNELS: 'off' is not allowed; allowed: 0, 1"):
-        use_kernels(torch.device("cuda"))
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr("draftmill.decoders.kernels.switch._has_triton", lambda: False)
-    assert not use_kernels(torch.device("cuda"))
+        use_kernels(gpu)
+
+
+def test_kernels_that_are_not_used_have_a_reason(monkeypatch, gpu):
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+        assert "this GPU has compute capability 7.5; the kernels' tiles need" in str(why_no_kernels(gpu))
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert why_no_kernels(gpu) == "Triton is not installed"
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "there is no C compiler" in str(why_no_kernels(gpu))
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.version.cuda", None)
+        assert why_no_kernels(gpu) == "they are for NVIDIA GPUs"
+
+
+def test_what_was_found_of_each_kernel_can_be_asked(monkeypatch, gpu):
+    monkeypatch.setenv(VARIABLE, "0")
+    assert find.find_choice(gpu, torch.float32) is None and find.find_notes(gpu, torch.float64) is None
+    found = find.verdicts()
+    assert found["choice"] == "off: DRAFTMILL_KERNELS is 0" and found["notes"] == "off: float64 is computed by torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [16, 20, 64, 96, 128, 192, 256])
+def test_the_largest_tile_of_any_heads_fits_into_the_shared_memory_of_every_gpu_since_ampere(dtype, width):
+    attention = pytest.importorskip("draftmill.decoders.kernels.attention")
+    line = line_bytes(width, dtype)
+    tile, block = most_lines(width, dtype), attention._block(width, dtype)
+    assert tile * line + 2 * attention._STAGES * block * line <= 99 * 1024
+    assert tile >= 16 and block >= 16, "tensor cores multiply 16 lines at a time"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,14 @@ def test_a_driver_that_was_killed_is_not_said_to_run():
     process.wait()
     acquire(store, f"{this_process().rpartition(':')[0]}:{process.pid}", 60)
     assert driver_of(store) is None and state_of(store, driver_of(store)).startswith("not running")
+
+
+def test_what_the_workers_compute_with_is_shown(monkeypatch):
+    started = Counter({"NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0": 2})
+    monkeypatch.setattr(status, "read_sessions", lambda _: Sessions(started_on=started))
+    plan: Any = SimpleNamespace(rows=4, units=1, sizes=lambda: iter(()))
+    lines = list(status_lines(MemoryStore(secrets.token_hex(8)), plan))
+    assert "  workers  2 started on NVIDIA H100, bfloat16; kernels on; graphs off: DRAFTMILL_GRAPHS is 0" in lines
 
 
 @pytest.mark.parametrize(

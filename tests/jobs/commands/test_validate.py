@@ -78,6 +78,7 @@ def test_a_dry_run_shows_the_first_canvas_and_the_size(tmp_path: Path, capsys: p
         "10.0 a sample, 210 to generate",
         "units     1 of at most 32 samples",
         "useful in batches",
+        "device    CPU, float32, torch ",
         "memory",
         "room    ",
         "GiB free on cpu with the model loaded",
@@ -220,3 +221,15 @@ def test_samples_that_were_cut_are_said_to_be() -> None:
     prepared: Any = SimpleNamespace(spec=spec)
     lines = list(trial_lines(prepared, sample, Trial(True, 1, 12, 6.0, 2**30, "CPU memory", 300)))
     assert "rate      2.0 tokens/s on one worker, measured over 6.0 s; longer samples cut to 300 tokens" in lines[2]
+
+
+def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
+    sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    prepared: Any = SimpleNamespace(spec=SimpleNamespace(shapes=[SimpleNamespace(count="auto")]))
+    device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
+    slow = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device | {"times_float32": 5.2})
+    lines = list(trial_lines(prepared, sample, slow))
+    assert lines[0] == "device    CPU, bfloat16, torch 2.13.0"
+    assert "bfloat16 products take 5.2 times as long as float32's on this CPU" in lines[1]
+    plain = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device)
+    assert not any("times as long" in line for line in trial_lines(prepared, sample, plain))

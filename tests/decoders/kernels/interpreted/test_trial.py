@@ -1,30 +1,40 @@
 """The trial that a worker makes on its device: it passes here, and finds kernels that are wrong or fail."""
 
 import logging
+import subprocess
 
 import pytest
 import torch
 
 from draftmill.decoders.kernels import attention, choice, experts, notes, trial
+from draftmill.decoders.kernels.seen import most_lines
 
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def forget():
+    """The trials remember what they found."""
+    for tried in (trial.attention_problem, trial.experts_problem, trial.choice_problem, trial.notes_problem):
+        tried.cache_clear()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_work_in_the_interpreter(dtype):
-    assert trial.attention_works(CPU, dtype, num_heads=3, key_heads=1, width=20)
-    assert trial.experts_work(CPU, dtype)
+    heads = {"num_heads": 3, "key_heads": 1, "width": 20}
+    assert trial.attention_problem(CPU, dtype, **heads, relative=dtype == torch.float32) is None
+    assert trial.experts_problem(CPU, dtype) is None
 
 
 def test_the_choice_and_the_notes_work_in_the_interpreter():
-    assert trial.choice_works(CPU) and trial.notes_work(CPU)
+    assert trial.choice_problem(CPU) is None and trial.notes_problem(CPU) is None
 
 
 def test_a_wrong_kernel_is_found(monkeypatch, caplog):
     plain = experts.product
     monkeypatch.setattr(experts, "product", lambda *args: plain(*args) * 1.01)
     with caplog.at_level(logging.WARNING):
-        assert not trial.experts_work(CPU, torch.float32)
+        assert str(trial.experts_problem(CPU, torch.float32)).startswith("is wrong here by up to")
     assert "the kernel for experts is wrong here by up to" in caplog.text
 
 
@@ -35,7 +45,7 @@ def test_wrong_tokens_are_found(monkeypatch):
         return plain(logits, warp, keys, positions + 1)
 
     monkeypatch.setattr(choice, "choose", wrong)
-    assert not trial.choice_works(CPU)
+    assert trial.choice_problem(CPU) is not None
 
 
 @pytest.mark.parametrize("row", [0, 4])
@@ -49,23 +59,60 @@ def test_a_wrong_note_is_found(monkeypatch, caplog, row):
 
     monkeypatch.setattr(notes, "note", wrong)
     with caplog.at_level(logging.WARNING):
-        assert not trial.notes_work(CPU)
+        assert trial.notes_problem(CPU) is not None
     assert "the kernel for notes is wrong here by up to" in caplog.text
 
 
 def test_numbers_that_are_not_finite_are_found(monkeypatch):
     monkeypatch.setattr(attention, "attend", lambda query, *_, **__: torch.full_like(query, torch.nan))
-    assert not trial.attention_works(CPU, torch.float16, num_heads=2, key_heads=2, width=16)
+    assert trial.attention_problem(CPU, torch.float16, num_heads=2, key_heads=2, width=16) is not None
 
 
-def test_a_kernel_that_fails_is_not_used(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler"),
+        subprocess.CalledProcessError(1, ["gcc", "main.c"]),
+        AssertionError("libcuda.so cannot found!\nPossible files are located at []"),
+        PermissionError(13, "Permission denied", "/root/.triton"),
+        ImportError("failed to map segment from shared object"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_kernel_that_fails_in_any_way_is_not_used(monkeypatch, caplog, error):
     def failing(*_, **__):
-        raise RuntimeError("Failed to find C compiler")
+        raise error
 
     monkeypatch.setattr(attention, "attend", failing)
     with caplog.at_level(logging.WARNING):
-        assert not trial.attention_works(CPU, torch.float32, num_heads=2, key_heads=2, width=16)
-    assert (
-        "the kernel for attention fails here, torch's own operations run instead: Failed to find C compiler"
-        in caplog.text
-    )
+        reason = trial.attention_problem(CPU, torch.float32, num_heads=2, key_heads=2, width=16)
+    first = str(error).splitlines()[0]
+    assert reason == f"fails here: {type(error).__name__}: {first}"
+    assert f"the kernel for attention {reason}; torch's own operations run instead" in caplog.text
+
+
+def test_a_device_that_is_lost_ends_the_worker(monkeypatch):
+    """The device is a stand-in: a lost one rejects the call that asks how it is."""
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: (_ for _ in ()).throw(lost))
+
+    def failing():
+        raise ValueError("a kernel")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        trial._problem("attention", torch.device("cuda"), failing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert trial._problem("attention", torch.device("cuda"), failing) == "fails here: ValueError: a kernel"
+
+
+def test_the_trial_has_the_largest_tile(monkeypatch):
+    """The first prompt needs more shared memory than any decoding row: a GPU that lacks it says so here, not at each row."""
+    plain, lines = attention.attend, []
+
+    def noted(query, layer, seen, **more):
+        lines.append(seen.rows_at_once * 2)
+        return plain(query, layer, seen, **more)
+
+    monkeypatch.setattr(attention, "attend", noted)
+    assert trial.attention_problem(CPU, torch.float32, num_heads=4, key_heads=2, width=128) is None
+    assert max(lines) == most_lines(128, torch.float32) == 64 and min(lines) == 2

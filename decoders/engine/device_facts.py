@@ -1,0 +1,64 @@
+"""What a decoder computes with: its device, versions, dtype, and which kernels and graphs are used, or why not."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import time
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from draftmill.decoders.backbones.gpus import driver_version
+from draftmill.decoders.backbones.packed import PackedLinear
+from draftmill.decoders.base import Decoder
+from draftmill.decoders.engine.engine import Engine
+from draftmill.decoders.kernels.find import verdicts
+
+_ROWS: Final = 16
+_LOOKS: Final = 3
+
+
+def device_facts(decoder: Decoder) -> dict[str, Any]:
+    """The facts of a loaded decoder, as JSON data: `name`, `dtype` and `torch`; on a GPU also the rest."""
+    if not isinstance(decoder, Engine):  # a decoder of the user's own
+        return {}
+    device = decoder.backbone.device
+    facts: dict[str, Any] = {"dtype": str(decoder.backbone.dtype).removeprefix("torch."), "torch": torch.__version__}
+    if device.type != "cuda":
+        return {"name": "CPU", **facts, **_price_of_half(decoder)}
+    found = torch.cuda.get_device_properties(device)
+    return {
+        "name": found.name,
+        "capability": f"{found.major}.{found.minor}",
+        "driver": driver_version(),
+        **facts,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "kernels": verdicts(),
+        "graphs": decoder.graphs,
+    }
+
+
+def _price_of_half(decoder: Engine) -> dict[str, float]:
+    """`times_float32`: how often a product in half precision takes as long as one in float32, on a CPU where it takes longer."""
+    dtype, width = decoder.backbone.dtype, decoder.backbone.width
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return {}
+    wide = nn.Linear(width, 4 * width, bias=False)
+    half = nn.Linear(width, 4 * width, bias=False, dtype=dtype)
+    times = _seconds(half, torch.ones(_ROWS, width, dtype=dtype)) / _seconds(
+        PackedLinear(wide.weight, None), torch.ones(_ROWS, width)
+    )
+    return {"times_float32": round(times, 1)} if times > 1 else {}
+
+
+@torch.no_grad()
+def _seconds(product: nn.Module, rows: Tensor) -> float:
+    """The least of a few looks, after one that may write a kernel: other work on the machine only adds."""
+    found = []
+    for _ in range(1 + _LOOKS):
+        began_s = time.perf_counter()
+        product(rows)
+        found.append(time.perf_counter() - began_s)
+    return min(found[1:])
