@@ -34,6 +34,20 @@ NOBODY: Final = 65534
 
 READABLE: Final = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache")
 DEVICES: Final = ("/dev/null", "/dev/urandom")
+PROGRAM: Final = "program.py"
+RUNNER: Final = """
+import os, sys
+def run(report, secret, read=os.read, write=os.write):
+    with open("program.py", "rb") as file:
+        code = compile(file.read(), "program.py", "exec", dont_inherit=True)
+    module = type(sys)("__main__")
+    module.__file__, sys.argv[:], sys.modules["__main__"] = "program.py", ["program.py"], module
+    exec(code, module.__dict__)
+    write(report, read(secret, 64))
+run(*map(int, sys.argv[1:]))
+"""
+"""Runs the program, and only after its last line reads the token that says so; neither source nor memory has it before."""
+
 LOOK_S: Final = 0.25
 """Seconds between two looks at how much the program has written."""
 
@@ -87,42 +101,45 @@ class Sandbox:
             shutil.rmtree(folder, onerror=_opened)
 
     def _run(self, program: str, limits: Limits, folder: Path, stopping: Callable[[], bool]) -> Ran:
-        token = secrets.token_hex(16)
+        token = secrets.token_hex(16).encode()
         reader, writer = os.pipe()
+        secret, teller = os.pipe()
+        os.write(teller, token)
+        os.close(teller)
         try:
-            text = f"{program}\n\n__import__('os').write({writer}, b'{token}')\n"
-            (folder / "program.py").write_text(text, encoding="utf-8", errors="backslashreplace")
+            (folder / PROGRAM).write_text(program, encoding="utf-8", errors="backslashreplace")
             if os.getuid() == 0 and self.kind == "kernel":
                 os.chown(folder, NOBODY, NOBODY)
             with tempfile.TemporaryFile() as output:
-                process = self._start(folder, limits, writer, output)
+                process = self._start(folder, limits, (writer, secret), output)
                 os.close(writer)
                 writer = -1
                 how = _watched(process, folder, limits, stopping)
                 said, report = _tail(output), os.read(reader, 4096)
         finally:
             os.close(reader)
+            os.close(secret)
             if writer >= 0:
                 os.close(writer)
         if not report.startswith(b".") and how == "ended":
             raise SandboxError(said.strip().splitlines()[-1] if said.strip() else "the sandbox did not start")
-        passed = how == "ended" and process.returncode == 0 and report == b"." + token.encode()
+        passed = how == "ended" and process.returncode == 0 and report == b"." + token
         return Ran(passed, how, process.returncode, said)
 
-    def _start(self, folder: Path, limits: Limits, report: int, output: BinaryIO) -> subprocess.Popen[bytes]:
+    def _start(self, folder: Path, limits: Limits, pipes: tuple[int, int], output: BinaryIO) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self.command(folder, limits, report),
+            self.command(folder, limits, pipes),
             cwd=folder,
             env=environment(folder),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=(report,),
+            pass_fds=pipes,
             start_new_session=True,
         )
 
-    def command(self, folder: Path, limits: Limits, report: int) -> list[str]:
-        """The command line of one program: the launcher, behind bubblewrap or alone."""
+    def command(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> list[str]:
+        """The command line of one program: the launcher, behind bubblewrap or alone. `pipes`: the report's, and the token's."""
         launcher = [
             interpreter(),
             "-I",
@@ -130,7 +147,7 @@ class Sandbox:
             "-B",
             "-c",
             launcher_source(),
-            json.dumps(self.policy(folder, limits, report)),
+            json.dumps(self.policy(folder, limits, pipes)),
         ]
         if self.kind == "kernel":
             return launcher
@@ -151,7 +168,7 @@ class Sandbox:
             *launcher,
         ]
 
-    def policy(self, folder: Path, limits: Limits, report: int) -> dict[str, Any]:
+    def policy(self, folder: Path, limits: Limits, pipes: tuple[int, int]) -> dict[str, Any]:
         """What the launcher is told."""
         machine, is_root = platform.machine(), os.getuid() == 0
         bare = self.kind == "kernel"
@@ -166,9 +183,9 @@ class Sandbox:
             "limits": _rlimits(limits),
             "tasks": limits.processes + SPARE_TASKS,
             "parent": os.getpid() if bare else None,
-            "report": report,
+            "report": pipes[0],
             "filter": base64.b64encode(filter_for(machine, forks=limits.processes > 0)).decode(),
-            "argv": [interpreter(), "-s", "-P", "-S", "-B", "program.py"],
+            "argv": [interpreter(), "-s", "-P", "-S", "-B", "-c", RUNNER, *map(str, pipes)],
             "environment": environment(folder),
         }
 

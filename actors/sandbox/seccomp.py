@@ -1,8 +1,9 @@
 """The system call filter of the sandbox, as a BPF program for x86_64 and aarch64. Pure.
 
-It denies by number, with EPERM: networks, signals to other processes, new namespaces and sessions, mounts, changes of modes and
-owners (which Landlock does not cover), shared memory that outlives a process, and kernel interfaces that programs don't need.
-`clone3`, whose flags a filter can't read, gets ENOSYS; the C library then uses `clone`.
+It allows by number what Python and its standard library need: memory, files (which Landlock or bubblewrap confines), threads,
+pipes and waiting. Everything else is refused, calls that later kernels bring too: with EPERM, or with ENOSYS from the first
+number that all machines share on, since the C library then uses an older call. `clone3`, whose flags a filter can't read, is one
+of these.
 """
 
 from __future__ import annotations
@@ -12,59 +13,64 @@ import struct
 from typing import Final
 
 X86_64: Final = {
-    "shmget": 29, "shmat": 30, "shmctl": 31, "socket": 41, "connect": 42, "accept": 43, "sendto": 44, "recvfrom": 45,
-    "sendmsg": 46, "recvmsg": 47, "bind": 49, "listen": 50, "socketpair": 53, "clone": 56, "fork": 57, "vfork": 58, "kill": 62,
-    "semget": 64, "semop": 65, "semctl": 66, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71, "truncate": 76, "chmod": 90,
-    "fchmod": 91, "chown": 92, "fchown": 93, "lchown": 94, "ptrace": 101, "syslog": 103, "setpgid": 109, "setsid": 112,
-    "rt_sigqueueinfo": 129, "utime": 132, "personality": 135, "setpriority": 141, "sched_setparam": 142,
-    "sched_setscheduler": 144, "pivot_root": 155, "prctl": 157, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164,
-    "mount": 165, "umount2": 166, "swapon": 167, "swapoff": 168, "reboot": 169, "sethostname": 170, "setdomainname": 171,
-    "iopl": 172, "ioperm": 173, "init_module": 175, "delete_module": 176, "quotactl": 179, "setxattr": 188, "lsetxattr": 189,
-    "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "tkill": 200, "sched_setaffinity": 203,
-    "semtimedop": 220, "clock_settime": 227, "tgkill": 234, "utimes": 235, "mbind": 237, "set_mempolicy": 238, "mq_open": 240,
-    "mq_unlink": 241, "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251,
-    "migrate_pages": 256, "fchownat": 260, "futimesat": 261, "fchmodat": 268, "unshare": 272, "move_pages": 279,
-    "utimensat": 280, "accept4": 288, "rt_tgsigqueueinfo": 297, "perf_event_open": 298, "recvmmsg": 299, "fanotify_init": 300,
-    "prlimit64": 302, "name_to_handle_at": 303, "open_by_handle_at": 304, "clock_adjtime": 305, "sendmmsg": 307, "setns": 308,
-    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "sched_setattr": 314,
-    "memfd_create": 319, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
+    "read": 0, "write": 1, "open": 2, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "poll": 7, "lseek": 8, "mmap": 9,
+    "mprotect": 10, "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "ioctl": 16,
+    "pread64": 17, "pwrite64": 18, "readv": 19, "writev": 20, "access": 21, "pipe": 22, "select": 23, "sched_yield": 24,
+    "mremap": 25, "msync": 26, "mincore": 27, "madvise": 28, "dup": 32, "dup2": 33, "pause": 34, "nanosleep": 35,
+    "getitimer": 36, "alarm": 37, "setitimer": 38, "getpid": 39, "sendfile": 40, "clone": 56, "fork": 57, "vfork": 58,
+    "execve": 59, "exit": 60, "wait4": 61, "uname": 63, "fcntl": 72, "flock": 73, "fsync": 74, "fdatasync": 75,
+    "ftruncate": 77, "getdents": 78, "getcwd": 79, "chdir": 80, "fchdir": 81, "rename": 82, "mkdir": 83, "rmdir": 84,
+    "creat": 85, "link": 86, "unlink": 87, "symlink": 88, "readlink": 89, "umask": 95, "gettimeofday": 96, "getrlimit": 97,
+    "getrusage": 98, "sysinfo": 99, "times": 100, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108,
+    "getppid": 110, "getpgrp": 111, "getgroups": 115, "getresuid": 118, "getresgid": 120, "getpgid": 121, "getsid": 124,
+    "capget": 125, "rt_sigpending": 127, "rt_sigtimedwait": 128, "rt_sigsuspend": 130, "sigaltstack": 131, "statfs": 137,
+    "fstatfs": 138, "getpriority": 140, "sched_getparam": 143, "sched_getscheduler": 145, "sched_get_priority_max": 146,
+    "sched_get_priority_min": 147, "prctl": 157, "arch_prctl": 158, "setrlimit": 160, "gettid": 186, "getxattr": 191,
+    "lgetxattr": 192, "fgetxattr": 193, "listxattr": 194, "llistxattr": 195, "flistxattr": 196, "time": 201, "futex": 202,
+    "sched_getaffinity": 204, "epoll_create": 213, "getdents64": 217, "set_tid_address": 218, "restart_syscall": 219,
+    "fadvise64": 221, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230, "exit_group": 231,
+    "epoll_wait": 232, "epoll_ctl": 233, "waitid": 247, "openat": 257, "mkdirat": 258, "newfstatat": 262, "unlinkat": 263,
+    "renameat": 264, "linkat": 265, "symlinkat": 266, "readlinkat": 267, "faccessat": 269, "pselect6": 270, "ppoll": 271,
+    "set_robust_list": 273, "get_robust_list": 274, "epoll_pwait": 281, "fallocate": 285, "eventfd2": 290,
+    "epoll_create1": 291, "dup3": 292, "pipe2": 293, "preadv": 295, "pwritev": 296, "prlimit64": 302, "getcpu": 309,
+    "renameat2": 316, "getrandom": 318, "membarrier": 324, "copy_file_range": 326, "statx": 332, "rseq": 334,
 }  # fmt: skip
 AARCH64: Final = {
-    "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "ioprio_set": 30,
-    "umount2": 39, "mount": 40, "pivot_root": 41, "truncate": 45, "chroot": 51, "fchmod": 52, "fchmodat": 53, "fchownat": 54,
-    "fchown": 55, "quotactl": 60, "utimensat": 88, "acct": 89, "personality": 92, "unshare": 97, "kexec_load": 104,
-    "init_module": 105, "delete_module": 106, "clock_settime": 112, "syslog": 116, "ptrace": 117, "sched_setparam": 118,
-    "sched_setscheduler": 119, "sched_setaffinity": 122, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138,
-    "setpriority": 140, "reboot": 142, "setpgid": 154, "setsid": 157, "sethostname": 161, "setdomainname": 162, "prctl": 167,
-    "settimeofday": 170, "adjtimex": 171, "mq_open": 180, "mq_unlink": 181, "msgget": 186, "msgctl": 187, "msgrcv": 188,
-    "msgsnd": 189, "semget": 190, "semctl": 191, "semtimedop": 192, "semop": 193, "shmget": 194, "shmctl": 195, "shmat": 196,
-    "socket": 198, "socketpair": 199, "bind": 200, "listen": 201, "accept": 202, "connect": 203, "sendto": 206, "recvfrom": 207,
-    "sendmsg": 211, "recvmsg": 212, "add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220, "swapon": 224,
-    "swapoff": 225, "mbind": 235, "set_mempolicy": 237, "migrate_pages": 238, "move_pages": 239, "rt_tgsigqueueinfo": 240,
-    "perf_event_open": 241, "accept4": 242, "recvmmsg": 243, "prlimit64": 261, "fanotify_init": 262, "name_to_handle_at": 264,
-    "open_by_handle_at": 265, "clock_adjtime": 266, "setns": 268, "sendmmsg": 269, "process_vm_readv": 270,
-    "process_vm_writev": 271, "kcmp": 272, "finit_module": 273, "sched_setattr": 274, "memfd_create": 279, "bpf": 280,
-    "userfaultfd": 282, "kexec_file_load": 294,
+    "getxattr": 8, "lgetxattr": 9, "fgetxattr": 10, "listxattr": 11, "llistxattr": 12, "flistxattr": 13, "getcwd": 17,
+    "eventfd2": 19, "epoll_create1": 20, "epoll_ctl": 21, "epoll_pwait": 22, "dup": 23, "dup3": 24, "fcntl": 25, "ioctl": 29,
+    "flock": 32, "mkdirat": 34, "unlinkat": 35, "symlinkat": 36, "linkat": 37, "renameat": 38, "statfs": 43, "fstatfs": 44,
+    "ftruncate": 46, "fallocate": 47, "faccessat": 48, "chdir": 49, "fchdir": 50, "openat": 56, "close": 57, "pipe2": 59,
+    "getdents64": 61, "lseek": 62, "read": 63, "write": 64, "readv": 65, "writev": 66, "pread64": 67, "pwrite64": 68,
+    "preadv": 69, "pwritev": 70, "sendfile": 71, "pselect6": 72, "ppoll": 73, "readlinkat": 78, "newfstatat": 79,
+    "fstat": 80, "fsync": 82, "fdatasync": 83, "capget": 90, "exit": 93, "exit_group": 94, "waitid": 95,
+    "set_tid_address": 96, "futex": 98, "set_robust_list": 99, "get_robust_list": 100, "nanosleep": 101, "getitimer": 102,
+    "setitimer": 103, "clock_gettime": 113, "clock_getres": 114, "clock_nanosleep": 115, "sched_getscheduler": 120,
+    "sched_getparam": 121, "sched_getaffinity": 123, "sched_yield": 124, "sched_get_priority_max": 125,
+    "sched_get_priority_min": 126, "restart_syscall": 128, "sigaltstack": 132, "rt_sigsuspend": 133, "rt_sigaction": 134,
+    "rt_sigprocmask": 135, "rt_sigpending": 136, "rt_sigtimedwait": 137, "rt_sigreturn": 139, "getpriority": 141,
+    "getresuid": 148, "getresgid": 150, "times": 153, "getpgid": 155, "getsid": 156, "getgroups": 158, "uname": 160,
+    "getrlimit": 163, "setrlimit": 164, "getrusage": 165, "umask": 166, "prctl": 167, "getcpu": 168, "gettimeofday": 169,
+    "getpid": 172, "getppid": 173, "getuid": 174, "geteuid": 175, "getgid": 176, "getegid": 177, "gettid": 178,
+    "sysinfo": 179, "brk": 214, "munmap": 215, "mremap": 216, "clone": 220, "execve": 221, "mmap": 222, "fadvise64": 223,
+    "mprotect": 226, "msync": 227, "mincore": 232, "madvise": 233, "wait4": 260, "prlimit64": 261, "renameat2": 276,
+    "getrandom": 278, "membarrier": 283, "copy_file_range": 285, "statx": 291, "rseq": 293,
 }  # fmt: skip
 SINCE_5_1: Final = {
-    "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
-    "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435,
-    "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "quotactl_fd": 443, "memfd_secret": 447,
-    "process_mrelease": 448, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "open_tree_attr": 467,
-    "file_setattr": 469,
+    "close_range": 436, "openat2": 437, "faccessat2": 439, "epoll_pwait2": 441, "futex_waitv": 449,
 }  # fmt: skip
 """Numbers that are the same on both machines."""
 
 MACHINES: Final = {"x86_64": (0xC000003E, X86_64), "aarch64": (0xC00000B7, AARCH64)}
 """By `platform.machine()`: the AUDIT_ARCH value of <linux/audit.h> and the syscall numbers."""
 
-_BY_ARGUMENT: Final = ("clone", "clone3", "prctl", "prlimit64")
+_BY_ARGUMENT: Final = ("clone", "prctl", "prlimit64")
 _FORKS: Final = ("fork", "vfork")
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 _X32 = 0x40000000
+_SHARED = 424  # the first number that all machines share
 _CLONE_THREAD = 0x00010000
 _CLONE_NAMESPACES = 0x7E020000  # NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _PR_SET_PDEATHSIG = 1
@@ -78,11 +84,10 @@ def filter_for(machine: str, *, forks: bool) -> bytes:
         *((_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL)),
         (_LOAD, 0, 0, _NUMBER),
         *((_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _refusal(errno.ENOSYS))),
-        *_refused(numbers["clone3"], errno.ENOSYS),
     ]
     for name, number in sorted(numbers.items()):
-        if name not in _BY_ARGUMENT and not (forks and name in _FORKS):
-            program += _refused(number, errno.EPERM)
+        if name not in _BY_ARGUMENT and (forks or name not in _FORKS):
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     program += _on_argument(numbers["prlimit64"], [(_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _refusal(errno.EPERM))])
     program += _on_argument(
         numbers["prctl"], [(_EQUAL, 0, 1, _PR_SET_PDEATHSIG), (_RETURN, 0, 0, _refusal(errno.EPERM))]
@@ -91,7 +96,11 @@ def filter_for(machine: str, *, forks: bool) -> bytes:
     if not forks:
         clone += [(_ANY_BIT, 1, 0, _CLONE_THREAD), (_RETURN, 0, 0, _refusal(errno.EPERM))]
     program += _on_argument(numbers["clone"], clone)
-    program.append((_RETURN, 0, 0, _ALLOW))
+    program += [
+        (_AT_LEAST, 0, 1, _SHARED),
+        (_RETURN, 0, 0, _refusal(errno.ENOSYS)),
+        (_RETURN, 0, 0, _refusal(errno.EPERM)),
+    ]
     return b"".join(struct.pack("=HBBI", *line) for line in program)
 
 
@@ -101,10 +110,6 @@ Line = tuple[int, int, int, int]
 
 def _refusal(number: int) -> int:
     return 0x00050000 | number
-
-
-def _refused(number: int, error: int) -> list[Line]:
-    return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _refusal(error))]
 
 
 def _on_argument(number: int, checks: list[Line]) -> list[Line]:
