@@ -13,6 +13,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+from draftmill.actors.gguf_header import DamagedGGUF, check_gguf
 from draftmill.actors.made_folders import cache_folder, content_hash, made_once, run_maker
 from draftmill.storage.errors import UserError
 
@@ -47,6 +48,10 @@ def gguf_folder(file: Path, field: str) -> Path:
             f"{file.name} is one part of several; join them first: llama-gguf-split --merge {file.name} joined.gguf",
             field=field,
         )
+    try:
+        check_gguf(file)
+    except DamagedGGUF as error:
+        raise UserError(str(error), field=field) from None
     check_package(file, field)
     content = content_hash(file)
     versions = [importlib.metadata.version(name) for name in ("transformers", "gguf")]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -20,6 +21,8 @@ from draftmill.decoders.backbones.families.table import FAMILIES, Family, descri
 from draftmill.decoders.base import ModelInfo
 
 T = TypeVar("T")
+_COUNT: Final = re.compile(r"attention_types|(num_|n_)?(hidden_|local_|routed_|shared_)?(layers?|blocks|experts)")
+_LFS: Final = b"version https://git-lfs"
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -74,8 +77,10 @@ def inspect_model(
     found = find_family(config, family)
     if mask_id is None:
         mask_id = _mask_by_name(found, config, folder)
+    shapes = header_shapes(folder)
+    check_counts(config, shapes, folder)
     info = describe(found, config, mask_id=mask_id, max_length=max_length)
-    check_names(found, config, header_shapes(folder), folder)
+    check_names(found, config, shapes, folder)
     if found.rows_are_tokens:
         without = ids_without_token(folder, info.vocab_size)
         info = dataclasses.replace(info, suppressed=tuple(sorted({*info.suppressed, *without})))
@@ -107,8 +112,50 @@ def each_tensor(folder: Path, take: Callable[[Any, str], T], framework: str) -> 
             with safe_open(path, framework=framework) as file:
                 taken |= {name: take(file, name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
+            if _is_pointer(path):
+                raise ValueError(
+                    f"model.path: {path} is a pointer of git-lfs, not the weights; run `git lfs pull` in its repository"
+                ) from error
             raise ValueError(f"model.path: {path} is damaged or not a safetensors file: {error}") from error
     return taken
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS)) == _LFS
+    except OSError:
+        return False
+
+
+def check_counts(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Raise ValueError if config.json asks for more layers or experts than the file has tensors for, before any is built.
+
+    Each layer has a tensor of its own; experts may share one, as its first dimension.
+    """
+    most = {
+        "layers": len(shapes),
+        "experts": max([len(shapes), *(size for shape in shapes.values() for size in shape)]),
+    }
+    for key, value in _counts(config):
+        what = "experts" if "expert" in key else "layers"
+        if isinstance(value, int) and value > most[what]:
+            raise ValueError(
+                f"model.path: {folder}: config.json says {key} = {value:,}, but the weights have {len(shapes):,} tensors, "
+                f"which is too few for so many {what}"
+            )
+
+
+def _counts(held: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """The numbers of layers and experts in a config, at any depth; GPT-Neo's attention_types repeats its lists by numbers."""
+    if isinstance(held, dict):
+        for name, value in held.items():
+            yield from _counts(value, "attention_types" if key == "attention_types" else name)
+    elif isinstance(held, list) and key == "attention_types":
+        for value in held:
+            yield from _counts(value, key)
+    elif _COUNT.fullmatch(key):
+        yield key, held
 
 
 def check_names(family: Family, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

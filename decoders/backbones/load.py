@@ -16,6 +16,7 @@ from draftmill.decoders.backbones import gpus
 from draftmill.decoders.backbones.base import Backbone, TokenBackbone
 from draftmill.decoders.backbones.checkpoint import (
     bos_id,
+    check_counts,
     check_names,
     each_tensor,
     header_shapes,
@@ -81,12 +82,14 @@ def load_backbone(
     """
     config = read_config(folder)
     found = find_family(config, family)
+    shapes = header_shapes(folder)
+    check_counts(config, shapes, folder)
     found.check(config)
     where = pick_device(device)
     if where.startswith("cuda:"):
         torch.cuda.set_device(where)  # Triton starts kernels on the current device
     number = pick_dtype(dtype, where)
-    check_names(found, config, header_shapes(folder), folder)
+    check_names(found, config, shapes, folder)
     if not found.rows_are_tokens:
         weights = load_weights(folder, dtype=number, device=where)
         return XLNetBackbone(xlnet_shape(config), weights, dtype=number, device=where)
