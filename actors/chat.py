@@ -11,18 +11,18 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import date, datetime, time
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from draftmill.actors.rows import Messages
 from draftmill.actors.task import today
+from draftmill.actors.template_limits import LimitedEnvironment
 
 # Names of a message's reasoning in the input; chat templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -52,7 +52,9 @@ class ChatTemplate:
         # Rows have null for missing keys of a message, and many templates would print it.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         plain = [_with_reasoning(message) for message in _plain(given)]
-        return self._template.render(
+        template = self._template
+        cast("LimitedEnvironment", template.environment).start()
+        return template.render(
             messages=plain,
             tools=None,
             documents=None,
@@ -66,10 +68,8 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,

@@ -48,11 +48,11 @@ def gguf_folder(file: Path, field: str) -> Path:
             f"{file.name} is one part of several; join them first: llama-gguf-split --merge {file.name} joined.gguf",
             field=field,
         )
+    check_package(file, field)
     try:
         check_gguf(file)
     except DamagedGGUF as error:
         raise UserError(str(error), field=field) from None
-    check_package(file, field)
     content = content_hash(file)
     versions = [importlib.metadata.version(name) for name in ("transformers", "gguf")]
     name = hashlib.sha256(repr((content, READER, versions)).encode()).hexdigest()[:16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from draftmill.actors import models
 from draftmill.actors.models import BUILTIN, builtin_models, fetch_model, model_hash, tokenizer_hash, user_error
 from draftmill.actors.text import load_tokenizer
+from draftmill.decoders.backbones.checkpoint import check_counts, inspect_model
+from draftmill.decoders.backbones.load import load_backbone
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.memory import MemoryStore
 from draftmill.storage.stores.verbs import S3Options
@@ -113,3 +116,48 @@ def test_the_builtin_tokenizer_round_trips_and_joins(tmp_path: Path) -> None:
 def test_errors_of_the_decoders_side_keep_their_path() -> None:
     assert user_error(ValueError("decoder.k: too large"), "model.path").field == "decoder.k"
     assert str(user_error(ValueError("broken"), "model.path")) == "model.path: broken"
+
+
+# ---- hostile and broken checkpoints ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "key"), [("ar-tiny", "num_hidden_layers"), ("mdm-tiny", "num_hidden_layers"), ("asarm-tiny", "n_layer")]
+)
+def test_a_config_with_a_million_layers_is_refused_before_any_is_built(
+    tmp_path: Path, model: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUILTIN / model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert key in config
+    (folder / "config.json").write_text(json.dumps(config | {key: 1_000_000}))
+    monkeypatch.setattr("draftmill.decoders.backbones.checkpoint.describe", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr("draftmill.decoders.backbones.load.check_names", lambda *_, **__: pytest.fail("built"))
+    for read in (inspect_model, load_backbone):
+        with pytest.raises(ValueError, match=rf"config.json says {key} = 1,000,000, but the weights have \d+ tensors"):
+            read(folder)
+
+
+def test_numbers_of_layers_and_experts_are_found_at_any_depth() -> None:
+    shapes = {"a": (4, 2), "b": (3,)}
+    check_counts(
+        {"num_hidden_layers": 2, "num_experts": 4, "x": {"n_blocks": 1}, "vocab_size": 10**12}, shapes, Path("m")
+    )
+    for bad in (
+        {"x": {"n_blocks": 3}},
+        {"num_experts": 5},
+        {"attention_types": [[["global"], 10**9]]},
+        {"num_layers": 3},
+    ):
+        with pytest.raises(ValueError, match="too few for so many"):
+            check_counts(bad, shapes, Path("m"))
+
+
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUILTIN / "ar-tiny", folder)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(ValueError, match=r"is a pointer of git-lfs, not the weights; run `git lfs pull`"):
+        inspect_model(folder)
