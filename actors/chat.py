@@ -70,7 +70,7 @@ class ChatTemplate:
 
 def _environment() -> LimitedEnvironment:
     environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = environment.limited("tojson", _to_json)
     environment.globals |= {
         "raise_exception": _raise,
         "dict": _Dict(),

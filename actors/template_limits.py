@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Final
 
 from jinja2.exceptions import SecurityError
-from jinja2.nodes import Concat, Filter, For, Template
+from jinja2.nodes import Concat, Const, Filter, For, Template, TemplateData
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -33,19 +33,20 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(finalize=self._printed, **settings)
         self._local = threading.local()
-        self.filters = {name: self._limited(name, call) for name, call in self.filters.items()}
+        self.filters = {name: self.limited(name, call) for name, call in self.filters.items()}
         self.filters |= {_STEPS: self._stepped, _CHECKED: self._checked}
 
     def start(self) -> None:
         """A rendering begins."""
-        self._local.steps = 0
+        self._local.steps = self._local.chars = 0
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(For)):
-            loop.iter = Filter(loop.iter, _STEPS, [], [], None, None, lineno=loop.lineno)
+            chars = Const(sum(len(data.data) for data in loop.find_all(TemplateData)))
+            loop.iter = Filter(loop.iter, _STEPS, [chars], [], None, None, lineno=loop.lineno)
         return _wrapped(tree)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - as Jinja names them
@@ -70,7 +71,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             _refuse_beyond(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
-    def _limited(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def limited(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that counts as a step and makes no long text."""
+
         def limited(*args: Any, **kwargs: Any) -> Any:
             self._step(1)
             given = args[1:] if hasattr(call, "jinja_pass_arg") else args
@@ -86,11 +89,22 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if self._local.steps > MOST_STEPS:
             raise SecurityError(f"a chat template takes more than {MOST_STEPS:,} steps; is one of its loops endless?")
 
-    def _stepped(self, values: Any) -> Any:
-        """What a loop goes through; its passes are counted as it begins."""
+    def _print(self, chars: int) -> None:
+        self._local.chars = getattr(self._local, "chars", 0) + chars
+        _refuse_beyond(self._local.chars)
+
+    def _printed(self, value: Any) -> Any:
+        """What a template prints; counted once for each block that prints it."""
+        self._print(len(value) if isinstance(value, str) else 1)
+        return value
+
+    def _stepped(self, values: Any, chars: int) -> Any:
+        """What a loop goes through; its passes are counted as it begins, and `chars` of text for each."""
         if not hasattr(values, "__len__") and isinstance(values, Iterable):
             values = list(islice(values, MOST_STEPS + 1))
-        self._step(len(values) if hasattr(values, "__len__") else 1)
+        passes = len(values) if hasattr(values, "__len__") else 1
+        self._step(passes)
+        self._print(passes * chars)
         return values
 
     def _checked(self, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from gguf import GGMLQuantizationType
 
 from draftmill.actors.gguf_convert import ConversionRefused, convert, narrowed
 from draftmill.actors.gguf_files import by_hand, gguf_folder, weights_hash
+from draftmill.actors.gguf_header import check_gguf
 from draftmill.actors.made_folders import content_hash, made_once, read_source
 from draftmill.actors.models import fetch_model, model_hash, tokenizer_hash
 from draftmill.actors.text import load_tokenizer
@@ -223,7 +225,7 @@ def test_a_revision_of_a_local_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_that_converts(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.gguf"
-    damaged.write_bytes(b"GGUF" + bytes(40))
+    damaged.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(40))
     with pytest.raises(UserError, match=r"(?s)^model\.path: damaged\.gguf can't be converted: .*AutoModelForCausalLM"):
         fetch_model(str(damaged))
     model = save_random(tmp_path / "original", "llama", attention_bias=False)
@@ -231,6 +233,26 @@ def test_a_damaged_file_and_an_unknown_architecture_are_refused_by_the_process_t
     with pytest.raises(UserError, match=r"architecture mystery is not supported"):
         fetch_model(str(unknown))
     assert [place.name for place in (tmp_path / "cache" / "models").iterdir() if place.is_dir()] == []
+
+
+def test_a_file_that_is_cut_off_or_no_gguf_file_says_so_without_advice_about_readers(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "original", "llama", attention_bias=False)
+    whole = write_gguf(tmp_path / "whole.gguf", model).read_bytes()
+    file = tmp_path / "m.gguf"
+    size = f"{len(whole) // 2:,} bytes" if len(whole) < 2e6 else r"\d+ MB"
+    for data, said in (
+        (whole[: len(whole) // 2], rf"m\.gguf is cut off: it has {size}, its table of tensors needs "),
+        (whole[:100], r"it ends within its header, after 100 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\n", r"is not a GGUF file: it does not begin with GGUF"),
+        (b"GGUF" + struct.pack("<I", 9) + whole[8:], r"its GGUF version is 9; supported: 2, 3"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), r"it ends within its header"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises(UserError, match=said) as caught:
+            fetch_model(str(file))
+        assert "AutoModelForCausalLM" not in str(caught.value)
+    file.write_bytes(whole)
+    check_gguf(file)
 
 
 # ---- once --------------------------------------------------------------------------------------------------------

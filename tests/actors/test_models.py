@@ -122,7 +122,7 @@ def test_errors_of_the_decoders_side_keep_their_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "key"), [("ar-tiny", "num_hidden_layers"), ("mdm-tiny", "num_hidden_layers"), ("asarm-tiny", "n_layer")]
+    ("model", "key"), [("ar-tiny", "num_hidden_layers"), ("mdm-tiny", "n_layers"), ("asarm-tiny", "n_layer")]
 )
 def test_a_config_with_a_million_layers_is_refused_before_any_is_built(
     tmp_path: Path, model: str, key: str, monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,9 @@ HOSTILE = {
     "replace": "{% set x = 'a' * 10**5 %}{{ x|replace('a', x)|length }}",
     "method": "{% set x = 'a' * 10**5 %}{{ x.replace('a', x)|length }}",
     "join": "{% set x = 'a' * 10**5 %}{{ x.join(x)|length }}",
+    "printed": "{% set x = 'a' * 2**25 %}{% for a in range(99) %}{{ x }}{% endfor %}",
+    "block": "{% set y %}{% for a in range(9999) %}{{ 'a' * 2**20 }}{% endfor %}{% endset %}{{ y|length }}",
+    "data": "{% for a in range(99999) %}" + 9999 * "a" + "{% endfor %}",
     "tojson": "{{ [1]|tojson(indent=10**9) }}",
 }
 
@@ -49,10 +52,13 @@ def test_what_templates_do_renders_as_in_jinjas_own_sandbox() -> None:
     source = (
         "{% for m in messages %}{{ loop.index0 }}{{ loop.last }}{{ m.role | upper ~ ': ' ~ m['content'] | trim }}"
         "{% if loop.first and not loop.last %}{{ '-' * 3 + '>' }}{% endif %}{% else %}none{% endfor %}"
-        "{{ messages | map(attribute='role') | join(', ') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+        "{{ messages | map(attribute='role') | join(', ') }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
         "{% for key, value in messages[0].items() if key != 'role' %}{{ key }}={{ value.replace('l', 'L') }}{% endfor %}"
-        "{{ '%s and %05.1f' | format('a', 2) }}{{ 'b: %d' % 3 }}{{ 'x' | center(5) }}{{ 2 ** 8 }}{{ 7 % 3 }}{{ 'a,b'.split(',')[1] }}"
-        "{% for c in 'abc' | reverse %}{{ c }}{% endfor %}{% for x in messages | map(attribute='content') %}{{ loop.length }}{% endfor %}"
+        "{{ '%s and %05.1f' | format('a', 2) }}{{ 'b: %d' % 3 }}{{ 'x' | center(5) }}{{ 2 ** 8 }}"
+        "{{ 7 % 3 }}{{ 'a,b'.split(',')[1] }}"
+        "{% for c in 'abc' | reverse %}{{ c }}{% endfor %}"
+        "{% for x in messages | map(attribute='content') %}{{ loop.length }}{% endfor %}"
     )
     said = [*SAID, {"role": "assistant", "content": " Hi "}]
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)

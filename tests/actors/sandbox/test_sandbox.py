@@ -107,7 +107,7 @@ def told(text):
     [
         "told(open(__file__).read())",
         "told(' '.join(sys.orig_argv) + ' '.join(map(str, os.environ.items())))",
-        "frame = sys._getframe()\nwhile frame:\n    told(repr((frame.f_locals, frame.f_code.co_consts)))\n    frame = frame.f_back",
+        "f = sys._getframe()\nwhile f:\n    told(repr((f.f_locals, f.f_code.co_consts)))\n    f = f.f_back",
         "for one in gc.get_objects():\n    if isinstance(one, (dict, list, tuple)):\n        told(repr([x for x in "
         "(one.values() if isinstance(one, dict) else one) if isinstance(x, (str, bytes))]))",
     ],
