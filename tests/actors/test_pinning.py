@@ -85,7 +85,8 @@ def joined(cluster: Any, **resources: Any) -> Any:
 
 def come_up(found: Crew, job: Any = None) -> list[Mapping[str, Any]]:
     """Start a whole crew; what its workers see, kind by kind."""
-    pool = RayPool(job or AnyJob(), found, worker_class=PinnedWorker)
+    given: Any = job or AnyJob()
+    pool = RayPool(given, found, worker_class=PinnedWorker)
     names = [f"w{number}" for number in range(found.count)]
     try:
         for name in names:

@@ -473,7 +473,9 @@ def test_a_report_on_a_real_run(tmp_path: Path) -> None:
     words = Page(text).text
     manifest = json.loads((tmp_path / "run" / "_manifest.json").read_text())
     assert f"fingerprint {manifest['fingerprint']}" in words
-    assert "NFE against the masked share" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
+    assert (
+        "NFE against the masked share" in words and "1 on CPU, float32, torch" in words and "No sample failed." in words
+    )
     assert "mean acceptance length" not in words, "assd commits no token after its drafts if all are accepted"
     assert "exact true: results are bit-identical in any batch" in words
     assert written(tmp_path / "run", tmp_path / "a.html") == text, "an earlier report is replaced"
