@@ -225,6 +225,7 @@ def test_samples_that_were_cut_are_said_to_be() -> None:
 
 def test_half_precision_that_is_slower_on_this_cpu_is_said_to_be() -> None:
     sample = TrialSample(table_of(0, rows=[0], offsets=[0], ids=["x"], found=[Size(900, 10)]), 100, True)
+    spec = SimpleNamespace(shapes=[SimpleNamespace(count="auto")], output=SimpleNamespace(unit_rows=50))
     prepared: Any = SimpleNamespace(spec=spec)
     device = {"name": "CPU", "dtype": "bfloat16", "torch": "2.13.0"}
     slow = Trial(True, 1, 12, 6.0, 2**30, "CPU memory", device=device | {"times_float32": 5.2})
