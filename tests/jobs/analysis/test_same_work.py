@@ -99,5 +99,5 @@ def test_a_message_gives_both_values() -> None:
         check_same_work(
             "a", plan(COMPLETE), "b", plan(COMPLETE, task={"kind": "complete", "max_new_tokens": 5, "stop": "x"})
         )
-    with pytest.raises(UserError, match=r"rows.jsonl \(sha256 was \"aa\", is \"bb\"\)"):
+    with pytest.raises(UserError, match=r"rows.jsonl \(other content, of the same size\)"):
         check_same_work("a", plan(COMPLETE), "b", plan(COMPLETE, files="bb"))
