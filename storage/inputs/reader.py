@@ -23,7 +23,7 @@ from draftmill.storage.inputs.lines import BOM, Reader, Start, jsonl_rows, piece
 from draftmill.storage.inputs.row_groups import Columns
 from draftmill.storage.inputs.rows import Row, default_id, failed
 from draftmill.storage.inputs.slices import WHOLE, Slice
-from draftmill.storage.inputs.sources import blocks_at, open_bytes, open_stream
+from draftmill.storage.inputs.sources import Stamp, blocks_at, open_bytes, open_stream, stamp_of
 from draftmill.storage.inputs.spools import SEEK_BUFFER_BYTES, Spools
 from draftmill.storage.inputs.tables import pick_table_rows, table_rows, table_schema
 from draftmill.storage.stores.object_parts import BLOCK_BYTES, Block, ahead
@@ -192,7 +192,7 @@ def _pick_stream_rows(
             rows = (row for row in reader(front, Start()) if row.row in numbers)
             yield from islice(rows, len(numbers))
         return
-    stream = _SPOOLS.open(file, s3) if file.compression is not None else _seekable(file, s3)
+    stream = _SPOOLS.open(file, s3) if file.compression is not None else _seekable(file, s3, stamp_of(file))
     for row, offset in wanted:
         assert offset is not None
         stream.seek(offset)
@@ -200,5 +200,6 @@ def _pick_stream_rows(
 
 
 @lru_cache(maxsize=64)
-def _seekable(file: InputFile, s3: S3Options | None) -> BufferedReader:
+def _seekable(file: InputFile, s3: S3Options | None, stamp: Stamp | None) -> BufferedReader:
+    """An open file; one that was written to since has another stamp, and is opened and checked again."""
     return open_bytes(file, s3=s3, buffer_bytes=SEEK_BUFFER_BYTES)

@@ -80,6 +80,21 @@ class _LocalFile(io.FileIO):
         return found
 
 
+Stamp = tuple[int, int, int]
+"""What a write or a replacement changes of a local file: inode, size, and date in nanoseconds."""
+
+
+def stamp_of(file: InputFile) -> Stamp | None:
+    """The stamp of a local file as it is now; None if it is missing, or not local."""
+    if file.uri.startswith("s3://"):
+        return None
+    try:
+        found = local_path(file).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def check_same(file: InputFile, found: os.stat_result) -> None:
     """Raise Conflict unless a local file is the one that was listed or planned, by its size and date.
 

@@ -89,7 +89,7 @@ def test_a_signal_ends_a_local_run_with_code_4_and_another_run_goes_on(tmp_path:
 def test_a_model_that_can_not_be_loaded_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spec = write_spec(tmp_path, rows=write_rows(tmp_path / "rows.jsonl", 4))
     assert main(["run", str(spec), "--local", "--quiet", "--set", "model.device=cuda"]) == 2
-    assert "model.device: 'cuda', but this machine has no usable GPU" in capsys.readouterr().err
+    assert "model.device: 'cuda', but torch" in capsys.readouterr().err
 
 
 def test_a_ray_of_our_own_is_as_nice_as_its_driver_unless_the_user_says_otherwise(
