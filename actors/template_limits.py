@@ -1,6 +1,6 @@
 """Bounds what a chat template may do in one rendering: a Jinja environment that counts steps and refuses long texts.
 
-A template is a program from whoever made the checkpoint. Jinja's sandbox keeps it from the system, but not from endless loops and
+A template is a program by the author of the checkpoint. Jinja's sandbox keeps it from the system, but not from endless loops and
 from texts of gigabytes. Here every pass of a loop and every call is a step, and no operation may make a text or a list that is
 longer than MOST_CHARS: what could make one at once is refused before, what makes one bit by bit as soon as it is too long.
 """

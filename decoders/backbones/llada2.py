@@ -151,7 +151,7 @@ class LLaDA2(nn.Module):
 class LLaDA2Backbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by name, already checked for completeness.
 
-    They are taken out of the dict: whoever kept them would hold the experts twice once they are gathered.
+    They are removed from the dict, so that no reference keeps the experts in memory a second time.
     """
 
     def __init__(

@@ -293,7 +293,7 @@ class ModuleBackbone:
 class TransformerBackbone(ModuleBackbone):
     """See the module's docstring. `weights` are the checkpoint's tensors by full name, already checked for completeness.
 
-    They are taken out of the dict: whoever kept them would hold the experts twice once they are gathered.
+    They are removed from the dict, so that no reference keeps the experts in memory a second time.
     """
 
     may_be_lean: ClassVar[bool] = True

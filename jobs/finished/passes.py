@@ -68,7 +68,7 @@ class PassRows:
 
 
 class NoPlanYet(UserError):
-    """A run directory without a plan: it is being planned by `driver`, or, if that is None, its planning was interrupted."""
+    """A run directory without a plan: `driver` is planning it; if that is None, its planning was interrupted."""
 
     def __init__(self, store: Store, driver: str | None) -> None:
         state = f"is being planned, driver {driver}" if driver else "was interrupted while it was planned: run it again"

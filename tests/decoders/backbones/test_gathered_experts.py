@@ -58,7 +58,7 @@ class Peak(TorchDispatchMode):
         self.alive, self.most = {}, 0
 
     def _meet(self, tensor):
-        # A storage's wrapper is made anew at each call, so the tensors that have it are counted.
+        # Each call returns a new wrapper of a storage, so the tensors that have it are counted.
         place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         holders = self.alive.setdefault(place, [0, size])
         holders[0] += 1
