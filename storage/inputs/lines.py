@@ -16,6 +16,11 @@ from draftmill.storage.inputs.rows import MAX_ROW_BYTES, Row, failed
 
 BOM = b"\xef\xbb\xbf"
 
+MAX_LEVELS = 200
+"""The most levels of lists and objects in a row's JSON. Python's own bound depends on how deep the calling code stands, so that
+planning might refuse a row that a worker reads."""
+TOO_DEEP = f"its lists and objects are nested more than {MAX_LEVELS} levels deep"
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -81,11 +86,14 @@ def _jsonl_row(line: Line) -> Row:
         return failed(line.row, line.offset, "bad_row", too_long_message("line"))
     try:
         values = json.loads(line.data.decode("utf-8"))
+        _refuse_deep(line.data, values)
         if b"\\u" in line.data:
             _refuse_lone_surrogates(values)
     except UnicodeError as error:
         return failed(line.row, line.offset, "bad_encoding", f"not valid UTF-8{known_bytes(line.data)}: {error}")
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return failed(line.row, line.offset, "bad_json", TOO_DEEP)
+    except ValueError as error:
         comma = "; JSON lines have no comma at their end" if line.data.rstrip().endswith(b"},") else ""
         return failed(line.row, line.offset, "bad_json", f"not valid JSON: {error}{comma}")
     if not isinstance(values, dict):
@@ -115,6 +123,18 @@ def is_openai_request(values: Mapping[str, Any]) -> bool:
     return "custom_id" in values and (
         "body" in values or "url" in values or values.keys() <= {"custom_id", "id", "method"}
     )
+
+
+def _refuse_deep(data: bytes, values: Any) -> None:
+    """Raise RecursionError for values that are nested more than MAX_LEVELS deep."""
+    if data.count(b"[") + data.count(b"{") <= MAX_LEVELS:
+        return
+    level, depth = [values], 0
+    while level := [value for value in level if isinstance(value, list | dict)]:
+        depth += 1
+        if depth > MAX_LEVELS:
+            raise RecursionError(TOO_DEEP)
+        level = [inner for value in level for inner in (value.values() if isinstance(value, dict) else value)]
 
 
 def _refuse_lone_surrogates(values: Any) -> None:

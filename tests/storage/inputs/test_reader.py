@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from draftmill.storage.errors import UserError
 from draftmill.storage.inputs.last_read import Stretches
+from draftmill.storage.inputs.lines import MAX_LEVELS
 from draftmill.storage.inputs.reader import InputFile, Row, delimiter_hint, iterate, list_inputs, read_rows
 from draftmill.storage.inputs.row_groups import group_batches
 from draftmill.storage.stores.s3 import S3Store
@@ -62,6 +63,19 @@ def test_a_bad_jsonl_line_fails_alone(tmp_path: Path) -> None:
     assert kinds(rows) == expected
     assert [row.row for row in rows] == [0, 1, 4, 5, 6, 7, 8]
     assert all(row.error.stage == "read" for row in rows if row.error)
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS, MAX_LEVELS + 1])
+def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels: int, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}\n" + '{"a": ' * levels + "1" + "}" * levels
+    )
+    (file,) = list_inputs(str(tmp_path / "rows.jsonl"))
+
+    def read(calls: int) -> list[str | None]:
+        return read(calls - 1) if calls else [row.error and row.error.kind for row in iterate(file)]
+
+    assert read(0) == read(500) == [None if levels <= MAX_LEVELS else "bad_json"] * 2
 
 
 def test_jsonl_types_may_change_from_line_to_line(tmp_path: Path) -> None:
