@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from draftmill.actors.faults import DeviceLostError, let_go, lost_device, ran_out_of_memory
-from draftmill.actors.messages import MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
+from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, Effort, Failure, Receipt, Tally, WorkUnit
 from draftmill.actors.row_limit import RowLimit
 from draftmill.actors.samples import Meter, Sample, length_of
 from draftmill.actors.seating import in_order
 from draftmill.decoders.base import Decoder, Outcome
-from draftmill.storage.errors import RowError, StoreError, StoreFull, UserError
+from draftmill.storage.errors import ChangedInput, RowError, StoreError, StoreFull, UserError
 
 
 class Clerk(Protocol):
@@ -182,7 +182,8 @@ class UnitRunner:
     def _fail_unit(self, unit: Open, error: BaseException) -> None:
         self._open.pop(unit.unit.lease)
         infra = isinstance(error, StoreError | UserError | OSError)
-        kind = STORE_FULL if isinstance(error, StoreFull) else "store" if infra else "worker_error"
+        kinds = ((StoreFull, STORE_FULL), (ChangedInput, CHANGED_INPUT))
+        kind = next((kind for of, kind in kinds if isinstance(error, of)), "store" if infra else "worker_error")
         failure = Failure(
             lease=unit.unit.lease,
             unit=unit.unit.unit,

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from draftmill.actors.messages import STORE_FULL, Verdict
+from draftmill.actors.messages import CHANGED_INPUT, STORE_FULL, Verdict
 from draftmill.jobs.schedule.bisection import MAX_ROUNDS, Cause, Inquest, Range
 from draftmill.jobs.schedule.events import (
     Assign,
@@ -212,7 +212,7 @@ class Scheduler:
         if event.kind == "TASK":
             self._failed(lease, Cause(event.error_kind, event.stage, event.error), death=False)
         else:
-            self._rest(lease, event.error, full=event.error_kind == STORE_FULL)
+            self._rest(lease, event.error, event.error_kind)
 
     def _unburden(self, worker: Worker) -> None:
         """Take back the leases that a worker has not begun, and its probes, which may never end."""
@@ -235,10 +235,13 @@ class Scheduler:
         unit.alone = unit.alone or unit.deaths >= self.limits.deaths
         return self.books.enqueue(lease.unit)
 
-    def _rest(self, lease: UnitLease, message: str, *, full: bool = False) -> None:
+    def _rest(self, lease: UnitLease, message: str, kind: str = "store") -> None:
         unit = self.books.touched[lease.unit]
         unit.infra_failures += 1
-        if unit.infra_failures >= (self.limits.full if full else self.limits.infra):
+        full = kind == STORE_FULL
+        if kind == CHANGED_INPUT:
+            self._finish("failed", f"{message}; put the planned content back")
+        elif unit.infra_failures >= (self.limits.full if full else self.limits.infra):
             told = f"unit {lease.unit} failed {unit.infra_failures} times: {message}"
             self._finish("full" if full else "failed", told)
         if unit.inquest is not None and lease.rows is not None:

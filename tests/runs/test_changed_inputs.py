@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftmill.actors.messages import Failure, WorkUnit
+from draftmill.actors.messages import CHANGED_INPUT, Failure, WorkUnit
 from draftmill.actors.worker import build_runner
 from draftmill.jobs.driving.progress import Silence
 from draftmill.jobs.plan import plan as planning
@@ -83,7 +83,8 @@ def test_an_input_that_is_replaced_after_the_plan_commits_no_row(folder: Path, n
     spec, plan, path = planned(folder, name)
     write(path, OTHERS, as_of=path.stat() if same_date else None)
     (failure,) = decode(spec, plan)
-    assert failure.kind == "INFRA" and path.name in failure.error and "has changed since" in failure.error
+    assert (failure.kind, failure.error_kind) == ("INFRA", CHANGED_INPUT)
+    assert path.name in failure.error and "has changed since" in failure.error
     if same_date:  # size and date are those of the plan: only the ids tell
         assert re.search(r"row (\d) has the id 'new-\1', which was 'old-\1'", failure.error)
     assert not results_of(spec)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftmill.actors.messages import MOST_UNITS, STORE_FULL, WorkUnit
+from draftmill.actors.messages import CHANGED_INPUT, MOST_UNITS, STORE_FULL, WorkUnit
 from draftmill.jobs.schedule import unit_leases
 from draftmill.jobs.schedule.events import (
     Assign,
@@ -316,6 +316,13 @@ def test_a_full_disk_is_tried_three_times_and_ends_the_job_with_its_own_word():
         (work,) = units_of(scheduler.on(Tick(float(attempt))))
     (finish,) = scheduler.on(replace(failure(work, "INFRA"), error_kind=STORE_FULL))
     assert isinstance(finish, Finish) and finish.how == "full" and finish.message.endswith("failed 3 times: it broke")
+
+
+def test_a_changed_input_ends_the_job_at_once():
+    scheduler = Scheduler(sizes(9), workers=1, limits=Limits())
+    (work,) = units_of(started(scheduler))
+    (finish,) = scheduler.on(replace(failure(work, "INFRA"), error_kind=CHANGED_INPUT))
+    assert isinstance(finish, Finish) and finish.how == "failed" and finish.message.startswith("it broke; put")
 
 
 def test_a_worker_that_is_not_heard_of_is_killed_and_its_late_answer_still_counts():
