@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 PIP_FLAGS ?=
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 
 # The mark of a finished environment carries the hash of its makers. It is written last, so an interrupted install is
 # seen and redone; comparing contents rather than dates keeps it valid through a checkout that only touches the files.
@@ -31,8 +31,9 @@ help:
 demo: $(READY)
 	.venv/bin/python examples/demo.py
 
-# Two processes by default: each starts a Ray of its own, and a file's tests stay together for their fixtures' sake. Files go in
-# their order: by their number of tests, those with few but slow ones would come last, and one process would end alone.
+# Three processes by default, even on two cores: much of the time is waiting, for Rays to start and leases to end. Each starts a
+# Ray of its own, and a file's tests stay together for their fixtures' sake. Files go in their order: by their number of tests,
+# those with few but slow ones would come last, and one process would end alone.
 test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 

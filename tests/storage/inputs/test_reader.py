@@ -73,7 +73,7 @@ def test_how_deep_a_row_may_be_nested_does_not_depend_on_the_caller(levels: int,
     (file,) = list_inputs(str(tmp_path / "rows.jsonl"))
 
     def read(calls: int) -> list[str | None]:
-        return read(calls - 1) if calls else [row.error and row.error.kind for row in iterate(file)]
+        return read(calls - 1) if calls else [None if row.error is None else row.error.kind for row in iterate(file)]
 
     assert read(0) == read(500) == [None if levels <= MAX_LEVELS else "bad_json"] * 2
 
