@@ -168,12 +168,14 @@ def measure_units(
     workers = spare or SpareMeasurers()
     with site.opened(display), stop.on_signals():
         count, seat = _seats(site, spec, ready, len(units))
-        if local:
-            _measure_here(job, seat, units, moved, grace, spare=workers)
-        else:
-            _measure_on_ray(job, seat, count, units, moved, grace, spare=workers)
-        if spare is None:
-            workers.end()
+        try:
+            if local:
+                _measure_here(job, seat, units, moved, grace, spare=workers)
+            else:
+                _measure_on_ray(job, seat, count, units, moved, grace, spare=workers)
+        finally:
+            if spare is None:  # a unit that failed leaves workers, too
+                workers.end()
     return progress.done == len(units)
 
 
