@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import fields, replace
 from typing import Any
@@ -81,10 +82,15 @@ def test_captured_forwards_give_what_others_give(name: str, monkeypatch: Any) ->
 
 
 RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused chain"]
+CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
 
 
-@pytest.mark.parametrize("more", [{}, {"top_p": 0.8}, {"temperature": 0.0}])
-@pytest.mark.parametrize("name", RATIO)
+# Drafts that are in a ring, or made by a head from rows of the same graph, under every setting.
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, {}) for name in RATIO), *itertools.product(("speculative, model", "assd"), CUTS)],
+    ids=str,
+)
 def test_captured_forwards_judge_by_ratio_as_others_do(name: str, more: dict[str, Any], monkeypatch: Any) -> None:
     more, some = more | {"acceptance": "rejection"}, many(name, 24 if name.startswith("assd") else 9)
     with monkeypatch.context() as plain:

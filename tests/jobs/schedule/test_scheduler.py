@@ -579,7 +579,7 @@ def fair_end(world: World) -> None:
     raise AssertionError("the job does not end")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.data())
 def test_whatever_happens_every_unit_is_committed_once_and_only_the_guilty_are_quarantined(data):
     rows = data.draw(st.integers(1, 6))
