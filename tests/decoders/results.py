@@ -176,7 +176,7 @@ def masked_cases() -> Iterator[Case]:
             continue
         for life in caches + relaxed * (way["kind"] == "ssd"):
             number += 1
-            shape = {"block_length": None if way.get("schedule") else (None, 2, 3)[number % 3]}
+            shape: dict[str, Any] = {"block_length": None if way.get("schedule") else (None, 2, 3)[number % 3]}
             shape |= {"draws": "kept" if number % 5 == 0 else "fresh"}
             several = COUPLED[number % 2 :: 2]  # two of the four, in turn
             yield Case(
