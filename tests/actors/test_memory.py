@@ -26,7 +26,6 @@ from draftmill.decoders.base import HOLE, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from draftmill.jobs.driving.crew import crew
 from draftmill.jobs.driving.nodes import NodeRoom
@@ -37,6 +36,7 @@ from draftmill.jobs.spec.worker_shape import WorkerShape
 from draftmill.storage.errors import UserError
 from draftmill.storage.stores.store import open_store
 from tests.actors.fakes import FakeClerk, FakeDecoder, work
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import token_info
 from tests.runs.causal_jobs import job_spec
 

@@ -28,8 +28,8 @@ from draftmill.decoders.engine.parcels import Parcel, Sent
 from draftmill.decoders.engine.rolls import Draft, Rolling
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
 from draftmill.decoders.registry import algorithm_of
+from tests.decoders.references.choosers import Chooser, CoupledRule, NoiseChooser, enumerate_law
 from tests.decoders.regions import RegionChooser
 
 Law = dict[tuple[int, ...], float]

@@ -23,9 +23,9 @@ from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.picks import Masks, Picks
 from draftmill.decoders.engine.samples import Sample
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.choosers import Chooser, enumerate_law
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.enumeration import Law, decoded
+from tests.decoders.references.choosers import Chooser, enumerate_law
 from tests.decoders.regions import Regions
 
 

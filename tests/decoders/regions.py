@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftmill.decoders.draws import noise
-from draftmill.decoders.references.choosers import Chooser
+from tests.decoders.references.choosers import Chooser
 
 Points = NDArray[np.float64]
 

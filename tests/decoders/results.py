@@ -32,10 +32,10 @@ from draftmill.decoders.common_settings import Estimate, Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.table import TableBackbone
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder, build_scorer
 from draftmill.decoders.settings import DecoderSettings
+from tests.decoders.references.table import TableBackbone
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, toy_heads
 
 PLACE: Final = Path(__file__).with_name("results.txt")

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 from draftmill.decoders.backbones.heads import DraftHeads, load_heads
 from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.references.causal import PlainCausal, PlainMasked
 from draftmill.decoders.registry import find_heads
 from recipes import (
     absorbing,
@@ -27,6 +26,7 @@ from recipes import (
 )
 from recipes.frozen_pair import Pair, Windows
 from recipes.head_training import acceptance
+from tests.decoders.references.causal import PlainCausal, PlainMasked
 
 SHAPE = ar.SIZES["micro-test"].shape
 PLAN = specdiff_head.HeadPlan(steps=60, rows=400, batch_rows=64, markov_hidden=32, warmup=5)

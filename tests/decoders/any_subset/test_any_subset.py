@@ -12,11 +12,11 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.orders import decoding_order
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references import any_subset as reference
-from draftmill.decoders.references.any_subset import PlainModel
-from draftmill.decoders.references.choosers import CoupledRule
-from draftmill.decoders.references.table import TableBackbone
 from draftmill.decoders.registry import build_decoder
+from tests.decoders.references import any_subset as reference
+from tests.decoders.references.any_subset import PlainModel
+from tests.decoders.references.choosers import CoupledRule
+from tests.decoders.references.table import TableBackbone
 from tests.decoders.support import decode, random_lengths, run_all, table_info, texts, toy_heads, toy_requests
 
 VOCAB, LENGTH = 4, 6

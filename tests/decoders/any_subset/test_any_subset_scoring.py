@@ -9,7 +9,7 @@ import torch
 from draftmill.decoders.any_subset.settings import AnySubsetSettings
 from draftmill.decoders.base import Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.references.table import TableBackbone
+from tests.decoders.references.table import TableBackbone
 from tests.decoders.support import decode, score, table_info
 
 VOCAB, LENGTH = 3, 4

@@ -20,12 +20,12 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine import samples
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.any_subset import PlainModel
-from draftmill.decoders.references.choosers import NoiseChooser
-from draftmill.decoders.references.table import TableBackbone
 from draftmill.decoders.registry import build_decoder
 from tests.decoders import enumeration
 from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.references.any_subset import PlainModel
+from tests.decoders.references.choosers import NoiseChooser
+from tests.decoders.references.table import TableBackbone
 from tests.decoders.support import table_info, toy_heads, toy_requests
 
 VOCAB, LENGTH = 3, 4

@@ -21,8 +21,8 @@ from draftmill.decoders.draws import noise
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.draws.sampling import inverse_cdf_draw
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.any_subset import PlainModel
 from tests.decoders.enumeration import decoded, engine_of
+from tests.decoders.references.any_subset import PlainModel
 from tests.decoders.support import decode
 
 MASK = 6

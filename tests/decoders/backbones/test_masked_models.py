@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.backbones.rows import intervals_of, token_rows
 from draftmill.decoders.draws.absorbing import log_scores, noise_of_share, noise_rate, total_noise
-from draftmill.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
 from tests.decoders.backbones.masked_models import FAMILIES, VOCAB, copy_changed, load, look, look_alone, random_canvas
+from tests.decoders.references.absorbing import law_of_scores, masked_share, subs_log_law
 
 SIGMAS = {"mdlm": None, "llada": None, "dream": None, "sedd": {0: 6.9, 1: 0.3, 2: 1.7, 3: 0.3, 5: 0.02}}
 CANVASES = {slot: 4 + 5 * slot % 13 for slot in (0, 1, 2, 3, 5)}

@@ -8,9 +8,9 @@ import numpy as np
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
-from draftmill.decoders.references.blocks import PlainBlocks, decode_blocks
-from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from draftmill.decoders.references.token_table import TokenTable
+from tests.decoders.references.blocks import PlainBlocks, decode_blocks
+from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode
 
 GREEDY, SAMPLED = Sampling(temperature=0.0), Sampling(temperature=0.9)

@@ -17,8 +17,6 @@ from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
-from draftmill.decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
 from draftmill.decoders.registry import algorithm_of
 from tests.decoders.blocks.block_tables import GREEDY, REJECTING, SAMPLED, ours, prompts, table, table_info
 from tests.decoders.enumeration import (
@@ -30,6 +28,8 @@ from tests.decoders.enumeration import (
     law_of,
     total_variation,
 )
+from tests.decoders.references.blocks import PlainBlocks, decode_blocks, law_at_size_one
+from tests.decoders.references.choosers import Chooser, NoiseChooser, RejectionRule, enumerate_law
 
 ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)
 CANVASES = {"tail": [0, -1, -1], "whole": [-1, -1, -1], "long": [1, -1, -1, -1], "block": [0, 1, -1, -1]}

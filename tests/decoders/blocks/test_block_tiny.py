@@ -16,7 +16,7 @@ from draftmill.decoders.base import Request
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
-from draftmill.decoders.references.blocks import PlainBlocks, law_at_size_one
+from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
 from tests.decoders.support import decode, texts
 
 FOLDER = Path(__file__).parents[3] / "decoders" / "builtin" / "block-tiny"

@@ -8,9 +8,6 @@ import pytest
 from draftmill.decoders.blocks.settings import BlockDiffusionSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.ends import Stops
-from draftmill.decoders.references.blocks import PlainBlocks, law_at_size_one
-from draftmill.decoders.references.choosers import RejectionRule, enumerate_law
-from draftmill.decoders.references.fused_blocks import decode_fused
 from tests.decoders.blocks.block_tables import (
     GREEDY,
     REJECTING,
@@ -23,6 +20,9 @@ from tests.decoders.blocks.block_tables import (
     table_info,
 )
 from tests.decoders.blocks.golden_blocks import loaded
+from tests.decoders.references.blocks import PlainBlocks, law_at_size_one
+from tests.decoders.references.choosers import RejectionRule, enumerate_law
+from tests.decoders.references.fused_blocks import decode_fused
 from tests.decoders.support import decode, texts
 
 ONE = BlockDiffusionSettings(kind="block_diffusion", block_size=1, causal_cache=True)

@@ -13,8 +13,8 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import TARGET, gumbel_rows, key_words, sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")

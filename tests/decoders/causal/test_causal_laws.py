@@ -25,12 +25,12 @@ from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.asks import NO_DRAFT
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.causal import PlainCausal
-from draftmill.decoders.references.choosers import NoiseChooser
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import algorithm_of, build_decoder
 from tests.decoders import enumeration
 from tests.decoders.enumeration import ChosenAnswers, CoupledChooser, decoded, engine_of, fills, law_of, total_variation
+from tests.decoders.references.causal import PlainCausal
+from tests.decoders.references.choosers import NoiseChooser
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 5

@@ -15,9 +15,9 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, run_all, texts, token_info, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")

@@ -9,7 +9,7 @@ import torch
 from draftmill.decoders.base import Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.engine import memory
-from draftmill.decoders.references.token_table import TokenTable
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, scorer_for, token_info
 
 VOCAB, LENGTH = 3, 5

@@ -15,10 +15,6 @@ from draftmill.decoders.draws import noise
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references import causal as causal_reference
-from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.masked.diffusion_tables import (
     LENGTH,
@@ -31,6 +27,10 @@ from tests.decoders.masked.diffusion_tables import (
     specdiff,
     target,
 )
+from tests.decoders.references import causal as causal_reference
+from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, random_lengths, run_all, texts, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")

@@ -18,10 +18,6 @@ from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references import causal as causal_reference
-from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder, find_heads
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.diffusion_tables import (
@@ -35,6 +31,10 @@ from tests.decoders.masked.diffusion_tables import (
     specdiff,
     target,
 )
+from tests.decoders.references import causal as causal_reference
+from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, random_lengths, run_all, texts, toy_heads, toy_prompts
 
 AR = AutoregressiveSettings(kind="autoregressive")

@@ -12,11 +12,11 @@ from draftmill.decoders.causal.settings import AutoregressiveSettings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws import noise
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references import causal as causal_reference
-from draftmill.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
-from draftmill.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders import enumeration
 from tests.decoders.masked.diffusion_tables import MASK, TARGET_INFO, VOCAB, drafter, mask_info, specdiff, target
+from tests.decoders.references import causal as causal_reference
+from tests.decoders.references.causal import PlainCausal, PlainMasked, by_diffusion
+from tests.decoders.references.choosers import RejectionRule, enumerate_law
 from tests.decoders.support import toy_heads
 
 LENGTH = 4

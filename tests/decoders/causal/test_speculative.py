@@ -23,11 +23,11 @@ from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references import causal as causal_reference
-from draftmill.decoders.references.causal import PlainCausal, by_lookup, by_model
-from draftmill.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
+from tests.decoders.references import causal as causal_reference
+from tests.decoders.references.causal import PlainCausal, by_lookup, by_model
+from tests.decoders.references.choosers import CoupledRule, NoiseChooser, RejectionRule
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, random_lengths, run_all, texts, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7

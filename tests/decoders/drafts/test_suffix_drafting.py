@@ -20,8 +20,8 @@ from draftmill.decoders.common_settings import DecoderChoice, Sampling
 from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.table import TableBackbone
 from draftmill.decoders.registry import build_decoder
+from tests.decoders.references.table import TableBackbone
 from tests.decoders.support import decode, run_all, table_info, texts, toy_requests
 
 BUILTIN = Path(draftmill.decoders.builtin.__path__[0])

@@ -20,8 +20,8 @@ from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked import ssd_nodes
 from draftmill.decoders.masked.cached_windows import Windows
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.masked.ssd_support import decode, same
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all
 
 VOCAB, MASK, LENGTH = 4, 3, 7

@@ -25,10 +25,10 @@ from draftmill.decoders.engine.parcels import Parcel
 from draftmill.decoders.engine.rings import NoiseRing, Places
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
-from draftmill.decoders.references.table import TableBackbone
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
+from tests.decoders.references.table import TableBackbone
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import decode, run_all, token_info, toy_prompts
 
 VOCAB, LENGTH = 3, 7

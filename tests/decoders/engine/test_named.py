@@ -18,7 +18,7 @@ from draftmill.decoders.engine.named_answers import NamedAnswers
 from draftmill.decoders.engine.packing import Table
 from draftmill.decoders.engine.parcels import Parcel
 from draftmill.decoders.engine.setup import Setup
-from draftmill.decoders.references.token_table import TokenTable
+from tests.decoders.references.token_table import TokenTable
 
 NOTHING = Named([], [], [], [], [], [], 0, 0)
 

@@ -22,11 +22,11 @@ from draftmill.decoders.draws.sampling import coupled_draw, log_law, log_laws, n
 from draftmill.decoders.engine.ends import NeverStops, Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings, ThresholdSettings
-from draftmill.decoders.references.table import TableBackbone
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.causal.jacobi_settings import jacobi, multi
 from tests.decoders.masked import diffusion_tables, test_ancestral, test_self_speculative
+from tests.decoders.references.table import TableBackbone
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, table_info, token_info, toy_heads, toy_prompts, toy_requests
 
 VOCAB, LENGTH = 3, 7

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftmill.decoders.base import ModelInfo
 from draftmill.decoders.causal.settings import DrafterPlace, SpecDiffSettings
-from draftmill.decoders.references.token_table import TokenTable
+from tests.decoders.references.token_table import TokenTable
 
 VOCAB, MASK, LENGTH = 3, 3, 7
 TARGET_INFO = ModelInfo("token_table", VOCAB, None, None, "causal", 0)

@@ -19,13 +19,13 @@ from draftmill.decoders.draws.schedule import LAST_TIME, NOISE_EPS
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import AncestralSettings
-from draftmill.decoders.references.causal import PlainMasked
-from draftmill.decoders.references.choosers import enumerate_law
-from draftmill.decoders.references.masked import ancestral
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders import look_enumeration
 from tests.decoders.enumeration import decoded
+from tests.decoders.references.causal import PlainMasked
+from tests.decoders.references.choosers import enumerate_law
+from tests.decoders.references.masked import ancestral
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all, texts, toy_requests
 
 VOCAB, MASK, LENGTH = 3, 3, 6

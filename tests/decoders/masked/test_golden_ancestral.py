@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
 from draftmill.decoders.draws.schedule import LAST_TIME
-from draftmill.decoders.references.absorbing import masked_share
 from tests.decoders.backbones.masked_models import copy_changed, load, look_alone
+from tests.decoders.references.absorbing import masked_share
 
 MASK = 64
 MDLM_RUNS = (

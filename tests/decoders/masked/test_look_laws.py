@@ -28,10 +28,10 @@ from draftmill.decoders.masked.settings import (
     StepwiseSettings,
     ThresholdSettings,
 )
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.enumeration import Law, decoded, total_variation
 from tests.decoders.look_enumeration import law_of
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.regions import Triangle
 
 SAMPLED = Sampling(temperature=0.8)

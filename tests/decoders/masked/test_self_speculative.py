@@ -14,10 +14,10 @@ from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import run_all
 
 VOCAB, POSITIONS = 4, 7

@@ -17,10 +17,10 @@ from draftmill.decoders.engine.looks import NodeOffer
 from draftmill.decoders.engine.node_lengths import NodeBudget
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from draftmill.decoders.registry import build_decoder
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import random_lengths, run_all
 
 GREEDY = Sampling(temperature=0.0)

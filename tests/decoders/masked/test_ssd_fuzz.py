@@ -14,9 +14,9 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import random_lengths
 from tests.runs.jobs_of_tests import soak
 

@@ -8,9 +8,9 @@ from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.noise import sample_key
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, same
+from tests.decoders.references.token_table import TokenTable
 from tests.decoders.support import pairwise
 
 SAMPLINGS = {

@@ -9,9 +9,9 @@ from draftmill.decoders.backbones.load import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
-from draftmill.decoders.references.token_table import TokenTable
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
+from tests.decoders.references.token_table import TokenTable
 
 GREEDY, MASK, LENGTH = Sampling(temperature=0.0), 3, 7
 LIVES: list[tuple[int | None, int | None]] = [(2, None), (3, None), (2, 3), (3, 2), (1, 4), (None, 2)]

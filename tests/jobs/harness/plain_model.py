@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from draftmill.actors.models import fetch_model
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.keys import sample_key
-from draftmill.decoders.references.choosers import CoupledRule
+from tests.decoders.references.choosers import CoupledRule
 
 
 class Plain(LM):  # type: ignore[misc]

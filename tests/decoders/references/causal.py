@@ -18,8 +18,8 @@ from draftmill.decoders.backbones.heads import MarkovHead, distance_index
 from draftmill.decoders.backbones.rows import token_rows
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
-from draftmill.decoders.references.any_subset import Trail
-from draftmill.decoders.references.choosers import Rule
+from tests.decoders.references.any_subset import Trail
+from tests.decoders.references.choosers import Rule
 
 Drafting = Callable[[list[int], Rule, int], tuple[list[Tensor], list[int]]]
 """(all tokens, rule, most drafts) -> (distributions q, drafts)."""

@@ -19,7 +19,7 @@ from draftmill.decoders.backbones.rows import Rows, StreamShape
 from draftmill.decoders.backbones.visibility import content_limits
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
-from draftmill.decoders.references.choosers import Rule
+from tests.decoders.references.choosers import Rule
 
 
 class PlainModel:

@@ -24,7 +24,7 @@ from draftmill.decoders.blocks.samples import KINDS
 from draftmill.decoders.blocks.settings import BlockSettings, S2d2Settings
 from draftmill.decoders.common_settings import Sampling
 from draftmill.decoders.draws.sampling import log_law
-from draftmill.decoders.references.choosers import Rule
+from tests.decoders.references.choosers import Rule
 
 Row = tuple[int, int, int, frozenset[int]]
 """(token, position, column, the other columns that it sees)."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftmill.decoders.base import HOLE
-from draftmill.decoders.references.blocks import BlockTrail, PlainBlocks
-from draftmill.decoders.references.choosers import Rule
+from tests.decoders.references.blocks import BlockTrail, PlainBlocks
+from tests.decoders.references.choosers import Rule
 
 Drafts = list[tuple[int, Tensor]]
 """Tokens, and the distributions that they were drawn from."""

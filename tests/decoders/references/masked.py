@@ -13,7 +13,7 @@ from torch import Tensor
 from draftmill.decoders.base import HOLE
 from draftmill.decoders.draws.absorbing import chance_by_scores, chance_by_time, log_scores, total_noise
 from draftmill.decoders.draws.schedule import LAST_TIME, time_at
-from draftmill.decoders.references.causal import PlainMasked
+from tests.decoders.references.causal import PlainMasked
 
 Strike = Callable[[int, int, float], bool]
 """(position, step, chance) -> whether the mask is revealed in this step."""
