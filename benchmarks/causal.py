@@ -1,7 +1,7 @@
 """Causal decoding: tokens/s, forwards and acceptance of every decoder over batch sizes, beside transformers'.
 
     python -m benchmarks.causal speed      every decoder over batch sizes, beside `generate`, assisted generation, public Jacobi
-    python -m benchmarks.causal auto       `k: auto`, `block_size: auto` beside `autoregressive`: they should never be slower
+    python -m benchmarks.causal auto       `k: auto` beside `autoregressive`: they should never be slower
     python -m benchmarks.causal distilled  tokens per forward of the Jacobi decoders before and after distillation
 
 `--quick` runs a small part, as a check. Prompts are pieces of the standard library's held-out files; every side gets the same

@@ -42,7 +42,6 @@ SPECULATIVE: dict[str, SpeculativeSettings] = {
 }
 JACOBI: dict[str, DecoderChoice] = {
     "jacobi, n=16": JacobiSettings(kind="jacobi", block_size=16),
-    "jacobi, n=auto": JacobiSettings(kind="jacobi", block_size="auto"),
     "jacobi, n=16, running": JacobiSettings(kind="jacobi", block_size=16, window="running"),
     "multiblock_jacobi, n=16": MultiblockJacobiSettings(kind="multiblock_jacobi", block_size=16),
 }

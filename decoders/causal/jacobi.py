@@ -15,8 +15,7 @@ argmax(log p + g) with the noise g of its position: the fixed point is the seque
 `window: fixed` finishes a block of n tokens before the next begins; `running` always keeps n drafts ahead. The token after a
 fully accepted block is the next block's first. If a block ends with the token after the accepted drafts, the next block's n
 drafts run in the same forward that finds its first token, so no forward is spent on that token alone. Drafts never extend
-beyond the canvas, and the last position is never fed, since nothing comes after it. `block_size: auto` changes n from step to
-step (jacobi_size.py), and so where blocks end.
+beyond the canvas, and the last position is never fed, since nothing comes after it.
 
 With tracing, the TraceStep of an iteration holds, as `proposed`, the drafts as they were fed: the first at positions[0], the
 others after it, up to the end of the block (or window, or the position before the canvas's last). With `window: fixed` block i
@@ -39,22 +38,20 @@ from draftmill.decoders.causal.autoregressive import prompt_but_one
 from draftmill.decoders.causal.settings import JacobiSettings
 from draftmill.decoders.draws import keys
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import NO_DRAFT, SEARCH, TARGET, Decoding
-from draftmill.decoders.engine.jacobi_size import MOST_AUTO
+from draftmill.decoders.engine.asks import NO_DRAFT, TARGET, Decoding
 from draftmill.decoders.engine.samples import Sample
 
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
 
-def jacobi(s: Sample, block_size: int | None, *, running: bool) -> Decoding:
-    """Refine `block_size` drafts with each forward; None: as many as pay in this step."""
+def jacobi(s: Sample, block_size: int, *, running: bool) -> Decoding:
+    """Refine `block_size` drafts with each forward."""
     fill_with_prompt(s)
     last = s.length - 1
     while s.decided < s.length:
-        n: int = (yield SEARCH) if block_size is None else block_size
         d = s.decided
-        end = min(d + n if running or not n else s.prompt + ((d - s.prompt) // n + 1) * n, last)
+        end = min(d + block_size if running else s.prompt + ((d - s.prompt) // block_size + 1) * block_size, last)
         drafts = s.tokens[d:end]
         accepted, tokens, log_ps = yield s.causal(end, end - d + 1, TARGET, [*drafts, NO_DRAFT])
         s.tokens[d : end + 1] = tokens
@@ -71,11 +68,8 @@ def fill_with_prompt(s: Sample) -> None:
 
 def algorithm(setup: Setup, settings: JacobiSettings) -> Algorithm:
     """How the engine runs these settings."""
-    block_size = None if settings.block_size == "auto" else settings.block_size
-    most = MOST_AUTO if block_size is None else block_size
     return Algorithm(
-        decode=partial(jacobi, block_size=block_size, running=settings.window == "running"),
-        window=most + 1,
-        auto="block_size" if block_size is None else None,
+        decode=partial(jacobi, block_size=settings.block_size, running=settings.window == "running"),
+        window=settings.block_size + 1,
         shared=prompt_but_one,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Settings
@@ -132,8 +132,18 @@ class JacobiSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     draft_law: ClassVar = False
     kind: Literal["jacobi"]
-    block_size: Annotated[int, Field(ge=1, le=256)] | Literal["auto"] = 16
+    block_size: int = Field(default=16, ge=1, le=256)
     window: Literal["fixed", "running"] = "fixed"
+
+    @field_validator("block_size", mode="before")
+    @classmethod
+    def _a_number(cls, block_size: Any) -> Any:
+        if block_size == "auto":
+            raise ValueError(
+                "decoder.block_size: 'auto' was given up: where blocks did not pay it ran without any, which "
+                "decoder.kind 'autoregressive' does; allowed: 1 to 256"
+            )
+        return block_size
 
     @property
     def runs(self) -> str:

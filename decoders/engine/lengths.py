@@ -12,7 +12,6 @@ from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.asks import Offer, Search
 from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.cost import CostTable
-from draftmill.decoders.engine.jacobi_size import JacobiSizes
 from draftmill.decoders.engine.samples import Sample
 
 
@@ -124,29 +123,6 @@ class DraftLengths(BudgetLengths):
         self._learn(samples)
 
 
-class BlockSizes(Lengths):
-    """Chooses one block size for all samples (jacobi_size.py): each yields a Search, which is answered with the size."""
-
-    def __init__(self) -> None:
-        self.sizes = JacobiSizes()
-        self._size, self._committed = 0, 0
-
-    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
-        """See Lengths. The time of a step with prompts says little about later steps: the size stays."""
-        if not (fresh or joined):
-            self._size = self.sizes.choose(len(samples), sum(sample.decided for sample in samples))
-        self._committed = sum(sample.decided for sample in samples)
-        for sample in samples:
-            assert isinstance(sample.ask, Search), "a sample asks for the size in every iteration"
-            sample.ask = sample.decoding.send(self._size)  # type: ignore[union-attr]
-
-    def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
-        """See Lengths."""
-        if is_usual:
-            tokens = sum(sample.decided for sample in samples) - self._committed
-            self.sizes.observe(len(samples), rows, kv, tokens=tokens, seconds=seconds)
-
-
 def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Lengths | None:
     """What chooses an algorithm's lengths; None where they are fixed."""
     match algorithm.auto:
@@ -155,5 +131,3 @@ def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Le
             return None
         case "drafts":
             return DraftLengths(num_slots, algorithm, has_drafter=has_drafter)
-        case "block_size":
-            return BlockSizes()

@@ -130,7 +130,7 @@ def multiblock(**case):
 
 KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "speculative": (speculative, {"k": [1, 3, 5, 8, "auto"], "drafter": [MODEL, NGRAM, SUFFIX]}),
-    "jacobi": (jacobi, {"block_size": [4, 16, "auto"], "window": ["fixed", "running"]}),
+    "jacobi": (jacobi, {"block_size": [4, 16], "window": ["fixed", "running"]}),
     "multiblock_jacobi": (multiblock, BLOCKS),
 }
 COMMON: dict[str, list[Any]] = {"warp": [0, 1, 2, 3], "rows": list(SAMPLES), "ends": ["length", "eos", "stop"]}

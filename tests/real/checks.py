@@ -34,7 +34,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "speculative, n-gram, k = auto": {"kind": "speculative", "k": "auto"},
     "speculative, a model drafts": {"kind": "speculative", "k": 4, "drafter": {"kind": "model", "path": "DRAFTER"}},
     "jacobi": {"kind": "jacobi"},
-    "jacobi, running, auto": {"kind": "jacobi", "block_size": "auto", "window": "running"},
+    "jacobi, running": {"kind": "jacobi", "window": "running"},
     "multiblock_jacobi": {"kind": "multiblock_jacobi"},
 }
 

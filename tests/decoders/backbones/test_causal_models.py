@@ -172,7 +172,7 @@ KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
         speculative,
         {"k": [*range(9), "auto"], "drafter": ["near", "ngram", "twin", "other"], "max_n": [3, 1]},
     ),
-    "jacobi": (jacobi, {"block_size": [4, 1, 2, 7, 16, 100, "auto"], "window": ["fixed", "running"]}),
+    "jacobi": (jacobi, {"block_size": [4, 1, 2, 7, 16, 100], "window": ["fixed", "running"]}),
     "multiblock_jacobi": (multiblock, BLOCKS),
 }
 COMMON: dict[str, list[Any]] = {

@@ -413,43 +413,40 @@ def test_samples_that_wait_for_the_budget_are_no_idle_slots() -> None:
 
 def test_lengths_chosen_by_time_learn_nothing_from_steps_with_prompts() -> None:
     backbone, info = model("ar-tiny")
-    for settings in (
-        SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM),
-        JacobiSettings(kind="jacobi", block_size="auto"),
-    ):
-        setup = Setup(
-            backbone=backbone,
-            info=info,
-            sampling=Sampling(),
-            max_rows=4,
-            max_tokens=1 << 16,
-            prompt_rows=8,
-            stops=Stops(),
-        )
-        decoder: Any = build_decoder(setup, settings)
-        seen, told, ran = watched(decoder), list[bool](), decoder.lengths.ran
+    settings = SpeculativeSettings(kind="speculative", k="auto", drafter=NGRAM)
+    setup = Setup(
+        backbone=backbone,
+        info=info,
+        sampling=Sampling(),
+        max_rows=4,
+        max_tokens=1 << 16,
+        prompt_rows=8,
+        stops=Stops(),
+    )
+    decoder: Any = build_decoder(setup, settings)
+    seen, told, ran = watched(decoder), list[bool](), decoder.lengths.ran
 
-        def heard(*given: Any, is_usual: bool, told: list[bool] = told, ran: Any = ran) -> None:
-            told.append(is_usual)
-            ran(*given, is_usual=is_usual)
+    def heard(*given: Any, is_usual: bool) -> None:
+        told.append(is_usual)
+        ran(*given, is_usual=is_usual)
 
-        decoder.lengths.ran = heard
-        some = prompts(9, 60, 70, 40, 33, new=20)
-        found = run_all(decoder, some)
-        plain = made("autoregressive", 4, None, temperature=1.0)
-        assert {index: one.tokens.tolist() for index, one in found.items()} == {
-            index: one.tokens.tolist() for index, one in run_all(plain, some).items()
-        }
-        ends = {request.index: len(request.canvas) - 20 for request in some}
-        has_prompts = [any(decided == ends[index] for index, _, decided in forward) for forward in seen]
-        assert told == [not one for one in has_prompts]
-        # While others decode, every other step is one to learn from.
-        beside = [
-            any(decided > ends[index] for index, _, decided in forward) and has
-            for forward, has in zip(seen, has_prompts, strict=True)
-        ]
-        assert sum(beside) > 5
-        assert not any(one and two for one, two in pairwise(beside))
+    decoder.lengths.ran = heard
+    some = prompts(9, 60, 70, 40, 33, new=20)
+    found = run_all(decoder, some)
+    plain = made("autoregressive", 4, None, temperature=1.0)
+    assert {index: one.tokens.tolist() for index, one in found.items()} == {
+        index: one.tokens.tolist() for index, one in run_all(plain, some).items()
+    }
+    ends = {request.index: len(request.canvas) - 20 for request in some}
+    has_prompts = [any(decided == ends[index] for index, _, decided in forward) for forward in seen]
+    assert told == [not one for one in has_prompts]
+    # While others decode, every other step is one to learn from.
+    beside = [
+        any(decided > ends[index] for index, _, decided in forward) and has
+        for forward, has in zip(seen, has_prompts, strict=True)
+    ]
+    assert sum(beside) > 5
+    assert not any(one and two for one, two in pairwise(beside))
 
 
 # ---- dealing -----------------------------------------------------------------------------------------------------
