@@ -48,8 +48,6 @@ VARIANTS: dict[str, tuple[Settings, bool]] = {
     "fused rows k=3, ends": (AssdSettings(kind="assd", k=3, fused="rows", rows="ends"), True),
     "fused rows k=5, ends": (AssdSettings(kind="assd", k=5, fused="rows", rows="ends"), True),
     "fused rows k=5": (AssdSettings(kind="assd", k=5, fused="rows"), True),
-    "fused chain k=3": (AssdSettings(kind="assd", k=3, fused="chain"), True),
-    "fused chain k=5": (AssdSettings(kind="assd", k=5, fused="chain"), True),
 }
 
 

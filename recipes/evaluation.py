@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from draftmill.decoders.backbones.heads import DraftHeads
 from recipes.corpus import TokenStream
 from recipes.draft_heads import (
-    CHAIN_STEPS,
-    chain_hidden,
     log_law,
     markov_hidden,
     read_frozen,
@@ -32,6 +30,7 @@ from recipes.two_stream import TwoStream
 
 REVEALED = (0.05, 0.50, 0.85)
 BATCH = 16
+AGES = 5
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def draft_acceptance(
     seed: int = 0,
     limit: int | None = 64,
 ) -> dict[str, list[float]]:
-    """Mean acceptance after 1 to CHAIN_STEPS unseen tokens: of the bare stale row, the Markov head, the chain head."""
+    """Mean acceptance after 1 to AGES unseen tokens: of the bare stale row, and of the head."""
     device = model.lm_loss.bias.device
     total: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
@@ -139,18 +138,16 @@ def draft_acceptance(
 
     for windows in held_out_windows(stream, length=length, revealed=revealed, seed=seed, limit=limit):
         rows = rows_of(windows, device)
-        limits = [stale_limit(rows.canvas, age) for age in range(CHAIN_STEPS + 1)]
+        limits = [stale_limit(rows.canvas, age) for age in range(AGES + 1)]
         fresh, *stale = read_frozen(model, rows, limits, bfloat16=False)
         law = log_law(model, fresh)
-        starts = torch.arange(len(fresh), device=device)
-        for step, (reached, state) in enumerate(chain_hidden(model, heads, rows, fresh, starts)):
-            count("chain", step, acceptance(law[reached], log_law(model, state)))
+        for step in range(AGES):
             aged = rows.offset >= step + 1  # rows at smaller offsets cannot be that old
             corrected, chosen = markov_hidden(model, heads, rows, stale[step], limits[step + 1])
             keep = aged[chosen]
             count("markov", step, acceptance(law[chosen], log_law(model, corrected))[keep])
             count("stale", step, acceptance(law[chosen], log_law(model, stale[step][chosen]))[keep])
     return {
-        name: [total[name, step][0] / max(1.0, total[name, step][1]) for step in range(CHAIN_STEPS)]
-        for name in ("stale", "markov", "chain")
+        name: [total[name, step][0] / max(1.0, total[name, step][1]) for step in range(AGES)]
+        for name in ("stale", "markov")
     }

@@ -112,7 +112,7 @@ def readme(name: str, report: Report) -> str:
             "## Acceptance of the drafts",
             "",
             "Mean of sum_v min(p, q) at temperature 1, true tokens as context, by how many tokens the row lacks:",
-            "`stale` is the bare row, `markov` the same row corrected, `chain` the chain head from the last fresh row.",
+            "`stale` is the bare row, `markov` the same row corrected by the draft head.",
             "",
             *_acceptance_table(report.acceptance),
             "",

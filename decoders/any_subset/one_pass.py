@@ -8,8 +8,7 @@ computed without the tokens that this forward decides. n = first undecided rank,
     verification   n+a           n+a     a = 0..D; the last gives the bonus token
     stale (rows)   n+s+o         n+s     s in S, o >= 1: if the window ends at n+A, the next drafts come from the largest s <= A
 
-S is 0..D with `rows: all`, {0, D} with `rows: ends`. A Markov draft head corrects a stale row with what it has not seen.
-`fused: chain` has no stale rows: a recurrent head rolls on from the verification row that decided the last token.
+S is 0..D with `rows: all`, {0, D} with `rows: ends`. A draft head corrects a stale row with what it has not seen.
 Every forward decides at least one token, so NFE <= number of holes.
 
 Beyond the paper (ASSD needs two forwards per iteration). The distribution is sequential by the argument of Leviathan et
@@ -25,7 +24,7 @@ from draftmill.decoders.any_subset.assd import MOST_AUTO
 from draftmill.decoders.any_subset.sequential import whole_prompt
 from draftmill.decoders.any_subset.settings import AssdSettings
 from draftmill.decoders.engine.algorithm import WHOLE, Algorithm
-from draftmill.decoders.engine.asks import BARE, CHAIN, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
+from draftmill.decoders.engine.asks import BARE, JUDGE, MARKOV, NO_DRAFT, SEARCH, Decoding, Offer, Roll
 from draftmill.decoders.engine.samples import Sample, equal_queries, fresh_queries
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decodin
         reach = min(k, s.length - n - 1)
         if auto:
             reach = (yield Offer(reach)) if (yield SEARCH) else 0
-        cuts = [] if head == CHAIN else stale_rows(depth, reach, ends=ends)
+        cuts = stale_rows(depth, reach, ends=ends)
         # After the last rank of the canvas there is no row for a bonus.
         num_checks = min(depth + 1, s.length - n)
         queries, first_row = fresh_queries(n, num_checks, JUDGE), dict[int, int]()
@@ -56,12 +55,8 @@ def one_pass(s: Sample, k: int, *, head: int, ends: bool, auto: bool) -> Decodin
         drafts = []
         if not (count := min(reach, s.length - s.decided)):
             continue
-        if head == CHAIN:
-            roll = Roll(CHAIN, s.decided, count, row=accepted)
-        else:
-            cut = 0 if ends and accepted < depth else accepted
-            roll = Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
-        _, drafts, _ = yield roll
+        cut = 0 if ends and accepted < depth else accepted
+        _, drafts, _ = yield Roll(head, s.decided, count, row=first_row[cut] + accepted - cut, limit=n + cut)
         s.tokens[s.decided : s.decided + count] = drafts
 
 
@@ -75,17 +70,11 @@ def stale_rows(depth: int, reach: int, *, ends: bool) -> list[tuple[int, int]]:
 
 
 def algorithm(setup: Setup, settings: AssdSettings) -> Algorithm:
-    """How the engine runs these settings. Raises ValueError for `fused: chain` without a head."""
-    k, heads, ends = MOST_AUTO if settings.k == "auto" else settings.k, setup.heads, settings.rows == "ends"
-    head = BARE if heads is None else MARKOV
-    if settings.fused == "chain":
-        if heads is None or heads.chain is None:
-            raise ValueError(
-                "decoder.fused: 'chain' needs a draft head, and the model has none; allowed here: none, rows"
-            )
-        head = CHAIN
+    """How the engine runs these settings."""
+    k, ends = MOST_AUTO if settings.k == "auto" else settings.k, settings.rows == "ends"
+    head = BARE if setup.heads is None else MARKOV
     # Content and query rows of an iteration in the middle of a sample whose windows have e drafts.
-    stale = [0 if head == CHAIN else sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
+    stale = [sum(count for _, count in stale_rows(e, e, ends=ends)) for e in range(k + 1)]
     return Algorithm(
         decode=partial(one_pass, k=k, head=head, ends=ends, auto=settings.k == "auto"),
         kind="any_subset",

@@ -50,7 +50,7 @@ class AssdSettings(DecoderChoice):
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
     drafter: Literal["self", "ngram", "suffix"] | SuffixDrafterSettings = "self"
     head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
-    fused: Literal["none", "rows", "chain"] = "none"
+    fused: Literal["none", "rows"] = "none"
     rows: Literal["all", "ends"] = "all"
 
     @field_validator("drafter", mode="before")
@@ -58,16 +58,19 @@ class AssdSettings(DecoderChoice):
     def _with_its_settings(cls, drafter: Any) -> Any:
         return SuffixDrafterSettings(kind="suffix") if drafter == "suffix" else drafter
 
+    @field_validator("fused", mode="before")
+    @classmethod
+    def _not_given_up(cls, fused: Any) -> Any:
+        if fused == "chain":
+            raise ValueError("decoder.fused: 'chain' was given up; allowed: none, rows (which needs fewer forwards)")
+        return fused
+
     @model_validator(mode="after")
     def _consistent(self) -> AssdSettings:
         if self.drafter != "self" and self.fused != "none":
             name = "suffix" if self.drafts_of_neighbours else self.drafter
             raise ValueError(
                 f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {name!r} it must be 'none'"
-            )
-        if self.fused == "chain" and self.head == "none":
-            raise ValueError(
-                "decoder.head: fused 'chain' drafts with a draft head; head may be 'auto' or a folder, not 'none'"
             )
         return self
 

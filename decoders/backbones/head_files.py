@@ -38,10 +38,16 @@ def read_sizes(folder: Path, kind: HeadKind) -> dict[str, int] | None:
     if found != kind:
         raise ValueError(f"decoder.head: {path} is of kind {found!r}; allowed here: {kind}")
     missing = {"width", "markov_hidden"} - sizes.keys()
-    unknown = sizes.keys() - {"width", "markov_hidden", "chain_hidden"}
+    sizes.pop("chain_hidden", None)  # see is_given_up
+    unknown = sizes.keys() - {"width", "markov_hidden"}
     if missing or unknown:
         raise ValueError(f"decoder.head: {path}: missing {sorted(missing)}, unknown {sorted(unknown)}")
     return {name: int(size) for name, size in sizes.items()}
+
+
+def is_given_up(tensor: str) -> bool:
+    """Whether a tensor is of a second network, which early files also hold and no decoder reads any more."""
+    return tensor.startswith("chain.")
 
 
 def check_files(folder: Path, kind: HeadKind) -> bool:
@@ -52,7 +58,8 @@ def check_files(folder: Path, kind: HeadKind) -> bool:
     path = folder / WEIGHTS
     try:
         with safe_open(path, framework="np") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            names = [name for name in file.keys() if not is_given_up(name)]  # noqa: SIM118
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"decoder.head: {path} is damaged or not a safetensors file: {error}") from error
     if found != head_shapes(sizes):
@@ -64,26 +71,16 @@ def head_shapes(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:
     """The tensors of heads of these sizes."""
     width, hidden = sizes["width"], sizes["markov_hidden"]
     distances = (2 * MAX_DISTANCE + 1, width)
-    shapes: dict[str, tuple[int, ...]] = {
+    return {
         "markov.distance_prev.weight": distances,
         "markov.distance_before.weight": distances,
         "markov.age.weight": (MAX_UNSEEN + 1, width),
-        **_network("markov", 3, width, hidden),
-    }
-    if "chain_hidden" in sizes:
-        shapes |= {"chain.distance.weight": distances, "chain.no_left": (width,), "chain.no_right": (width,)}
-        shapes |= _network("chain", 4, width, sizes["chain_hidden"])
-    return shapes
-
-
-def _network(name: str, inputs: int, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.norm.weight": (inputs * width,),
-        f"{name}.norm.bias": (inputs * width,),
-        f"{name}.up.weight": (hidden, inputs * width),
-        f"{name}.up.bias": (hidden,),
-        f"{name}.down.weight": (width, hidden),
-        f"{name}.down.bias": (width,),
+        "markov.norm.weight": (3 * width,),
+        "markov.norm.bias": (3 * width,),
+        "markov.up.weight": (hidden, 3 * width),
+        "markov.up.bias": (hidden,),
+        "markov.down.weight": (width, hidden),
+        "markov.down.bias": (width,),
     }
 
 

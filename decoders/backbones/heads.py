@@ -6,7 +6,7 @@ row would have given, from the embeddings of the tokens it has not seen. Heads o
 distribution p never depends on them, so they cannot change any output distribution.
 
 Knows nothing of slots, caches or sampling. Weights live beside the model that drafts, in `draft_head.safetensors` (keys
-`markov.*`, `chain.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
+`markov.*`), and in `draft_head.json` their sizes and `kind`, the decoder that they were trained for.
 
 Legend: R any leading shape, H = hidden width of the head.
 """
@@ -19,12 +19,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from draftmill.decoders.backbones.head_files import CONFIG, MAX_DISTANCE, MAX_UNSEEN, WEIGHTS, HeadKind, read_sizes
+from draftmill.decoders.backbones.head_files import (
+    CONFIG,
+    MAX_DISTANCE,
+    MAX_UNSEEN,
+    WEIGHTS,
+    HeadKind,
+    is_given_up,
+    read_sizes,
+)
 
 __all__ = [
     "MAX_DISTANCE",
     "MAX_UNSEEN",
-    "ChainHead",
     "DraftHeads",
     "HeadKind",
     "MarkovHead",
@@ -83,68 +90,29 @@ class MarkovHead(nn.Module):
         return hidden_RD + self.down(nn.functional.gelu(self.up(features)))
 
 
-class ChainHead(nn.Module):
-    """Rolls a recurrent state forward from the row that decided the last token, one draft at a time.
-
-    z' = z + MLP([z, e(prev) + distance, e(left neighbour) where known, e(right neighbour) where known]).
-    """
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.distance = nn.Embedding(2 * MAX_DISTANCE + 1, width)
-        self.no_left = nn.Parameter(torch.zeros(width))
-        self.no_right = nn.Parameter(torch.zeros(width))
-        self.norm = nn.LayerNorm(4 * width)
-        self.up = nn.Linear(4 * width, hidden)
-        self.down = nn.Linear(hidden, width)
-        nn.init.zeros_(self.down.weight)
-        nn.init.zeros_(self.down.bias)
-        nn.init.normal_(self.distance.weight, std=0.02)
-
-    def forward(
-        self,
-        state_RD: Tensor,
-        *,
-        prev_RD: Tensor,
-        distance_R: Tensor,
-        left_RD: Tensor,
-        has_left_R: Tensor,
-        right_RD: Tensor,
-        has_right_R: Tensor,
-    ) -> Tensor:
-        """Return the next state; `left`/`right` embed the tokens at position - 1 and position + 1 where decided or drafted."""
-        left = torch.where(has_left_R.unsqueeze(-1), left_RD, self.no_left)
-        right = torch.where(has_right_R.unsqueeze(-1), right_RD, self.no_right)
-        features = self.norm(torch.cat([state_RD, prev_RD + self.distance(distance_R), left, right], dim=-1))
-        return state_RD + self.down(nn.functional.gelu(self.up(features)))
-
-
 class DraftHeads(nn.Module):
-    """The heads that ship with one model: `markov` for stale and parallel rows, `chain` (or None) for `fused: chain`."""
+    """What ships with one model: `markov`, for stale and parallel rows."""
 
-    def __init__(self, *, width: int, markov_hidden: int, chain_hidden: int | None = None) -> None:
+    def __init__(self, *, width: int, markov_hidden: int) -> None:
         super().__init__()
         self.markov = MarkovHead(width, markov_hidden)
-        self.chain: ChainHead | None = None if chain_hidden is None else ChainHead(width, chain_hidden)
 
     def sizes(self) -> dict[str, int]:
         """The content of `draft_head.json`: the arguments of the heads' constructors."""
-        width, markov_hidden = self.markov.down.out_features, self.markov.down.in_features
-        chain = {} if self.chain is None else {"chain_hidden": self.chain.down.in_features}
-        return {"width": width, "markov_hidden": markov_hidden, **chain}
+        return {"width": self.markov.down.out_features, "markov_hidden": self.markov.down.in_features}
 
 
 def load_heads(folder: Path, kind: HeadKind = "assd") -> DraftHeads | None:
     """Load `draft_head.json` + `draft_head.safetensors` from `folder`; None if the folder has neither.
 
-    The file says which heads there are. Raises ValueError if only one of the two files exists, the weights do not fit
+    Raises ValueError if only one of the two files exists, the weights do not fit
     the sizes, or the heads were trained for another decoder than `kind`.
     """
     sizes = read_sizes(folder, kind)
     if sizes is None:
         return None
     heads, path = DraftHeads(**sizes), folder / WEIGHTS
-    weights = {name: tensor.float() for name, tensor in load_file(path).items()}
+    weights = {name: tensor.float() for name, tensor in load_file(path).items() if not is_given_up(name)}
     try:
         heads.load_state_dict(weights, strict=True)
     except RuntimeError as error:

@@ -64,8 +64,8 @@ distribution q is kept. JUDGE: a draft against the kept q. SURE: a draft that ha
 TARGET, of a decoder that verifies nothing; each rank is asked about once. GIVEN: as TARGET, but the log-probability is
 that of the row's draft, a token of a text that is scored."""
 
-BARE, MARKOV, CHAIN = range(3)
-"""What draws a Roll's drafts: the rows' own distributions, or one of the model's draft heads (decoders/backbones/heads.py)."""
+BARE, MARKOV = range(2)
+"""What draws a Roll's drafts: the rows' own distributions, or the model's draft head (decoders/backbones/heads.py)."""
 
 NO_DRAFT: Final = -1
 """In `Ask.drafts`: the row judges no draft."""
@@ -145,9 +145,9 @@ class Ask(NamedTuple):
 class Roll(NamedTuple):
     """Asks for drafts of the ranks `rank` .. `rank + num_drafts - 1`, from query rows of the sample's last forward.
 
-    Draft j comes from the row `row + j` (BARE); from that row, corrected with the tokens that it has not seen, those at ranks
-    from `limit` on (MARKOV); or from a state that rolls on from the row `row` (CHAIN). Answered before the next forward. Those
-    of a drafting model come from all its rows, since each is a token.
+    Draft j comes from the row `row + j` (BARE), or from that row, corrected with the tokens that it has not seen, those at ranks
+    from `limit` on (MARKOV). Answered before the next forward. Those of a drafting model come from all its rows, since each is a
+    token.
     """
 
     head: int

@@ -4,7 +4,7 @@ The host knows of each rank which tokens the head reads, except those that the w
 so that no drafted token leaves the device before the window is complete:
 
     rank          ..  n-1 | n    n+1  n+2           three drafts after n decided tokens
-    read before   ..      | 17   -2   -3            an id, or -2 - j: the window's own draft j; -1: unknown
+    read before   ..      | 17   -2   -3            an id, or -2 - j: the window's own draft j
 
 Legend: B samples that roll, those with the longest windows first; K ranks of the longest, F numbers that a head reads of a rank.
 """
@@ -12,7 +12,6 @@ Legend: B samples that roll, those with the longest windows first; K ranks of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final
 
 import numpy as np
 import torch
@@ -22,20 +21,18 @@ from torch import Tensor
 from draftmill.decoders.backbones.head_files import MAX_DISTANCE
 from draftmill.decoders.backbones.heads import DraftHeads
 from draftmill.decoders.backbones.invariance import at_least_rows
-from draftmill.decoders.engine.asks import CHAIN, Answer, Roll
+from draftmill.decoders.engine.asks import Answer, Roll
 from draftmill.decoders.engine.lanes import Lane
 from draftmill.decoders.engine.packing import Asked, Ints
 from draftmill.decoders.engine.parcels import Parcel, Sent
 from draftmill.decoders.engine.samples import Sample
-
-_UNKNOWN: Final = -1
 
 Draft = Callable[[Sent, Tensor], Tensor]
 """(sent, logits [R, V]) -> drafts [R]."""
 
 
 class Rolling:
-    """The windows of one step that a head rolls over, all by the same head.
+    """The windows of one step that a head rolls over.
 
     `row_B` are the places of their first rows, `told_BKF` what the head reads.
     """
@@ -44,13 +41,11 @@ class Rolling:
         order = sorted(range(len(samples)), key=lambda index: -asks[index].num_drafts)
         self.samples, self.asks = [samples[index] for index in order], [asks[index] for index in order]
         self.row_B: Ints = row_B[order]
-        self.head = asks[0].head
         self.slot_B: Ints = np.array([sample.slot for sample in self.samples], dtype=np.int64)
         self.rank_B: Ints = np.array([ask.rank for ask in self.asks], dtype=np.int64)
         self.when_B: Ints = np.array([sample.decided for sample in self.samples], dtype=np.int64)
         self.counts = [ask.num_drafts for ask in self.asks]
-        reads = _read_by_chain if self.head == CHAIN else _read_by_markov
-        found = [reads(sample, ask) for sample, ask in zip(self.samples, self.asks, strict=True)]
+        found = [_read(sample, ask) for sample, ask in zip(self.samples, self.asks, strict=True)]
         most = self.counts[0] * len(found[0][0])
         flat = [[number for rank in ranks for number in rank] for ranks in found]
         told = np.array([numbers + [0] * (most - len(numbers)) for numbers in flat], dtype=np.int64)
@@ -82,8 +77,7 @@ class Rolling:
         def work(sent: Sent, hidden_ND: Tensor) -> Tensor:
             told_BKF, row_B = sent[told].permute(2, 0, 1), sent[rows]
             drafted_BK = torch.zeros(told_BKF.shape[:2], dtype=torch.int64, device=lane.device)
-            made = _Chain if self.head == CHAIN else _Markov
-            step: _Chain | _Markov = made(lane, heads, hidden_ND, row_B, exceeds=size is not None)
+            step = _Corrected(lane, heads, hidden_ND, row_B, exceeds=size is not None)
             for offset, (count, draw) in enumerate(zip(going, draws, strict=True)):
                 hidden_RD = step(told_BKF[:count, offset], drafted_BK[:count], offset)
                 drafted_BK[:count, offset] = draw(sent, lane.logits(hidden_RD))
@@ -112,7 +106,7 @@ def _embedded(lane: Lane, read_R: Tensor, drafted_RK: Tensor) -> Tensor:
     return lane.embed(torch.where(read_R <= -2, own_R, read_R).clamp(min=0))
 
 
-class _Markov:
+class _Corrected:
     """Each rank has a row of its own, which the head corrects with the two tokens before it."""
 
     def __init__(self, lane: Lane, heads: DraftHeads, hidden_ND: Tensor, row_B: Tensor, *, exceeds: bool) -> None:
@@ -135,29 +129,7 @@ class _Markov:
         return lane.clock.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, hidden_RD, **others))
 
 
-class _Chain:
-    """A state rolls on from the row that decided the last token."""
-
-    def __init__(self, lane: Lane, heads: DraftHeads, hidden_ND: Tensor, row_B: Tensor, *, exceeds: bool) -> None:
-        assert heads.chain is not None, "a head that was not loaded"
-        self._lane, self._head, self._state_RD = lane, heads.chain, hidden_ND.index_select(0, row_B)
-
-    def __call__(self, told_RF: Tensor, drafted_RK: Tensor, offset: int) -> Tensor:
-        lane, (prev_R, distance_R, left_R, right_R) = self._lane, told_RF.unbind(1)
-        state_RD = self._state_RD[: len(told_RF)]
-        others = {
-            "prev_RD": _embedded(lane, prev_R, drafted_RK),
-            "distance_R": distance_R,
-            "left_RD": _embedded(lane, left_R, drafted_RK),
-            "has_left_R": left_R != _UNKNOWN,
-            "right_RD": _embedded(lane, right_R, drafted_RK),
-            "has_right_R": right_R != _UNKNOWN,
-        }
-        self._state_RD = lane.clock.timed(lambda: at_least_rows(lane.backbone.min_rows, self._head, state_RD, **others))
-        return self._state_RD
-
-
-# ---- on the host: what the heads read ----------------------------------------------------------------------------
+# ---- on the host: what the head reads -----------------------------------------------------------------------------
 
 
 def _token(sample: Sample, first: int, rank: int) -> int:
@@ -172,7 +144,7 @@ def _distance(sample: Sample, rank: int, other: int) -> int:
     return max(-MAX_DISTANCE, min(MAX_DISTANCE, away)) + MAX_DISTANCE
 
 
-def _read_by_markov(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
+def _read(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
     """Of each rank: the token before it and how far that is, the one before that, and how many the row has not seen."""
     found: list[tuple[int, ...]] = []
     for rank in range(ask.rank, ask.rank + ask.num_drafts):
@@ -180,17 +152,4 @@ def _read_by_markov(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
         read: tuple[int, ...] = (_token(sample, ask.rank, prev), _distance(sample, rank, prev))
         read += (_token(sample, ask.rank, before), _distance(sample, rank, before))
         found.append((*read, rank - ask.limit))
-    return found
-
-
-def _read_by_chain(sample: Sample, ask: Roll) -> list[tuple[int, ...]]:
-    """Of each rank: the token before it and how far that is, and the tokens left and right of its position, where known."""
-    assert sample.order is not None, "an any-subset canvas has an order"
-    rank_at, found = sample.rank_at, []
-    for rank in range(ask.rank, ask.rank + ask.num_drafts):
-        near = []
-        for position in (sample.order[rank] - 1, sample.order[rank] + 1):
-            other = rank_at.get(position, rank)
-            near.append(_token(sample, ask.rank, other) if other < rank else _UNKNOWN)
-        found.append((_token(sample, ask.rank, rank - 1), _distance(sample, rank, rank - 1), *near))
     return found

@@ -48,7 +48,7 @@ def toy_prompts(count, *, vocab_size, longest, seed=0, max_new=None):
 def toy_heads(width, seed=0):
     """Random draft heads that really change what is drafted."""
     torch.manual_seed(seed)
-    heads = DraftHeads(width=width, markov_hidden=8, chain_hidden=8).double()
+    heads = DraftHeads(width=width, markov_hidden=8).double()
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return heads.requires_grad_(False)

@@ -25,7 +25,6 @@ VARIANTS: list[dict[str, Any]] = [
     {"drafter": "suffix"},
     {"fused": "rows"},
     {"fused": "rows", "rows": "ends"},
-    {"fused": "chain"},
 ]
 WARPS: list[dict[str, Any]] = [
     {"temperature": 1.0},

@@ -75,7 +75,7 @@ def other_cases() -> list[Case]:
     any_subset: list[dict[str, Any]] = [{"kind": "any_subset"}, {"kind": "parallel"}]
     for more in ({}, {"k": "auto"}, {"drafter": "ngram"}, {"drafter": "suffix"}, {"head": "none"}):
         any_subset.append({"kind": "assd", **more})
-    any_subset += [{"kind": "assd", "fused": "rows", "rows": "ends"}, {"kind": "assd", "fused": "chain"}]
+    any_subset += [{"kind": "assd", "fused": "rows", "rows": "ends"}, {"kind": "assd", "fused": "rows"}]
     blocks: list[dict[str, Any]] = [
         *({"kind": "block_diffusion", "schedule": one} for one in ("static", "dynamic", "sequential", "entropy")),
         *({"kind": "s2d2"}, {"kind": "s2d2", "block_size": 8, "causal_cache": True}),

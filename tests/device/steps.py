@@ -42,7 +42,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "assd, n-gram": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "ngram"}),
     "assd, suffix": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "suffix"}),
     "assd, fused": ("asarm-tiny", {"kind": "assd", "k": 5, "fused": "rows"}),
-    "assd, fused chain": ("asarm-tiny", {"kind": "assd", "k": 5, "fused": "chain"}),
     "stepwise": ("mdm-tiny", {"kind": "stepwise"}),
     "stepwise, cached": ("mdm-tiny", {"kind": "stepwise", "cache": "dual_strict", "block_length": 8}),
     "threshold": ("mdm-tiny", {"kind": "threshold"}),

@@ -28,7 +28,6 @@ LIMITS = {
     "assd": (2, 2, 2, 2),
     "assd, n-gram": (1, 1, 1, 1),
     "assd, fused": (2, 2, 2, 2),
-    "assd, fused chain": (2, 2, 2, 2),
 }
 # These have more shapes; with more samples each comes a third time.
 MANY = {
@@ -37,7 +36,6 @@ MANY = {
     "assd": 16,
     "assd, n-gram": 16,
     "assd, fused": 40,
-    "assd, fused chain": 16,
 }
 
 

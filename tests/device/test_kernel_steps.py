@@ -18,7 +18,6 @@ LEAST = {
     "speculative": (196, 1),
     "multiblock_jacobi": (201, 1),
     "any_subset": (82, 1),
-    "assd, fused chain": (306, 2),
     "stepwise, cached": (261, 1),
     "stepwise, random": (257, 1),
     "ssd, cached": (282, 1),

@@ -27,7 +27,6 @@ LIMITS = {
     "assd, n-gram": (274, 1, 1, 1, 0),
     "assd, suffix": (274, 1, 1, 1, 0),
     "assd, fused": (477, 2, 2, 2, 0),
-    "assd, fused chain": (482, 2, 2, 2, 0),
     # Each step draws its masks anew, here in torch; on a GPU the kernel that draws makes the noise (test_kernel_steps.py).
     "stepwise": (426, 1, 1, 1, 0),
     "stepwise, cached": (426, 1, 1, 1, 0),
@@ -110,7 +109,7 @@ CUTS: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "top_p": 0.6}
 
 # Of each kind of draw one: by a ring, a window by a head, from canvases, with chances of being revealed, of named rows.
 @pytest.mark.parametrize(
-    "name", ["speculative", "assd, fused chain", "ssd, cached", "ancestral, analytic", "block_diffusion"]
+    "name", ["speculative", "assd, fused", "ssd, cached", "ancestral, analytic", "block_diffusion"]
 )
 def test_cuts_bring_no_wait_and_no_shape_that_depends_on_data(name):
     found, expected = run(name, **CUTS), run_on_cpu(name, **CUTS)

@@ -28,7 +28,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "suffix": {"drafter": {"kind": "suffix", "max_spec_factor": 4.0, "min_token_prob": 0.0}},
     "rows": {"fused": "rows"},
     "ends": {"fused": "rows", "rows": "ends"},
-    "chain": {"fused": "chain"},
 }
 LAWFUL = [name for name in VARIANTS if name != "suffix"]
 """Those that may run under the rejection rule."""
@@ -97,7 +96,7 @@ def test_the_sequential_decoder_equals_its_reference():
         assert outcomes[request.index].nfe == trail.nfe == len(trail.tokens) - num_prompt
 
 
-@pytest.mark.parametrize("variant", ["self", "rows", "ends", "chain"])
+@pytest.mark.parametrize("variant", ["self", "rows", "ends"])
 @pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
 @pytest.mark.parametrize("k", [2, 3, 5, 8])
 def test_nfe_never_exceeds_the_number_of_holes(variant, acceptance, k):
@@ -270,3 +269,8 @@ def test_times_and_row_counts_add_up():
         assert 0.0 <= outcome.pad_fraction < 1.0
         assert outcome.total_s == pytest.approx(outcome.wait_s + outcome.prefill_s + outcome.decode_s)
         assert outcome.wait_s >= 0 and outcome.prefill_s > 0 and outcome.decode_s >= 0
+
+
+def test_a_way_to_draft_that_was_given_up_is_refused_with_what_to_use_instead():
+    with pytest.raises(ValueError, match=r"decoder\.fused: 'chain' was given up; allowed: none, rows"):
+        AssdSettings(kind="assd", fused="chain")  # type: ignore[arg-type]

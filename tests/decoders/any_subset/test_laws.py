@@ -36,7 +36,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ngram": {"drafter": "ngram"},
     "rows": {"fused": "rows"},
     "ends": {"fused": "rows", "rows": "ends"},
-    "chain": {"fused": "chain"},
 }
 BARE = ["self", "rows", "ends"]
 
@@ -202,7 +201,7 @@ def test_a_drafter_that_hides_its_distribution_is_found_out(name, monkeypatch):
 def test_looking_at_the_draft_that_a_row_judges_is_found_out(name, monkeypatch):
     honest = samples.fresh_queries
     wrong = lambda rank, count, kind: (*honest(rank, count, kind)[:4], 0, *honest(rank, count, kind)[5:])  # noqa: E731
-    monkeypatch.setattr(one_pass if name in ("rows", "ends", "chain") else assd, "fresh_queries", wrong)
+    monkeypatch.setattr(one_pass if name in ("rows", "ends") else assd, "fresh_queries", wrong)
     canvas = CANVASES["middle prompt"]
     assert far_off(law_of(setup(), variant(name, 2), [request(canvas)], 0), canvas)
 

@@ -109,7 +109,6 @@ SPECULATIVE: list[dict[str, Any]] = [
     {"drafter": "ngram"},
     {"fused": "rows"},
     {"fused": "rows", "rows": "ends"},
-    {"fused": "chain"},
 ]
 
 

@@ -26,7 +26,6 @@ CAPTURED = [
     "any_subset",
     "assd",
     "assd, fused",
-    "assd, fused chain",
     "assd, suffix",
 ]
 """Decoders whose target forwards are captured, and the windows that heads draft from these."""
@@ -81,7 +80,7 @@ def test_captured_forwards_give_what_others_give(name: str, monkeypatch: Any) ->
     assert 0 < recorder.num_captured <= 40
 
 
-RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused chain"]
+RATIO = ["speculative", "speculative, model", "assd, n-gram", "assd", "assd, fused"]
 CUTS: list[dict[str, Any]] = [{"top_p": 0.8}, {"temperature": 0.0}]
 
 

@@ -159,7 +159,6 @@ def test_so_it_is_with_a_diffusion_model_as_the_drafter(order, sampling):
         AssdSettings(kind="assd", k=3),
         AssdSettings(kind="assd", k=3, drafter="ngram"),
         AssdSettings(kind="assd", k=3, fused="rows"),
-        AssdSettings(kind="assd", k=3, fused="chain"),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jacobi": ("ar-tiny", {"kind": "jacobi", "block_size": 4}),
     "any_subset": ("asarm-tiny", {"kind": "any_subset"}),
     "assd": ("asarm-tiny", {"kind": "assd", "k": 3}),
-    "assd, fused chain": ("asarm-tiny", {"kind": "assd", "k": 3, "fused": "chain"}),
+    "assd, fused": ("asarm-tiny", {"kind": "assd", "k": 3, "fused": "rows"}),
 }
 SURE = ("top1", "margin", "entropy", "random")
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
