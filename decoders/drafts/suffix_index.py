@@ -73,62 +73,30 @@ class Reader:
             self._match, self._length = ROOT, 0
         self._last, self._era = ROOT, index.era
 
-    def walk(self) -> Walk:
-        """A walk of drafts that begins behind what was read."""
+    def drafts(self, most: int) -> list[int]:
+        """Up to `most` tokens that may follow: what followed the longest context that any text has gone on from."""
         self._follow_era()
         index = self._index
-        young, state = index.young, self._last
-        own = Walk(young, state, young.length[state], index.factor, index.least)
-        other = Walk(index.old, self._match, self._length, index.factor, index.least)
-        return own if own.length >= other.length else other
-
-    def drafts(self, most: int) -> list[int]:
-        """Up to `most` tokens that may follow."""
-        walk, found = self.walk(), list[int]()
-        while len(found) < most and (token := walk.draft()) >= 0:
-            found.append(token)
+        young, old = index.young, index.old
+        own = shortened(young, self._last, young.length[self._last])
+        other = shortened(old, self._match, self._length)
+        automaton, (state, length) = (young, own) if own[1] >= other[1] else (old, other)
+        most, found, sure = min(most, int(length * index.factor)), list[int](), 1.0
+        while len(found) < most and length:
+            sure *= automaton.count[state] / automaton.total[state]  # the probability that all so far hold
+            if sure < index.least:
+                break
+            found.append(automaton.best[state])
+            state, length = shortened(automaton, automaton.target[state], length + 1)
         return found
 
 
-class Walk:
-    """Drafts from one automaton, one after the other. `length` is that of the context which still matches."""
-
-    __slots__ = ("_automaton", "_factor", "_least", "_left", "_state", "_sure", "length")
-
-    def __init__(self, automaton: Automaton, state: int, length: int, factor: float, least: float) -> None:
-        self._automaton, self._state, self.length = automaton, state, length
-        self._factor, self._least, self._sure = factor, least, 1.0
-        self._shorten()
-        # How many drafts may still come, and the probability that all so far hold.
-        self._left = int(self.length * factor)
-
-    def draft(self) -> int:
-        """The next draft, which the walk takes; NOWHERE where none is likely enough to hold."""
-        automaton, state = self._automaton, self._state
-        if not self._left or not self.length:
-            return NOWHERE
-        self._sure *= automaton.count[state] / automaton.total[state]
-        if self._sure < self._least:
-            self._left = 0
-            return NOWHERE
-        token, self._state = automaton.best[state], automaton.target[state]
-        self.length, self._left = self.length + 1, self._left - 1
-        self._shorten()
-        return token
-
-    def take(self, token: int) -> None:
-        """Walk over a token that is known."""
-        self._state, self.length = advanced(self._automaton, self._state, self.length, token)
-        self._shorten()
-        self._left = min(self._left, int(self.length * self._factor))
-
-    def _shorten(self) -> None:
-        """Go to the longest context, of those that end what was walked, which something has followed."""
-        automaton, state = self._automaton, self._state
-        while automaton.best[state] == NOWHERE and state != ROOT:
-            state = automaton.link[state]
-            self.length = automaton.length[state]
-        self._state = state
+def shortened(automaton: Automaton, state: int, length: int) -> tuple[int, int]:
+    """The state and length of the longest context, of those that end this one, which something has followed."""
+    while automaton.best[state] == NOWHERE and state != ROOT:
+        state = automaton.link[state]
+        length = automaton.length[state]
+    return state, length
 
 
 def advanced(automaton: Automaton, state: int, length: int, token: int) -> tuple[int, int]:

@@ -22,7 +22,6 @@ FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "asarm-tiny"
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"drafter": "ngram"},
-    {"drafter": "suffix"},
     {"fused": "rows"},
     {"fused": "rows", "rows": "ends"},
 ]

@@ -40,7 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "parallel": ("asarm-tiny", {"kind": "parallel"}),
     "assd": ("asarm-tiny", {"kind": "assd", "k": 5}),
     "assd, n-gram": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "ngram"}),
-    "assd, suffix": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "suffix"}),
     "assd, fused": ("asarm-tiny", {"kind": "assd", "k": 5, "fused": "rows"}),
     "stepwise": ("mdm-tiny", {"kind": "stepwise"}),
     "stepwise, cached": ("mdm-tiny", {"kind": "stepwise", "cache": "dual_strict", "block_length": 8}),

@@ -21,7 +21,6 @@ LIMITS = {
     "jacobi": (1, 1, 1, 1),
     "multiblock_jacobi": (1, 1, 1, 1),
     "any_subset": (1, 1, 1, 1),
-    "assd, suffix": (1, 1, 1, 1),
     "block_diffusion": (1, 1, 1, 1),
     "stepwise, cached": (1, 1, 1, 1),
     "speculative, model": (5, 5, 5, 2),

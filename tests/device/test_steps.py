@@ -25,7 +25,6 @@ LIMITS = {
     "any_subset": (269, 1, 1, 1, 0),
     "assd": (437, 2, 2, 2, 0),
     "assd, n-gram": (274, 1, 1, 1, 0),
-    "assd, suffix": (274, 1, 1, 1, 0),
     "assd, fused": (477, 2, 2, 2, 0),
     # Each step draws its masks anew, here in torch; on a GPU the kernel that draws makes the noise (test_kernel_steps.py).
     "stepwise": (426, 1, 1, 1, 0),

@@ -25,12 +25,9 @@ SEQUENTIAL = AnySubsetSettings(kind="any_subset")
 VARIANTS: dict[str, dict[str, Any]] = {
     "self": {},
     "ngram": {"drafter": "ngram"},
-    "suffix": {"drafter": {"kind": "suffix", "max_spec_factor": 4.0, "min_token_prob": 0.0}},
     "rows": {"fused": "rows"},
     "ends": {"fused": "rows", "rows": "ends"},
 }
-LAWFUL = [name for name in VARIANTS if name != "suffix"]
-"""Those that may run under the rejection rule."""
 
 
 def table():
@@ -67,7 +64,7 @@ def test_whatever_lengths_are_chosen_the_text_is_the_sequential_one(variant, mon
     assert sum(outcome.accepted for outcome in found.values()) > 5
 
 
-@pytest.mark.parametrize("variant", LAWFUL)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_lengths_that_time_chooses_need_coupled_acceptance(variant):
     settings = AssdSettings(kind="assd", k="auto", **VARIANTS[variant])
     with pytest.raises(ValueError, match=r"decoder\.k: 'auto'.*a number"):
@@ -201,7 +198,7 @@ def test_logits_that_are_not_finite_fail_their_sample_alone():
     canvases = [[1, -1, -1], [0, -1, -1, -1, -1], [2, -1]]
     requests = [Request(i, i, np.array(canvas, dtype=np.int32)) for i, canvas in enumerate(canvases)]
     for name, variant in VARIANTS.items():
-        for acceptance in ("coupled", "rejection") if name in LAWFUL else ("coupled",):
+        for acceptance in ("coupled", "rejection") if name in VARIANTS else ("coupled",):
             broken = Broken(vocab_size=VOCAB, num_positions=LENGTH, seed=1)
             outcomes = decode(
                 broken,

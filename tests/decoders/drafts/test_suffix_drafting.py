@@ -12,7 +12,6 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 import draftmill.decoders.builtin
-from draftmill.decoders.any_subset.settings import AnySubsetSettings, AssdSettings
 from draftmill.decoders.backbones.load import inspect_model, load_backbone
 from draftmill.decoders.base import HOLE, Outcome, Request
 from draftmill.decoders.causal.settings import AutoregressiveSettings, SpeculativeSettings
@@ -21,58 +20,42 @@ from draftmill.decoders.drafts.settings import SuffixDrafterSettings
 from draftmill.decoders.draws.keys import nth_key, sample_key
 from draftmill.decoders.engine.setup import Setup
 from draftmill.decoders.registry import build_decoder
-from tests.decoders.references.table import TableBackbone
-from tests.decoders.support import decode, run_all, table_info, texts, toy_requests
+from tests.decoders.support import run_all
 
-BUILTIN = Path(draftmill.decoders.builtin.__path__[0])
+FOLDER = Path(draftmill.decoders.builtin.__path__[0]) / "ar-tiny"
 SUFFIX = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0)
 FORGETFUL = SuffixDrafterSettings(kind="suffix", max_spec_factor=2.0, max_tokens=1 << 10)
-BASELINES: dict[str, DecoderChoice] = {
-    "ar-tiny": AutoregressiveSettings(kind="autoregressive"),
-    "asarm-tiny": AnySubsetSettings(kind="any_subset"),
-}
-SETTINGS: dict[str, list[DecoderChoice]] = {
-    "ar-tiny": [
-        SpeculativeSettings(kind="speculative", k=4, drafter=SUFFIX),
-        SpeculativeSettings(kind="speculative", k=8, drafter=FORGETFUL),
-        SpeculativeSettings(kind="speculative", k="auto", drafter=SUFFIX),
-    ],
-    "asarm-tiny": [
-        AssdSettings(kind="assd", k=4, drafter=SUFFIX),
-        AssdSettings(kind="assd", k=8, drafter=FORGETFUL),
-        AssdSettings(kind="assd", k="auto", drafter=SUFFIX),
-    ],
-}
-CASES = [(name, number, 1.0) for name, several in SETTINGS.items() for number in range(len(several))]
-CASES += [(name, 0, 0.0) for name in SETTINGS]
+BASELINE = AutoregressiveSettings(kind="autoregressive")
+SETTINGS = [
+    SpeculativeSettings(kind="speculative", k=4, drafter=SUFFIX),
+    SpeculativeSettings(kind="speculative", k=8, drafter=FORGETFUL),
+    SpeculativeSettings(kind="speculative", k="auto", drafter=SUFFIX),
+]
+CASES = [*((number, 1.0) for number in range(len(SETTINGS))), (0, 0.0)]
 
 
 @cache
-def model(name: str) -> tuple[Any, Any]:
-    return load_backbone(BUILTIN / name, device="cpu"), inspect_model(BUILTIN / name)
+def model() -> tuple[Any, Any]:
+    return load_backbone(FOLDER, device="cpu"), inspect_model(FOLDER)
 
 
 @cache
-def requests(name: str) -> list[Request]:
-    """Pieces of one file that overlap, two samples of each: 18 completions, or canvases with holes."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(BUILTIN / name)
+def requests() -> list[Request]:
+    """Pieces of one file that overlap, two samples of each: 18 completions."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(FOLDER)
     text = (Path(sysconfig.get_paths()["stdlib"]) / "argparse.py").read_text()
     ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
     rng, made = np.random.default_rng(0), list[Request]()
     for row in range(9):
         start, length = 3000 + 11 * row, int(rng.integers(20, 44))
         canvas = ids[start : start + length].copy()
-        if name == "ar-tiny":
-            canvas[-int(rng.integers(1, 17)) :] = HOLE
-        else:
-            canvas[rng.random(length) < rng.choice([0.3, 0.9])] = HOLE
-            canvas[0] = HOLE if row % 2 else canvas[0]
+        canvas[-int(rng.integers(1, 17)) :] = HOLE
         made += [Request(2 * row + n, nth_key(sample_key(0, f"{row}"), n), canvas) for n in range(2)]
     return made
 
 
-def built(name: str, settings: DecoderChoice, temperature: float, rows: int) -> Any:
-    backbone, info = model(name)
+def built(settings: DecoderChoice, temperature: float, rows: int) -> Any:
+    backbone, info = model()
     sampling = Sampling(temperature=temperature)
     return build_decoder(
         Setup(backbone=backbone, info=info, sampling=sampling, max_rows=rows, max_tokens=1 << 16), settings
@@ -80,8 +63,8 @@ def built(name: str, settings: DecoderChoice, temperature: float, rows: int) -> 
 
 
 @cache
-def baseline(name: str, temperature: float) -> dict[int, Outcome]:
-    return run_all(built(name, BASELINES[name], temperature, 8), requests(name))
+def baseline(temperature: float) -> dict[int, Outcome]:
+    return run_all(built(BASELINE, temperature, 8), requests())
 
 
 def said(outcomes: dict[int, Outcome]) -> dict[int, tuple[list[int], str, float | None]]:
@@ -92,25 +75,22 @@ def forwards(outcomes: dict[int, Outcome]) -> int:
     return sum(outcome.nfe for outcome in outcomes.values())
 
 
-@pytest.mark.parametrize(("name", "number", "temperature"), CASES)
-def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(
-    name: str, number: int, temperature: float
-) -> None:
-    settings, some = SETTINGS[name][number], requests(name)
-    expected = said(baseline(name, temperature))
+@pytest.mark.parametrize(("number", "temperature"), CASES)
+def test_a_text_does_not_depend_on_the_order_of_rows_the_index_or_the_workers(number: int, temperature: float) -> None:
+    settings, some = SETTINGS[number], requests()
+    expected = said(baseline(temperature))
     shuffled = [some[i] for i in np.random.default_rng(number).permutation(len(some))]
-    decoder = built(name, settings, temperature, 5)
+    decoder = built(settings, temperature, 5)
     assert said(run_all(decoder, shuffled)) == expected
     # Again, with an index that holds all of these texts; and by three workers, each with an index of its own.
     assert said(run_all(decoder, some)) == expected
-    shares = [run_all(built(name, settings, temperature, 3), shuffled[worker::3]) for worker in range(3)]
+    shares = [run_all(built(settings, temperature, 3), shuffled[worker::3]) for worker in range(3)]
     assert said(shares[0] | shares[1] | shares[2]) == expected
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_an_index_that_holds_the_texts_saves_most_forwards(name: str) -> None:
-    decoder = built(name, SETTINGS[name][0], 1.0, 5)
-    first, second = run_all(decoder, requests(name)), run_all(decoder, requests(name))
+def test_an_index_that_holds_the_texts_saves_most_forwards() -> None:
+    decoder = built(SETTINGS[0], 1.0, 5)
+    first, second = run_all(decoder, requests()), run_all(decoder, requests())
     holes = sum(len(outcome.tokens) for outcome in first.values())
     assert forwards(first) < holes and forwards(second) < 0.5 * forwards(first)
     # A look-up at most an iteration, and no forward without an iteration.
@@ -122,9 +102,9 @@ def test_an_index_that_holds_the_texts_saves_most_forwards(name: str) -> None:
 
 def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
     """A sample that begins two steps after its twin has the words of that one before its own."""
-    request, greedy = max(requests("ar-tiny"), key=lambda one: int((one.canvas == HOLE).sum())), 0.0
-    alone = run_all(built("ar-tiny", SETTINGS["ar-tiny"][0], greedy, 1), [request])
-    decoder = built("ar-tiny", SETTINGS["ar-tiny"][0], greedy, 2)
+    request, greedy = max(requests(), key=lambda one: int((one.canvas == HOLE).sum())), 0.0
+    alone = run_all(built(SETTINGS[0], greedy, 1), [request])
+    decoder = built(SETTINGS[0], greedy, 2)
     decoder.admit([request])
     for _ in range(2):
         assert not decoder.step(), "the first is still at work"
@@ -137,23 +117,8 @@ def test_rows_draft_from_neighbours_that_are_still_at_work() -> None:
 
 
 def test_a_decoder_that_was_cleared_keeps_its_index_and_gives_the_same_texts() -> None:
-    for name in SETTINGS:
-        decoder = built(name, SETTINGS[name][0], 1.0, 4)
-        decoder.admit(requests(name)[:4])
-        decoder.step()
-        decoder.clear()
-        assert said(run_all(decoder, requests(name))) == said(baseline(name, 1.0))
-
-
-def test_holes_in_any_order_of_decoding_give_the_sequential_text() -> None:
-    rng, some = np.random.default_rng(3), list[Request]()
-    for request in toy_requests(120, vocab_size=3, longest=7, seed=5):
-        order = rng.permutation(np.flatnonzero(request.canvas < 0))
-        some.append(Request(request.index, request.key, request.canvas, hole_order=order))
-    table, info = TableBackbone(vocab_size=3, num_positions=7, seed=1), table_info(3)
-    settings = AssdSettings(kind="assd", k=3, drafter=SuffixDrafterSettings(kind="suffix", max_spec_factor=4.0))
-    expected = decode(table, info, AnySubsetSettings(kind="any_subset"), Sampling(), some)
-    table = TableBackbone(vocab_size=3, num_positions=7, seed=1)
-    found = decode(table, info, settings, Sampling(), some)
-    assert texts(found) == texts(expected)
-    assert sum(outcome.accepted for outcome in found.values()) > 5
+    decoder = built(SETTINGS[0], 1.0, 4)
+    decoder.admit(requests()[:4])
+    decoder.step()
+    decoder.clear()
+    assert said(run_all(decoder, requests())) == said(baseline(1.0))

@@ -120,20 +120,6 @@ def test_a_text_at_work_goes_on_drafting_when_what_is_young_becomes_old():
     assert reader.drafts(4) == [5, 6, 7, 8]
 
 
-def test_given_tokens_lie_on_the_way_of_a_walk():
-    index = index_of([1, 2, 3, 4, 5, 6, 7, 8])
-    reader = Reader(index)
-    reader.read([1, 2, 3])
-    walk = reader.walk()
-    assert walk.draft() == 4
-    walk.take(5)
-    assert (walk.draft(), walk.draft()) == (6, 7)
-    walk = reader.walk()
-    walk.draft()
-    walk.take(99)  # nothing like it was read
-    assert walk.draft() == -1
-
-
 @pytest.mark.parametrize("least", [0.0, 0.5])
 def test_an_empty_match_drafts_nothing(least):
     index = index_of([1, 2, 3], min_token_prob=least)

@@ -26,7 +26,6 @@ CAPTURED = [
     "any_subset",
     "assd",
     "assd, fused",
-    "assd, suffix",
 ]
 """Decoders whose target forwards are captured, and the windows that heads draft from these."""
 CPU = torch.device("cpu")

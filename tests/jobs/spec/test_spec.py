@@ -77,13 +77,14 @@ def refusal(*overrides: str) -> str:
         ("task.mask={kind: sentences, which: [a]}", "task.mask.which.0: 'a' is not allowed; allowed: a whole number"),
         ("model.tokenizer=none", "model.tokenizer: 'none' needs rows that give their tokens"),
         ("decoder={kind: assd, drafter: ngram, fused: rows}", "decoder.fused: 'rows' drafts with the model itself"),
-        ("decoder={kind: assd, drafter: suffix, fused: rows}", "with drafter 'suffix' it must be 'none'"),
-        ("decoder={kind: assd, drafter: sufix}", "decoder.drafter: 'sufix' is not allowed; allowed: self, ngram or suffix"),
-        ("decoder={kind: assd, drafter: {kind: sufix}}", "decoder.drafter.kind: 'sufix' is not allowed; allowed: suffix"),
-        ("decoder={kind: assd, drafter: {kind: suffix, max_token: 9}}", "did you mean decoder.drafter.max_tokens?"),
-        ("decoder={kind: assd, drafter: {kind: suffix, max_tokens: 9}}", "max_tokens: 9 is not allowed; allowed: >= 1024"),
-        ("decoder={kind: assd, drafter: {kind: suffix, min_token_prob: 2}}", "drafter.min_token_prob: 2 is not allowed"),
-        ("decoder={kind: assd, drafter: {kind: suffix, max_spec_factor: 0}}", "drafter.max_spec_factor: 0 is not allowed"),
+        ("decoder={kind: assd, drafter: sufix}", "decoder.drafter: 'sufix' is not allowed; allowed: self or ngram"),
+        ("decoder={kind: assd, drafter: suffix}", "decoder.drafter: 'suffix' was given up for assd; allowed: self, ngram"),
+        ("decoder={kind: assd, drafter: {kind: suffix}}", "decoder.drafter: 'suffix' was given up for assd"),
+        ("decoder={kind: speculative, drafter: {kind: sufix}}", "'sufix' is not known; allowed: model, ngram, suffix"),
+        ("decoder={kind: speculative, drafter: {kind: suffix, max_token: 9}}", "did you mean decoder.drafter.max_tokens?"),
+        ("decoder={kind: speculative, drafter: {kind: suffix, max_tokens: 9}}", "max_tokens: 9 is not allowed; allowed: >= 1024"),
+        ("decoder={kind: speculative, drafter: {kind: suffix, min_token_prob: 2}}", "min_token_prob: 2 is not allowed"),
+        ("decoder={kind: speculative, drafter: {kind: suffix, max_spec_factor: 0}}", "max_spec_factor: 0 is not allowed"),
     ],
 )  # fmt: skip
 def test_a_wrong_spec_is_refused_by_name(override: str, message: str) -> None:
@@ -110,7 +111,6 @@ def test_rejection_is_refused_where_a_draft_has_no_law(kind: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("decoder={kind: assd, drafter: suffix}",),
         ("task={kind: complete}", "decoder={kind: speculative, drafter: {kind: suffix}}"),
         ("task={kind: complete}", "decoder={kind: speculative, k: auto, drafter: {kind: suffix}}"),
     ],
@@ -120,17 +120,6 @@ def test_rejection_is_refused_where_drafts_come_from_neighbours(overrides: tuple
     message = refusal(*overrides, "sampling.acceptance=rejection")
     assert message.startswith("decoder.drafter: 'suffix' drafts from other samples' texts")
     assert "it would depend on its neighbours" in message and message.endswith("with 'suffix': acceptance 'coupled'")
-
-
-def test_a_drafter_with_one_word_has_its_default_settings() -> None:
-    data = copy.deepcopy(GOOD)
-    specs = []
-    for drafter in ("suffix", "{kind: suffix}", "{kind: suffix, max_tokens: 1048576, min_token_prob: 0.1}"):
-        apply_override(data, f"decoder={{kind: assd, drafter: {drafter}}}")
-        specs.append(check_spec(data))
-    assert specs[0].decoder == specs[1].decoder == specs[2].decoder
-    assert specs[0].results_key() == specs[1].results_key()
-    assert specs[0].results_key()["decoder"]["drafter"]["kind"] == "suffix"
 
 
 def test_row_spans_and_random_spans_exclude_each_other() -> None:
