@@ -179,9 +179,9 @@ def masked(flags: argparse.Namespace, folder: Path) -> None:
     blocks = {"block_length": flags.block_length}
     sides = {
         "stepwise": {"kind": "stepwise", **blocks},
-        "ssd, N=auto": {"kind": "ssd", "draft_length": "auto", **blocks},
+        "ssd, N=1": {"kind": "ssd", "draft_length": 1, **blocks},
         "stepwise, dual cache": {"kind": "stepwise", "cache": "dual_strict", **blocks},
-        "ssd, N=auto, dual cache": {"kind": "ssd", "draft_length": "auto", "cache": "dual_strict", **blocks},
+        "ssd, N=1, dual cache": {"kind": "ssd", "draft_length": 1, "cache": "dual_strict", **blocks},
     }
     print(f"builtin:mdm-tiny: {flags.documents} documents, {flags.new_tokens} tokens each, {flags.threads} threads\n")
     goals = {"stepwise, dual cache": 5.0}

@@ -49,12 +49,8 @@ def _ssd(**settings: Any) -> SelfSpeculativeSettings:
 DECODERS: dict[str, tuple[DecoderChoice, str]] = {
     STEPWISE: (StepwiseSettings(kind="stepwise"), STEPWISE),
     **{f"ssd, N={n}": (_ssd(draft_length=n), STEPWISE) for n in (1, 2, 4, 8)},
-    "ssd, N=auto": (_ssd(draft_length="auto"), STEPWISE),
     "stepwise, dual cache": (StepwiseSettings(kind="stepwise", cache="dual_strict"), "stepwise, dual cache"),
-    **{
-        f"ssd, N={n}, dual cache": (_ssd(draft_length=n, cache="dual_strict"), "stepwise, dual cache")
-        for n in (2, 4, "auto")
-    },
+    **{f"ssd, N={n}, dual cache": (_ssd(draft_length=n, cache="dual_strict"), "stepwise, dual cache") for n in (2, 4)},
     "threshold 0.9": (ThresholdSettings(kind="threshold"), ""),
     "threshold 0.9, dual cache": (ThresholdSettings(kind="threshold", cache="dual_strict"), ""),
 }

@@ -165,8 +165,7 @@ def algorithm(setup: Setup, settings: SpecDiffSettings) -> Algorithm:
     return Algorithm(
         decode=partial(speculative, k=k, drafter=drafting, kind=JUDGE, searches=is_auto),
         window=k + 1,
-        auto="drafts" if is_auto else None,
-        most_auto=k,
+        most_auto=k * is_auto,
         draft_forwards=num_forwards(settings.steps, k) if is_auto else None,
         keeps_laws=True,
         windows=settings.window,

@@ -148,8 +148,7 @@ def algorithm(setup: Setup, settings: SpeculativeSettings) -> Algorithm:
     return Algorithm(
         decode=decode,
         window=k + 1,
-        auto="drafts" if is_auto else None,
-        most_auto=k,
+        most_auto=k * is_auto,
         keeps_laws=kind == JUDGE,
         shared=prompt_but_one,
     )

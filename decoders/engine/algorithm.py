@@ -55,10 +55,9 @@ class Canvases:
 class Algorithm:
     """`decode` makes the generator of a sample that has at least one hole.
 
-    `window` is how many ranks from the first undecided one on may be asked about at one time. `auto` says what is chosen by
-    time in every step: the `drafts` of each sample, at most `most_auto`; `auto_rows` and
-    `auto_forwards` are what an iteration with 0, 1, .. drafts takes, `draft_forwards` those of a drafting model (budget.py). Or
-    the drafts that are `nodes` of a canvas: then `auto_rows` are the nodes beside the root. `keeps_laws`: its drafts have a
+    `window` is how many ranks from the first undecided one on may be asked about at one time. `most_auto` is the most
+    drafts of a sample if their number is chosen by time, else 0; `auto_rows` and `auto_forwards` are what an iteration with 0, 1,
+    .. drafts takes, `draft_forwards` those of a drafting model (budget.py). `keeps_laws`: its drafts have a
     distribution, which the rejection rule reads. `knows_logprob`: the log-probabilities of its tokens add up to that of the text.
     With `joins_prompts` the first forward of a few new samples may run along with the others' forward. `columns` are those of a
     canvas length. With `scores` the samples have tokens to score where others have holes; `estimates`: by several canvases each
@@ -79,7 +78,6 @@ class Algorithm:
     decode: Callable[[Any], Decoding]
     kind: Literal["causal", "any_subset", "blocks", "masked"] = "causal"
     window: int = 1
-    auto: Literal["drafts", "nodes"] | None = None
     most_auto: int = 0
     auto_rows: Sequence[int] | None = None
     auto_forwards: Sequence[int] | None = None

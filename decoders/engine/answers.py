@@ -326,7 +326,7 @@ class NoiseAnswers:
         captured = self._coupled and self._kernel is not None
         size = self._captured_size(lane, num_windows) if captured else None
         work = rolling.plan(lane, heads, partial(self._draft, size=size), parcel, size=size)
-        form = None if size is None else ("roll", rolling.head, self._rows.cuts(rolling.slot_B))
+        form = None if size is None else ("roll", self._rows.cuts(rolling.slot_B))
         return rolling.drafts(lane.after(form, parcel, work))
 
     def weighed(self, lane: Lane, samples: Sequence[Sample], asks: Sequence[Weights]) -> Iterator[Answer]:

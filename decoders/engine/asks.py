@@ -45,7 +45,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from draftmill.decoders.engine.looks import Look, NodeOffer
+from draftmill.decoders.engine.looks import Look
 
 COUNT, COLUMN, POSITION, FLOOR, LAG, OWN, ASKED, RANK, KIND = range(9)
 FIELDS: Final = 9
@@ -238,6 +238,6 @@ class Fetch(NamedTuple):
 SEARCH: Final = Search()
 FETCH: Final = Fetch()
 
-Wish = Ask | Fetch | Roll | Weights | Search | Offer | Look | NodeOffer | Score
+Wish = Ask | Fetch | Roll | Weights | Search | Offer | Look | Score
 Decoding = Generator[Wish, Any, None]
 """A decoder at work on one sample: it is sent a number for a Search or an Offer, else an Answer, and ends with the sample."""

@@ -29,8 +29,6 @@ from draftmill.decoders.engine.ledger import Ledger
 from draftmill.decoders.engine.offers import Offers, lines_a_slot
 from draftmill.decoders.engine.survival import Counts, Numbers, Survival
 
-MOST_AUTO: Final = 16
-"""The most drafts that `auto` gives to a slot."""
 # The first steps: (drafts per slot, one in how many slots gets them), with steps without drafts between, for comparison.
 _TRIALS: Final = ((0, 1), (0, 1), (2, 8), (0, 1), (4, 4), (0, 1))
 # While drafting: the interval of steps without drafts, which keep the cost of such a step known.
@@ -67,7 +65,7 @@ class DraftBudget:
     def __init__(
         self,
         num_slots: int,
-        most: int = MOST_AUTO,
+        most: int,
         *,
         rows: Sequence[int] | None = None,
         forwards: Sequence[int] | None = None,
@@ -84,7 +82,7 @@ class DraftBudget:
         self._rows_E: Numbers = np.array(rows if rows is not None else range(1, most + 2), dtype=np.float64)
         self._forwards_E: Numbers = np.array(forwards if forwards is not None else [1] * (most + 1), dtype=np.float64)
         assert len(self._rows_E) == len(self._forwards_E) == most + 1, "one entry for each choice"
-        self._priced_rows, self._num_planned = 1.0, 0
+        self._num_planned = 0
         self._rate = 0.0
         self._resting, self._wait, self._next_probe = False, _PROBE_AFTER, 0
         self._num_probes, self._num_tries = 0, 0
@@ -146,7 +144,7 @@ class DraftBudget:
         most = np.minimum(most_B, self.most)
         cost = self.target.cost()
         if not fresh and cost is not None and most.any():
-            num_rows = self._slot_rows(len(most))[:, 0].sum(keepdims=True) / self._forwards_E[0]
+            num_rows = len(most) * self._rows_E[:1] / self._forwards_E[0]
             self._plain_s, self._num_slots = float(cost.seconds(num_rows, kv_tokens)[0]), len(most)
         counts = (self._plan_fresh if fresh else self._plan_regular)(slots_B, most, kv_tokens)
         self._drafting = bool(counts.any())
@@ -217,13 +215,12 @@ class DraftBudget:
             return None
         gain_BE = np.concatenate([np.ones((len(most), 1)), self.survival.probabilities(slots_B)], 1).cumsum(1)
         gain_BE = np.where(np.arange(self.most + 1) <= most[:, None], gain_BE, -np.inf)
-        rows_BE, each_B = self._slot_rows(len(most)), np.arange(len(most))
-        choices_CB = self._ladder(gain_BE, rows_BE / self._priced_rows)
+        choices_CB = self._ladder(gain_BE)
         forwards_CB = self._forwards_E[choices_CB]
         return Offers(
             counts_CB=choices_CB,
-            gain_C=(gain_BE[each_B, choices_CB] / forwards_CB).sum(1),
-            rows_C=(rows_BE[each_B, choices_CB] / forwards_CB).sum(1),
+            gain_C=(gain_BE[np.arange(len(most)), choices_CB] / forwards_CB).sum(1),
+            rows_C=(self._rows_E[choices_CB] / forwards_CB).sum(1),
             drafting_C=self._drafting_seconds(choices_CB, drafting, kv_tokens) + self._drawing_seconds(choices_CB),
             cost=cost,
             kv_C=kv_tokens * (lines_a_slot(1 + choices_CB) if self._ragged else np.ones(len(choices_CB))),
@@ -248,13 +245,9 @@ class DraftBudget:
         seconds_C = drawing.seconds(depth_C.astype(np.float64), counts_CB.sum(1))
         return np.where(depth_C > 0, seconds_C / self._forwards_E[counts_CB].max(1), 0.0)
 
-    def _slot_rows(self, num_slots: int) -> Numbers:
-        """The rows of each slot with e = 0 .. K drafts, [B, E]."""
-        return np.broadcast_to(self._rows_E, (num_slots, len(self._rows_E)))
-
-    def _ladder(self, gain_BE: Numbers, rows_BE: Numbers) -> Counts:
+    def _ladder(self, gain_BE: Numbers) -> Counts:
         """The allocations to compare, [C, B]: one per price, each cut at every depth; the last has no drafts."""
-        value_LBE = (gain_BE - _PRICES[:, None, None] * rows_BE) / self._forwards_E
+        value_LBE = (gain_BE - _PRICES[:, None, None] * self._rows_E) / self._forwards_E
         depths_D = _DEPTHS[self.most >= _DEPTHS]
         choices_LDB = np.minimum(value_LBE.argmax(2)[:, None], depths_D[::-1, None])
         return choices_LDB.reshape(-1, len(gain_BE))

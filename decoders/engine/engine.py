@@ -55,11 +55,10 @@ from draftmill.decoders.engine.ends import Stops
 from draftmill.decoders.engine.flights import Flight
 from draftmill.decoders.engine.graphs import find_graphs, why_no_graphs
 from draftmill.decoders.engine.lanes import Lane, Packed, Reading
-from draftmill.decoders.engine.lengths import lengths_of
+from draftmill.decoders.engine.lengths import Lengths
 from draftmill.decoders.engine.memory import Account, column_multiple
 from draftmill.decoders.engine.named import NamedRows
 from draftmill.decoders.engine.named_answers import NamedAnswers
-from draftmill.decoders.engine.node_lengths import NodeLengths
 from draftmill.decoders.engine.orders import decoding_order
 from draftmill.decoders.engine.packing import Asked, Ints, Table
 from draftmill.decoders.engine.parcels import Parcel
@@ -150,9 +149,8 @@ class Engine:
             columns=self.columns,
             slot_bytes=self.slot_bytes,
         )
-        self.lengths = lengths_of(algorithm, setup.max_rows, has_drafter=len(self.lanes) > 1)
-        if algorithm.auto == "nodes":
-            self.lengths = NodeLengths(setup.max_rows, algorithm.auto_rows or (), self._free_columns)
+        has_drafter = len(self.lanes) > 1
+        self.lengths = Lengths(setup.max_rows, algorithm, has_drafter=has_drafter) if algorithm.most_auto else None
         self._shape = (0, 0)
         self.prefixes = Prefixes(algorithm.grain)
         self.prompts = Prompts(lambda: self.algorithm, self.prefixes, self.lanes[0], setup.info.vocab_size, self.stats)
@@ -204,16 +202,6 @@ class Engine:
         if canvases is not None and not canvases.cached:
             return canvases.num_slots * rounded(length, column_multiple(self.backbone))
         return self.algorithm.columns(length) + any(lane.graphs is not None for lane in self.lanes)
-
-    def _free_columns(self, num_samples: int, width: int) -> int:
-        """How many columns each sample may take beside its canvas, where the longest one has this length."""
-        canvases, multiple = self.algorithm.canvases, column_multiple(self.backbone)
-        if canvases is not None and canvases.cached:
-            most = self._space.most_columns(max(num_samples, self._shape[0]))
-            return most // multiple * multiple - width
-        # Each node has a slot of its own, with the columns of the longest canvas.
-        most_nodes = self._space.most_columns(num_samples) // rounded(width, multiple)
-        return (most_nodes - 1) * width
 
     def slot_bytes(self, num_columns: int) -> int:
         """Bytes of a sample with this many columns in its slot of each model's cache."""

@@ -16,61 +16,9 @@ from draftmill.decoders.engine.samples import Sample
 
 
 class Lengths:
-    """What settles the offers of every step, and hears what it took; nothing that it hears needs to interest it."""
-
-    def start(self, slot: int) -> None:
-        """A new sample."""
-
-    def move(self, source: int, target: int) -> None:
-        """A sample moves to another slot."""
-
-    def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
-        """Answer the samples' questions until each of them asks for a forward."""
-        raise NotImplementedError
-
-    def drafted(self, rows: int, kv: int, seconds: float) -> None:
-        """A forward of the drafting model, with its draws: its rows, and the columns that they read."""
-
-    def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
-        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
-
-    def spent(self, seconds: float) -> None:
-        """What all drafting before the target's forward took."""
-
-    def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
-        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
-        raise NotImplementedError
-
-
-class BudgetLengths(Lengths):
-    """Lengths by a budget, which learns from every iteration of a step in which drafting was open."""
-
-    budget: DraftBudget
-
-    def __init__(self) -> None:
-        self._is_open = False
-
-    def start(self, slot: int) -> None:
-        """See Lengths."""
-        self.budget.start(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """See Lengths."""
-        self.budget.move(source, target)
-
-    def _learn(self, samples: list[Sample]) -> None:
-        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
-        for sample in samples:
-            sample.just = None
-        if self._is_open and ended:
-            self.budget.learn(*np.array(ended).T)
-
-
-class DraftLengths(BudgetLengths):
     """Chooses how many drafts each sample takes; `has_drafter`: each draft costs a forward of a drafting model."""
 
     def __init__(self, num_slots: int, algorithm: Algorithm, *, has_drafter: bool) -> None:
-        super().__init__()
         self._costs, self._drawing = CostTable() if has_drafter else None, CostTable()
         self.budget = DraftBudget(
             num_slots,
@@ -81,9 +29,18 @@ class DraftLengths(BudgetLengths):
             draft_forwards=algorithm.draft_forwards,
             drawing=self._drawing,
         )
+        self._is_open = False
+
+    def start(self, slot: int) -> None:
+        """A new sample."""
+        self.budget.start(slot)
+
+    def move(self, source: int, target: int) -> None:
+        """A sample moves to another slot."""
+        self.budget.move(source, target)
 
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
-        """See Lengths."""
+        """Answer the samples' questions until each of them asks for a forward."""
         is_open = self._is_open = self.budget.open(fresh=fresh)
         if not is_open:
             # Drafts don't pay: the step is then exactly that of the baseline.
@@ -103,31 +60,25 @@ class DraftLengths(BudgetLengths):
             assert not isinstance(sample.ask, Search | Offer), "an offer is followed by an ask"
 
     def drafted(self, rows: int, kv: int, seconds: float) -> None:
-        """See Lengths."""
+        """A forward of the drafting model, with its draws: its rows, and the columns that they read."""
         if self._costs is not None:
             self._costs.observe(rows, kv, seconds)
 
     def drew(self, num_samples: int, num_ranks: int, seconds: float) -> None:
-        """See Lengths."""
+        """Drafts were drawn without a forward, for so many samples and ranks of the one with the most."""
         self._drawing.observe(num_ranks, num_ranks * num_samples, seconds)
 
     def spent(self, seconds: float) -> None:
-        """See Lengths."""
+        """What all drafting before the target's forward took."""
         if self._is_open:
             self.budget.spent(seconds)
 
     def ran(self, samples: list[Sample], rows: int, kv: int, seconds: float, *, is_usual: bool) -> None:
-        """See Lengths."""
+        """The target's forward of the step is done; `just` of a sample says what an iteration brought that ended with it."""
         if is_usual:
             self.budget.timed(rows, kv, seconds)
-        self._learn(samples)
-
-
-def lengths_of(algorithm: Algorithm, num_slots: int, *, has_drafter: bool) -> Lengths | None:
-    """What chooses an algorithm's lengths; None where they are fixed."""
-    match algorithm.auto:
-        case None | "nodes":
-            # Those of nodes are chosen in node_lengths.py.
-            return None
-        case "drafts":
-            return DraftLengths(num_slots, algorithm, has_drafter=has_drafter)
+        ended = [(sample.slot, *sample.just) for sample in samples if sample.just is not None]
+        for sample in samples:
+            sample.just = None
+        if self._is_open and ended:
+            self.budget.learn(*np.array(ended).T)

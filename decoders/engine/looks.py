@@ -67,27 +67,3 @@ class Look(NamedTuple):
     times: tuple[float, float] = (0.0, 0.0)
     draw: int = 0
     ahead: int = 0
-
-
-class Free(NamedTuple):
-    """Answers a Search where nodes are chosen by time: the columns that a sample may take beside its canvas.
-
-    `width` is the length of the longest canvas of the step.
-    """
-
-    columns: int
-    width: int
-
-
-class NodeOffer(NamedTuple):
-    """Offers up to `most` drafts; answered with how many of them to take, before the forward.
-
-    `root` and `node` are the rows of the canvas itself and of each other node. The node with `refresh_at` drafts (-1: none)
-    rebuilds the cache and takes `whole` rows.
-    """
-
-    most: int
-    root: int
-    node: int
-    whole: int
-    refresh_at: int

@@ -52,13 +52,6 @@ class Room:
             most = min(most, max(self.account.slots, 0) // max(1, self._slot_bytes(num_columns)))
         return most
 
-    def most_columns(self, num_rows: int) -> int:
-        """How many columns each sample may have if there are this many."""
-        most = self.max_tokens // num_rows
-        if self.account.slots is not None:
-            most = min(most, max(self.account.slots // num_rows, 0) // max(1, self._slot_bytes(1)))
-        return most
-
     def fits(self, num_rows: int, num_columns: int) -> bool:
         """Whether so many slots fit into memory, whatever the batch limits."""
         return self.account.slots is None or num_rows * self._slot_bytes(num_columns) <= self.account.slots

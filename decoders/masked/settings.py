@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftmill.decoders.base import ModelInfo, ModelKind
 from draftmill.decoders.common_settings import DecoderChoice, Settings
@@ -81,17 +81,18 @@ class SelfSpeculativeSettings(MaskedSettings, DecoderChoice):
     tasks: ClassVar = ("infill", "complete")
     draft_law: ClassVar = False
     kind: Literal["ssd"]
-    draft_length: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = 4
+    draft_length: int = Field(default=4, ge=1, le=64)
     tree: Literal["chain", "mixed"] = "chain"
 
-    @model_validator(mode="after")
-    def _no_text_by_time(self) -> SelfSpeculativeSettings:
-        if self.cache == "dual_relaxed" and self.draft_length == "auto":
+    @field_validator("draft_length", mode="before")
+    @classmethod
+    def _not_given_up(cls, draft_length: Any) -> Any:
+        if draft_length == "auto":
             raise ValueError(
-                "decoder.draft_length: 'auto' chooses by time, and with cache 'dual_relaxed' the text would depend on it; "
-                "allowed with 'dual_relaxed': a number; with 'auto': cache none, prefix or dual_strict"
+                "decoder.draft_length: 'auto' was given up; allowed: 1 to 64, fewer where a forward costs more with more rows; "
+                "kind stepwise gives the same text without drafts"
             )
-        return self
+        return draft_length
 
     @property
     def runs(self) -> str:

@@ -20,8 +20,6 @@ exact. Drafts end where the next one is due: at the block's end, or with `refres
 continue into the next block (ssd_nodes.py). With `dual_relaxed` they continue past it, and the cache is rebuilt after the
 round: fewer forwards, but the text may differ from that of `stepwise`.
 
-`draft_length: auto`: the nodes of all samples share a budget (engine/node_lengths.py), and one of them may refresh the cache.
-
 `proposed` counts nodes beside the root: NFE + `proposed` are a sample's sequence-forwards.
 
 Source: "Self speculative decoding for diffusion large language models" (SSD, Algorithm 1, figure 4). Differs on purpose: the
@@ -38,9 +36,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from draftmill.decoders.engine.algorithm import Algorithm
-from draftmill.decoders.engine.asks import SEARCH, Decoding
+from draftmill.decoders.engine.asks import Decoding
 from draftmill.decoders.engine.canvas_samples import Canvas
-from draftmill.decoders.engine.looks import Free, Look, NodeOffer, Pick
+from draftmill.decoders.engine.looks import Look, Pick
 from draftmill.decoders.masked.cached_windows import Caching, Windows
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings
 from draftmill.decoders.masked.ssd_nodes import Node, Readings, Standing, cut, moved, plant
@@ -49,15 +47,13 @@ from draftmill.decoders.masked.stepwise import caching_of, canvases_of, runs_no_
 if TYPE_CHECKING:
     from draftmill.decoders.engine.setup import Setup
 
-MOST_AUTO: Final = 16
-"""The most drafts that `draft_length: auto` gives to a sample."""
 MOST_AHEAD: Final = 8
 """For how many steps ahead masks are drawn; later drafts are what the last of these would reveal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache; `auto`: fewer, by time.
+    """How `ssd` drafts: up to `drafts` of them, in a chain or `mixed`, around which cache.
 
     Their tokens are drawn for so many steps `ahead`.
     """
@@ -66,7 +62,6 @@ class Tree:
     mixed: bool
     caching: Caching
     block_length: int | None
-    auto: bool
     ahead: int = 0
 
     @property
@@ -84,14 +79,10 @@ class Tree:
         """Whether drafts continue into the next block and read the existing cache there."""
         return self.relaxed or (self.cached and self.caching.refresh is not None)
 
-    def num_nodes(self, drafts: int) -> int:
-        """The canvases of a sample with so many drafts, the root included."""
-        return 1 + drafts + (max(drafts - 1, 0) if self.mixed else 0)
-
     @property
     def most_nodes(self) -> int:
-        """The most canvases of a sample."""
-        return self.num_nodes(self.drafts)
+        """The most canvases of a sample, the root included."""
+        return 1 + self.drafts + (self.drafts - 1 if self.mixed else 0)
 
     def stride(self, length: int) -> int:
         """How many columns a node takes beside a canvas of this length."""
@@ -100,116 +91,62 @@ class Tree:
         return min(length, self.block_length + self.caching.shift)
 
     def columns(self, length: int) -> int:
-        """How many columns a canvas and its nodes take around a cache; the nodes of a budget get the remaining room."""
+        """How many columns a canvas and its nodes take around a cache."""
         # The node that enters the next block runs two blocks.
-        num_windows = 0 if self.auto else self.most_nodes - 1 + (self.crosses and self.most_nodes > 1)
-        return length + num_windows * self.stride(length)
-
-    def fuses(self, free: Free) -> bool:
-        """Whether drafts may continue past a refresh, in a node that runs its whole canvas."""
-        strict = self.cached and not self.relaxed and not self.mixed
-        return strict and free.columns >= free.width + self.stride(free.width)
-
-    def most(self, free: Free, *, fused: bool) -> int:
-        """How many drafts a sample may take within the free columns."""
-        spare = (free.columns - fused * free.width) // self.stride(free.width) - self.crosses
-        return min(max((spare + 1) // 2 if self.mixed else spare, 0), self.drafts)
+        return length + (self.most_nodes - 1 + self.crosses) * self.stride(length)
 
 
 def ssd(s: Canvas, tree: Tree) -> Decoding:
     """Draft, run all nodes, reveal what the right ones choose."""
     windows, readings = Windows(s, tree.caching), Readings()
     while s.holes:
-        free: Free | None = (yield SEARCH) if tree.auto else None
-        drafting = free is not None or not tree.auto
-        most, fused = (tree.drafts if drafting else 0), False
-        if free is not None:
-            fused = tree.fuses(free)
-            most = tree.most(free, fused=fused)
         runs = windows.next_runs(s.block(s.holes[0]))
-        drafts = candidates(s, tree, windows, readings, most, fused=fused)
-        if free is not None:
-            rows = sum(end - start for start, end in runs)
-            count: int = yield offer(s, tree, windows, len(drafts), rows, fused=fused)
-            del drafts[count:]
+        drafts = candidates(s, tree, windows, readings)
         nodes = plant(s.holes, drafts, mixed=tree.mixed)
-        # Without drafts to come, only the next token is asked for.
-        near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0) if drafting else 1
+        near = 1 + tree.drafts + (s.size if tree.cached and tree.block_length else 0)
         standing = Standing(s, tree.caching.shift, count=near, best=tree.drafts + 1)
-        stand(s, tree, windows, standing, nodes, runs, fused=fused)
-        ahead, flat = (tree.ahead if drafting else 0), [number for draft in drafts for number in draft]
-        picks = yield Look(standing.spans, standing.asked, flat, draw=s.revealed, ahead=ahead)
-        each = len(picks) // (1 + ahead)
-        said_A = [cut(picks[step * each : (step + 1) * each], nodes) for step in range(1 + ahead)]
+        stand(s, tree, windows, standing, nodes, runs)
+        flat = [number for draft in drafts for number in draft]
+        picks = yield Look(standing.spans, standing.asked, flat, draw=s.revealed, ahead=tree.ahead)
+        each = len(picks) // (1 + tree.ahead)
+        said_A = [cut(picks[step * each : (step + 1) * each], nodes) for step in range(1 + tree.ahead)]
         news, last = walk(nodes, said_A[0], drafts, mixed=tree.mixed)
         for number in {0, last} if last else (0,):
             step = s.revealed + len(nodes[number].gone)
             readings.learn(nodes[number], [said[number] for said in said_A], step)
-        if fused or (tree.cached and tree.caching.refresh is not None):
-            windows.last, windows.made_at = nodes[last].block, nodes[last].made_at
+        if tree.cached and tree.caching.refresh is not None:
+            windows.last = nodes[last].block
             s.copies = moved(nodes[last].sight, windows.window(windows.last))
         s.reveal(news, len(nodes) - 1, [token for _, token in drafts])
-        s.just = (len(drafts), len(news) - 1) if drafting else None
 
 
-def candidates(
-    s: Canvas, tree: Tree, windows: Windows, readings: Readings, most: int, *, fused: bool
-) -> list[tuple[int, int]]:
+def candidates(s: Canvas, tree: Tree, windows: Windows, readings: Readings) -> list[tuple[int, int]]:
     """The drafts of a round, in the order in which they are expected; the last mask needs none."""
     ahead, num_open = s.block(s.length), len(s.holes)
     if tree.cached:
         ahead = s.block(s.holes[0])
         num_open = bisect_left(s.holes, s.end_of(ahead))
-        if (tree.crosses or fused) and num_open < len(s.holes):
+        if tree.crosses and num_open < len(s.holes):
             ahead = s.block(s.holes[num_open])
             num_open = bisect_left(s.holes, s.end_of(ahead))
-    most = min(most, num_open - 1)
+    most = min(tree.drafts, num_open - 1)
     if tree.cached and tree.caching.refresh is not None and not tree.relaxed:
-        most = min(most, tree.caching.refresh * (1 + fused) - windows.since() - 1)
+        most = min(most, tree.caching.refresh - windows.since() - 1)
     return readings.drafts(s, ahead, most)
 
 
-def offer(s: Canvas, tree: Tree, windows: Windows, most: int, rows: int, *, fused: bool) -> NodeOffer:
-    """What drafts of this round would cost; `rows` are those of the root."""
-    if not tree.cached:
-        return NodeOffer(most, rows, s.length, s.length, -1)
-    start, end = windows.window(s.block(s.holes[0]))
-    return NodeOffer(most, rows, end - start, s.length, refresh_at(s, tree, windows) if fused else -1)
-
-
-def refresh_at(s: Canvas, tree: Tree, windows: Windows) -> int:
-    """After how many more tokens the cache is rebuilt: at the block's end, or after the interval."""
-    refresh = tree.caching.refresh
-    return s.next_masks()[2] if refresh is None else refresh - windows.since()
-
-
 def stand(
-    s: Canvas,
-    tree: Tree,
-    windows: Windows,
-    standing: Standing,
-    nodes: Sequence[Node],
-    runs: Sequence[tuple[int, int]],
-    *,
-    fused: bool,
+    s: Canvas, tree: Tree, windows: Windows, standing: Standing, nodes: Sequence[Node], runs: Sequence[tuple[int, int]]
 ) -> None:
     """Place all nodes; the root runs `runs`."""
-    rebuilt_at = refresh_at(s, tree, windows) if fused else -1
     for number, node in enumerate(nodes):
         node.block = s.block(node.nth_mask(s.holes, 0))
         if not tree.cached:
             standing.alone(number, node)
-            continue
-        before = nodes[node.before]
-        if not number:
-            node.made_at = windows.made_at
+        elif not number:
             standing.root(node, runs)
-            continue
-        node.made_at = before.made_at
-        if number == rebuilt_at:
-            node.made_at = s.decided + number
-            standing.beside(number, node, before, [(0, s.length)])
         else:
+            before = nodes[node.before]
             standing.beside(number, node, before, windows.between(before.block, node.block))
 
 
@@ -233,19 +170,16 @@ def walk(
 
 def algorithm(setup: Setup, settings: SelfSpeculativeSettings) -> Algorithm:
     """How the engine runs these settings."""
-    is_auto = settings.draft_length == "auto"
-    k = MOST_AUTO if settings.draft_length == "auto" else settings.draft_length
     # At temperature 0 all steps draw alike.
     anew = settings.draws_anew and setup.sampling.temperature > 0.0
+    k = settings.draft_length
     ahead = min(k, MOST_AHEAD) if anew else 0
-    tree = Tree(k, settings.tree == "mixed", caching_of(setup, settings), settings.block_length, is_auto, ahead)
+    tree = Tree(k, settings.tree == "mixed", caching_of(setup, settings), settings.block_length, ahead)
     return Algorithm(
         decode=partial(ssd, tree=tree),
         kind="masked",
-        canvases=canvases_of(setup, settings, num_slots=1 if is_auto or tree.cached else tree.most_nodes),
+        canvases=canvases_of(setup, settings, num_slots=1 if tree.cached else tree.most_nodes),
         columns=tree.columns,
         sample=partial(Canvas, block_length=settings.block_length),
         has_prompt=runs_no_prompt,
-        auto="nodes" if is_auto else None,
-        auto_rows=[tree.num_nodes(count) - 1 for count in range(k + 1)],
     )

@@ -14,9 +14,8 @@ forward:
 
     columns                      0 .. canvas .. | node 1 | node 2 | ..
 
-A node whose forward would rebuild the cache (a *refresh*) runs its whole canvas, and later nodes read it. Such a node costs far
-more rows than others, so there is at most one, and only where the time decides how many drafts there are. Keys and values that
-the last right node reads, and that the next forward won't compute again, are copied into the cache.
+The root runs the whole canvas if its forward rebuilds the cache (a *refresh*); drafts end before the next one. Keys and values
+that the last right node reads, and that the next forward won't compute again, are copied into the cache.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Node:
     """A canvas with the first `lead` drafts, and the one numbered `more` (-1: no other); it continues the node `before`.
 
     `gone` are the numbers, among the masks of the canvas, of those that its drafts fill. `block` is that of its first mask,
-    `sight` what it sees, `made_at` how many tokens were decided when the cache that it reads was made. `asked` are the stretches
-    that it answers: (block, from position, to position, how many picks, whether these are all of the block's masks).
+    `sight` what it sees. `asked` are the stretches that it answers: (block, from position, to position, how many picks, whether
+    these are all of the block's masks).
     """
 
     lead: int
@@ -48,7 +47,6 @@ class Node:
     gone: list[int]
     block: int = 0
     sight: Sight = field(default_factory=list)
-    made_at: int = 0
     asked: list[tuple[int, int, int, int, bool]] = field(default_factory=list)
 
     def nth_mask(self, holes: Sequence[int], number: int) -> int:

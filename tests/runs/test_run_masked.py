@@ -66,11 +66,11 @@ def test_given_holes_are_filled_by_every_decoder_of_masked_diffusion(world: Path
     assert found["ssd"]["all"]["nfe"] < 9
 
 
-def test_caches_refreshes_and_budgets_of_a_job_change_no_text_but_where_it_is_said(world: Path) -> None:
+def test_caches_refreshes_and_trees_of_a_job_change_no_text_but_where_it_is_said(world: Path) -> None:
     rows = [{"id": str(index), "ids": [7 * index, 3, *[None] * 14]} for index in range(6)]
     cached: dict[str, Any] = {"block_length": 4, "cache": "dual_strict", "refresh": 6}
     base = decoded(world, {"kind": "stepwise", **cached}, rows, INFILL)
-    for more in ({"draft_length": 5}, {"draft_length": "auto"}, {"draft_length": "auto", "tree": "mixed"}):
+    for more in ({"draft_length": 5}, {"draft_length": 5, "tree": "mixed"}):
         found = decoded(world, {"kind": "ssd", **cached, **more}, rows, INFILL)
         assert {name: row["tokens"] for name, row in found.items()} == {
             name: row["tokens"] for name, row in base.items()
@@ -107,6 +107,7 @@ def test_a_prompt_is_completed_as_far_as_its_first_end_token(world: Path) -> Non
     [
         ({"kind": "assd"}, INFILL, "'assd' does not run on models of family 'llada'; allowed: stepwise, threshold"),
         ({"kind": "ssd", "draft_length": 0}, INFILL, "decoder.draft_length"),
+        ({"kind": "ssd", "draft_length": "auto"}, INFILL, "decoder.draft_length: 'auto' was given up; allowed: 1 to 64"),
         ({"kind": "ssd", "cache": "dual"}, INFILL, "decoder.cache: 'dual' is not allowed"),
         ({"kind": "stepwise", "refresh": 8}, INFILL, "decoder.refresh: 8, but cache 'none' has nothing to refresh; allowed"),
         ({"kind": "stepwise", "steps": 8, "tokens_per_step": 2}, INFILL, "give tokens_per_step or steps, not both"),

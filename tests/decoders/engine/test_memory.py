@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ from draftmill.decoders.draws.noise import gumbel_rows, key_words
 from draftmill.decoders.engine import memory
 from draftmill.decoders.engine.algorithm import Algorithm
 from draftmill.decoders.engine.answers import NoiseAnswers
-from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.engine.memory import Account
 from draftmill.decoders.engine.parcels import Parcel
 from draftmill.decoders.engine.rings import NoiseRing, Places
@@ -341,34 +338,6 @@ def test_what_a_decoder_held_is_freed_although_memory_ran_out_half_way(monkeypat
     assert len(decoder.clear()) == 10
     assert table.tokens_SW.numel() == 0
     assert len(run_all(decoder, [prompt(0, 5)])[0].tokens) == 4
-
-
-@pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize("cache", ["none", "prefix", "dual_strict"])
-@pytest.mark.parametrize("tree", ["chain", "mixed"])
-def test_drafts_whose_number_is_chosen_by_time_never_take_more_than_the_memory(
-    cache: Any, tree: Any, multiple: int, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(DraftBudget, "plan", lambda budget, slots_B, most_B, **_: np.minimum(most_B, budget.most))
-    settings = SelfSpeculativeSettings(
-        kind="ssd", draft_length="auto", cache=cache, tree=tree, block_length=3, refresh=None if cache == "none" else 4
-    )
-    # The long canvas leaves first, and nothing is admitted after it.
-    canvases = [[0, HOLE, 1, 0, 1, 0, 1], [HOLE] * 4, [HOLE] * 5, [HOLE] * 5]
-    requests = [Request(index, 7 + index, np.array(canvas, dtype=np.int32)) for index, canvas in enumerate(canvases)]
-    info = ModelInfo("table", VOCAB, VOCAB - 1, None, "masked", 0, (VOCAB - 1,))
-    proposed = []
-    for cells in range(32, 90, 3):
-        table: Any = Cached(seed=1)
-        table.rules = SimpleNamespace(column_multiple=multiple)
-        decoder: Any = build_decoder(
-            Setup(backbone=table, info=info, sampling=Sampling(), max_rows=4, max_tokens=1 << 20), settings
-        )
-        room = cells * decoder.slot_bytes(1)
-        decoder.account = decoder._space.account = replace(decoder.account, slots=room)
-        proposed.append(sum(one.proposed for one in run_all(decoder, requests).values()))
-        assert all(slots * columns <= cells for slots, columns in table.shapes), (cells, table.shapes)
-    assert proposed[0] < proposed[-1], "more room is more drafts"
 
 
 # ---- logits in parts -------------------------------------------------------------------------------------------------

@@ -12,12 +12,10 @@ import torch
 from draftmill.decoders.backbones.load import inspect_model
 from draftmill.decoders.base import ModelInfo, Request
 from draftmill.decoders.common_settings import Sampling
-from draftmill.decoders.engine.budget import DraftBudget
 from draftmill.decoders.masked.settings import SelfSpeculativeSettings, StepwiseSettings
 from tests.decoders.backbones.masked_models import load
 from tests.decoders.masked.ssd_support import decode, reveals, same
 from tests.decoders.references.token_table import TokenTable
-from tests.decoders.support import random_lengths
 from tests.runs.jobs_of_tests import soak
 
 CACHES = ["none", "prefix", "dual_strict", "dual_relaxed"]
@@ -67,10 +65,8 @@ def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: in
     """One case: in a batch, and beside the baseline alone. What is lossy has no baseline but itself, alone."""
     shared, requests = shared_settings(rng), random_requests(rng, count=count, words=words)
     is_lossy = shared["cache"] == "dual_relaxed"
-    length: Any = "auto" if not is_lossy and rng.random() < 0.3 else int(rng.integers(1, 9))
-    settings = SelfSpeculativeSettings(
-        kind="ssd", draft_length=length, tree="mixed" if rng.random() < 0.5 else "chain", **shared
-    )
+    tree: Any = rng.choice(["chain", "mixed"])
+    settings = SelfSpeculativeSettings(kind="ssd", draft_length=int(rng.integers(1, 9)), tree=tree, **shared)
     sampling = Sampling(temperature=float(rng.choice([0.0, 1.0])))
     found = decode(backbone, info, settings, sampling, requests, rows=int(rng.integers(1, 6)))
     base = settings if is_lossy else StepwiseSettings(kind="stepwise", **shared)
@@ -84,8 +80,7 @@ def check(rng: np.random.Generator, backbone: Any, info: ModelInfo, *, count: in
 
 
 @pytest.mark.parametrize("chunk", [0, *soak(range(1, 41))])
-def test_no_canvas_and_no_settings_fail_and_the_text_is_that_of_stepwise(monkeypatch, chunk):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+def test_no_canvas_and_no_settings_fail_and_the_text_is_that_of_stepwise(chunk):
     torch.manual_seed(chunk)
     info = ModelInfo("table", WORDS + 1, WORDS, None, "masked", 0, (WORDS,))
     for case in range(30):
@@ -95,8 +90,7 @@ def test_no_canvas_and_no_settings_fail_and_the_text_is_that_of_stepwise(monkeyp
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("chunk", [0, *soak(range(1, 41))])
-def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, monkeypatch, family, chunk):
-    monkeypatch.setattr(DraftBudget, "plan", random_lengths)
+def test_on_the_public_architectures_every_bit_is_that_of_stepwise(golden, family, chunk):
     torch.manual_seed(chunk)
     backbone, info = load(golden / family), inspect_model(golden / family)
     assert backbone.exact

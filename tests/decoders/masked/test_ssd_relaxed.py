@@ -154,14 +154,6 @@ def test_it_is_lossy_and_its_texts_tell_how_often(golden):
     same(exact, expected)
 
 
-def test_a_length_chosen_by_time_is_refused_since_the_text_depends_on_it():
-    with pytest.raises(
-        ValueError, match=r"decoder\.draft_length: 'auto' chooses by time, and with cache 'dual_relaxed'"
-    ):
-        ssd(draft_length="auto")
-    ssd("dual_strict", draft_length="auto")
-
-
 def test_where_the_cache_is_made_once_there_is_nothing_to_relax():
     model = TokenTable(vocab_size=4, num_positions=LENGTH, seed=2, spread=1.0)
     requests = requests_of(30, seed=2)
