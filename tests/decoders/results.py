@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import torch
 from pydantic import TypeAdapter
 
 from draftmill.decoders.base import JOB_SETTINGS, ModelInfo, Outcome, Request, RowSettings
@@ -403,6 +404,7 @@ def read() -> dict[str, tuple[dict[str, str], float]]:
 
 def main() -> None:
     """Write the digests anew; says which lines changed, and in which fields."""
+    torch.set_num_threads(1)  # as in the tests, which is also faster beside other work
     before, lines = read() if PLACE.exists() else {}, ["settings | " + " ".join(FIELDS) + " log_probs"]
     for case in cases():
         digests, total = line_of(case)
