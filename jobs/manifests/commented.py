@@ -57,23 +57,23 @@ def document(data: Mapping[str, Any], comments: Comments) -> str:
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     lines = text.split("\n")
     node = yaml.compose(text, Loader=yaml.SafeLoader)
-    places = {path: (line, column) for path, line, column in _places(node, ())}
-    found = [(*places[path], said) for path, said in comments.items() if path in places]
-    for line, column, said in sorted(found, key=lambda one: one[0], reverse=True):
-        lines[line:line] = comment(said, indent=column).splitlines()
+    places = dict(_places(node, ()))
+    found = [(places[path], said) for path, said in comments.items() if path in places]
+    for line, said in sorted(found, key=lambda one: one[0], reverse=True):
+        # As far in as its line: a comment further in than that would belong to a text in a block that ends above it.
+        lines[line:line] = comment(said, indent=len(lines[line]) - len(lines[line].lstrip(" "))).splitlines()
     return "\n".join(lines)
 
 
-def _places(node: yaml.Node | None, path: Path) -> Iterator[tuple[Path, int, int]]:
-    """The path, line and column of everything in a document."""
+def _places(node: yaml.Node | None, path: Path) -> Iterator[tuple[Path, int]]:
+    """The path and line of everything in a document."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            mark = key.start_mark
-            yield (*path, key.value), mark.line, mark.column
+            yield (*path, key.value), key.start_mark.line
             yield from _places(value, (*path, key.value))
     if isinstance(node, yaml.SequenceNode) and not node.flow_style:
         for index, value in enumerate(node.value):
-            yield (*path, index), value.start_mark.line, value.start_mark.column - 2
+            yield (*path, index), value.start_mark.line
             yield from _places(value, (*path, index))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftmill.jobs.manifests.commented import comment, document
@@ -99,6 +99,8 @@ JSON = st.recursive(
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example({"0": ["\n", ["0"]]}, "0")
+@example({"0": ["\n", {"a": "\n", "b": 1}]}, "0")
 @given(st.dictionaries(WORDS, JSON, min_size=1, max_size=4), WORDS)
 def test_any_data_survives_yaml_with_comments_everywhere(data: dict[str, Any], said: str) -> None:
     assert yaml.safe_load(document(data, dict.fromkeys(every_path(data), said))) == data
