@@ -32,10 +32,6 @@ class Model(Protocol):
         """Make room for at least this many slots and columns; the cache keeps its content, even if memory runs out."""
         ...
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy all that slot `source` holds onto slot `target`."""
-        ...
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source`, all of whose content is finite, onto slot `target`; not its order."""
         ...

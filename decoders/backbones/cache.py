@@ -86,12 +86,6 @@ class SlotCache:
             self.layers_2SKWd = [layer[:, :0, :, :0].clone() for layer in self.layers_2SKWd]
             self.positions_SW = self.positions_SW[:0, :0].clone()
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy all that slot `source` holds onto slot `target`."""
-        for layer in self.layers_2SKWd:
-            layer[:, target] = layer[:, source]
-        self.positions_SW[target] = self.positions_SW[source]
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source` onto those of slot `target`; its others stay."""
         for layer in self.layers_2SKWd:

@@ -137,11 +137,6 @@ class SplitBackbone(TransformerBackbone):
         with self._told("forget"):
             super().forget()
 
-    def move_slot(self, source: int, target: int) -> None:
-        """See ModuleBackbone."""
-        with self._told("move_slot", source, target):
-            super().move_slot(source, target)
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """See ModuleBackbone."""
         with self._told("copy_prefix", source, target, num_columns):

@@ -134,11 +134,6 @@ class ModuleBackbone:
         """Approximate bytes of a token row during a forward: states, heads, and the widest product with its gate."""
         return (8 * self.width + 3 * self._inner) * self.dtype.itemsize
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy all that slot `source` holds onto slot `target`."""
-        self.cache.move_slot(source, target)
-        (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source`, which is sound, onto slot `target`, which is wiped first if it is not."""
         if target in self._tainted:

@@ -282,11 +282,6 @@ class XLNetBackbone:
             self.cache.clear_slot(slot)
             self._tainted.discard(slot)
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy the cache and the order of one slot onto another."""
-        self.cache.move_slot(source, target)
-        (self._tainted.add if source in self._tainted else self._tainted.discard)(target)
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of slot `source`, which is sound, onto slot `target`, which was wiped when it got its order."""
         self.cache.copy_prefix(source, target, num_columns)

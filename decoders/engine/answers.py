@@ -53,10 +53,6 @@ class Answers(Protocol):
         """Begin with a new sample, in its slot."""
         ...
 
-    def move(self, source: int, target: int) -> None:
-        """A sample moves from one slot to another."""
-        ...
-
     def release(self, slot: int) -> None:
         """A slot has become free."""
         ...
@@ -177,15 +173,6 @@ class NoiseAnswers:
             made.take(made.use(self._num_used, self._account().noise))
             self._noise = made
         return self._noise
-
-    def move(self, source: int, target: int) -> None:
-        """See Answers."""
-        self._rows.move(source, target)
-        self._places.move(source, target)
-        if self._noise is not None:
-            self._noise.move(source, target)
-        if self._laws is not None:
-            self._laws.move(source, target)
 
     def release(self, slot: int) -> None:
         """See Answers."""

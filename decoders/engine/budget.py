@@ -93,10 +93,6 @@ class DraftBudget:
         """A new sample."""
         self.survival.start(slot)
 
-    def move(self, source: int, target: int) -> None:
-        """A sample moves to another slot."""
-        self.survival.move(source, target)
-
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """An iteration ended in each of these slots: of `tried_B` drafts, the first `gained_B` were accepted."""
         self._num_tries += int((tried_B > 0).sum())

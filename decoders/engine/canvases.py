@@ -97,13 +97,6 @@ class CanvasLane(Lane):
         self._canvas_3SW[_CANVAS, sample.slot, : sample.length] = self.put(np.array(sample.tokens, dtype=np.int64))
         self.picks.start(sample)
 
-    def move(self, source: int, target: int) -> None:
-        """See Lane. Without a cache nothing that the model holds is read again."""
-        if self._cached:
-            super().move(source, target)
-        self._canvas_3SW[:, target] = self._canvas_3SW[:, source]
-        self.picks.move(source, target)
-
     def release(self, slot: int) -> None:
         """See Lane."""
         self.picks.release(slot)

@@ -25,10 +25,6 @@ class Counters:
         """Begin with a new sample."""
         self._counts_FS[:, slot] = 0.0
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's counts along."""
-        self._counts_FS[:, target] = self._counts_FS[:, source]
-
     def ran(self, slot_B: Ints, *, useful: int, computed: int, seconds: float, forwards_B: Ints | None = None) -> None:
         """Charge a forward of the target; its rows count. `forwards_B`: how often each slot takes part, by default once."""
         active = len(slot_B) if forwards_B is None else int(forwards_B.sum())

@@ -56,11 +56,6 @@ class Drawn:
         """The cell of each (slot, rank), [R]."""
         return slot_R * self._num_ranks + rank_R % self._num_ranks
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's tokens along."""
-        own, other, count = source * self._num_ranks, target * self._num_ranks, self._num_ranks
-        self._token_C[other : other + count] = self._token_C[own : own + count]
-
     def located(self, token_N: Ints, slot_N: Ints) -> tuple[Ints, Read]:
         """What to send in place of tokens of which some are promises, [N], and what makes the tokens of it on the device."""
         is_promise_N = token_N <= FIRST_PROMISE

@@ -9,8 +9,8 @@
                  windows that a head rolls over from rows of that forward
                  samples whose generators end give their outcomes and free their slots
 
-Occupied slots are kept dense ([0, active)), so that a forward reads the cache in place: a freed slot is refilled by the next
-admission, or else the last slot moves into it. Of a sample, only its cache, its noise and the distributions of its drafts are on
+A sample keeps its slot. The next admission takes the lowest free one, so that the slots in use are mostly adjacent and a forward
+reads the cache in place. Of a sample, only its cache, its noise and the distributions of its drafts are on
 the device. See draftmill.decoders.base.Decoder, and docs/engine.md for the design.
 
 Legend: B samples of a forward.
@@ -157,7 +157,6 @@ class Engine:
         self._prompt_rows = setup.prompt_rows or (DEVICE_ROWS if getattr(setup.backbone, "reads_rows", False) else None)
         self._was_mixed = False
         self._slots: list[Sample | None] = []
-        self._holes: list[int] = []
         self._instant: list[Outcome] = []
         self._all_slots: Ints = np.arange(setup.max_rows)
         self._rolled: Table | None = None  # the rows of the last forward from which a window can be rolled
@@ -183,7 +182,7 @@ class Engine:
 
     @property
     def _inside(self) -> int:
-        return len(self._slots) - len(self._holes)
+        return len(self._slots) - self._slots.count(None)
 
     @property
     def samples(self) -> list[Sample]:
@@ -210,7 +209,10 @@ class Engine:
     def room(self, length: int) -> int:
         """How many samples of this canvas length fit now; at least 1 when nothing is inside, however long."""
         inside, most = self._inside, self._space.most_rows(self._space.columns(self._longest_with(length)))
-        return max(most - inside, 1 if inside == 0 else 0)
+        if inside == 0:
+            return max(most, 1)
+        # A longer canvas may leave fewer slots than the highest one that is in use; then it waits for that sample.
+        return most - inside if most >= len(self._slots) else 0
 
     def most_rows(self, length: int) -> int:
         """How many samples of this canvas length can run at once; 0 if not even one fits into memory."""
@@ -243,7 +245,8 @@ class Engine:
             else:
                 waiting.append(sample)
         if waiting:
-            self._make_room(self._inside + len(waiting), max(sample.length for sample in waiting))
+            needed = max(self._inside + len(waiting), len(self._slots))
+            self._make_room(needed, max(sample.length for sample in waiting))
         for sample in waiting:
             self._place(sample)
 
@@ -264,8 +267,6 @@ class Engine:
         """Give the caches at least `needed` slots, for canvases of this length too."""
         shape = self._space.shape(self._shape, needed=needed, longest=self._longest_with(length))
         if shape != self._shape:
-            if shape[0] < self._shape[0]:
-                self._close_holes()
             self._allocate(*shape)
 
     def _allocate(self, num_slots: int, num_columns: int) -> None:
@@ -277,11 +278,9 @@ class Engine:
         self._shape = (num_slots, num_columns)
 
     def _place(self, sample: Sample) -> None:
-        slot = sample.slot = self._holes.pop() if self._holes else len(self._slots)
+        slot = sample.slot = self._slots.index(None) if None in self._slots else len(self._slots)
         assert slot < self.max_rows, "admit called without room"
-        if slot == len(self._slots):
-            self._slots.append(None)
-        self._slots[slot] = sample
+        self._slots[slot : slot + 1] = [sample]
         for lane in self.lanes:
             lane.start(sample)
         self.answers.start(sample)
@@ -299,7 +298,7 @@ class Engine:
         dropped = [sample.request.index for sample in self._slots if sample] + [one.index for one in self._instant]
         for slot in range(len(self._slots)):
             self._release(slot)
-        self._slots, self._holes, self._instant, self._ahead = [], [], [], None
+        self._slots, self._instant, self._ahead = [], [], None
         self.prompts.clear()
         self._allocate(0, 0)
         return dropped
@@ -310,27 +309,6 @@ class Engine:
             lane.release(slot)
 
     # ---- whose turn it is ----------------------------------------------------------------------------------------
-
-    def _close_holes(self) -> None:
-        for hole in sorted(self._holes, reverse=True):
-            last = len(self._slots) - 1
-            sample = self._slots[last]
-            if hole != last:
-                assert sample is not None, "the last slot is not a hole: those were closed before"
-                self._move(sample, hole)
-            self._slots.pop()
-        self._holes.clear()
-
-    def _move(self, sample: Sample, target: int) -> None:
-        source, sample.slot = sample.slot, target
-        for lane in self.lanes:
-            lane.move(source, target)
-        self.prefixes.move(source, target)
-        self.answers.move(source, target)
-        self.counters.move(source, target)
-        if self.lengths is not None:
-            self.lengths.move(source, target)
-        self._slots[target] = sample
 
     def _turn_ahead(self) -> Turn | None:
         """The samples whose forward runs already, if any of them goes on; new ones wait for the next step."""
@@ -385,7 +363,6 @@ class Engine:
     def step(self) -> list[Outcome]:
         """Run the target once for the samples whose turn it is; return the outcomes of those that ended."""
         done, self._instant = self._instant, []
-        self._close_holes()
         if not self._slots:
             return done
         turn = self._turn_ahead() or self._turn()
@@ -708,5 +685,6 @@ class Engine:
             outcome.logprob = None
         self._release(sample.slot)
         self._slots[sample.slot] = None
-        self._holes.append(sample.slot)
+        while self._slots and self._slots[-1] is None:
+            self._slots.pop()
         return outcome

@@ -44,14 +44,6 @@ class NoiseField:
         """A new sample: nothing of its noise is kept."""
         self._until_S[slot] = 0
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's noise along."""
-        self._until_S[target] = self._until_S[source]
-        if self.is_kept:
-            width = self._shape[1]
-            own, other = source * width, target * width
-            self._kept_CV[other : other + width] = self._kept_CV[own : own + width]
-
     @property
     def is_kept(self) -> bool:
         """Whether noise is kept at all."""

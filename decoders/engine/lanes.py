@@ -150,17 +150,6 @@ class Lane:
         """To how many rows so many are filled up; None where the forward can't be captured."""
         return None if self.graphs is None else self.graphs.size(count)
 
-    def move(self, source: int, target: int) -> None:
-        """Copy all that a slot holds onto another."""
-        if source in self._unsure:
-            self._settle(source)
-        for up in self._ups:
-            if up.slots and source in up.slots:
-                up.slots.add(target)
-        self.backbone.move_slot(source, target)
-        if self.drawn is not None:
-            self.drawn.move(source, target)
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of a sound slot onto another, in which nothing has run."""
         self.backbone.copy_prefix(source, target, num_columns)

@@ -35,10 +35,6 @@ class Lengths:
         """A new sample."""
         self.budget.start(slot)
 
-    def move(self, source: int, target: int) -> None:
-        """A sample moves to another slot."""
-        self.budget.move(source, target)
-
     def settle(self, samples: list[Sample], *, fresh: bool, joined: bool) -> None:
         """Answer the samples' questions until each of them asks for a forward."""
         is_open = self._is_open = self.budget.open(fresh=fresh)

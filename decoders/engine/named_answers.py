@@ -80,12 +80,6 @@ class NamedAnswers(NoiseAnswers):
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
-    def move(self, source: int, target: int) -> None:
-        """See Answers."""
-        super().move(source, target)
-        if self._states is not None:
-            self._states.move(source, target)
-
     def use(self, num_slots: int) -> None:
         """See Answers."""
         states = None if self._states is None else self._states.resized(num_slots)

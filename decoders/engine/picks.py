@@ -128,11 +128,6 @@ class Picks:
         self._laws.start(sample.slot, sample.request.settings)
         self._field.start(sample.slot)
 
-    def move(self, source: int, target: int) -> None:
-        """A sample moves to another slot."""
-        self._laws.move(source, target)
-        self._field.move(source, target)
-
     def release(self, slot: int) -> None:
         """A slot has become free."""
         self._laws.release(slot)

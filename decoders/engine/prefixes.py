@@ -70,11 +70,6 @@ class Prefixes:
         """Nothing in a slot can be taken over."""
         self._held_S[slot] = 0
 
-    def move(self, source: int, target: int) -> None:
-        """All that a slot holds was copied onto another; it is still there, too."""
-        for column_S in (self._prompt_SC, self._length_S, self._held_S):
-            column_S[target] = column_S[source]
-
     def held(self, slot: int, most: int) -> Common:
         """The most that another slot holds of the prompt in `slot`, at most `most` columns."""
         others = np.flatnonzero(self._held_S)

@@ -51,12 +51,6 @@ class Places:
         assert self._order_SW is not None, "an order has a place"
         self._order_SW[slot, : sample.length] = sample.order
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's along."""
-        for column in (self.key_S2, self.length_S, self._order_SW):
-            if column is not None:
-                column[target] = column[source]
-
     def positions(self, slot_R: Ints, rank_R: Ints) -> Ints:
         """The position of each rank, [R]."""
         return rank_R if self._order_SW is None else self._order_SW[slot_R, rank_R]
@@ -101,12 +95,6 @@ class Ring:
         """The rows of `data_CV` that hold these ranks, [R]."""
         return slot_R * self.num_cells + rank_R % self.num_cells
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's cells along."""
-        if source < self.num_slots:
-            own, other = source * self.num_cells, target * self.num_cells
-            self.data_CV[other : other + self.num_cells] = self.data_CV[own : own + self.num_cells]
-
 
 def passing(places: Places, vocab_size: int, slot_R: Ints, rank_R: Ints, step_R: Ints, parcel: Parcel) -> Found:
     """Plan noise that is not kept, [R, V]: that of each different (slot, rank, step) is computed once."""
@@ -146,11 +134,6 @@ class NoiseRing:
     def start(self, sample: Sample) -> None:
         """A new sample's cells are empty."""
         self._until_S[sample.slot] = sample.prompt
-
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's noise along, or compute it again if its new place has a ring and its old one had none."""
-        self.ring.move(source, target)
-        self._until_S[target] = self._until_S[source] if source < self.ring.num_slots else 0
 
     def use(self, num_slots: int, most_bytes: int) -> tuple[int, Tensor]:
         """The cells for so many slots, as far as they fit; `take` makes them the ring's."""

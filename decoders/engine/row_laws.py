@@ -42,14 +42,6 @@ class RowLaws:
         if temperature != job.temperature or top_p != usual:
             self._own.add(slot)
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's settings along."""
-        for column_S in (self._temperature_S, self._top_p_S):
-            column_S[target] = column_S[source]
-        self._own.discard(target)
-        if source in self._own:
-            self._own.symmetric_difference_update((source, target))
-
     def release(self, slot: int) -> None:
         """A slot has become free."""
         self._own.discard(slot)

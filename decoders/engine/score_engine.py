@@ -47,9 +47,6 @@ class ScoreLane(TokenLane):
     def start(self, sample: Sample) -> None:
         """Nothing is kept between forwards."""
 
-    def move(self, source: int, target: int) -> None:
-        """Nothing is kept between forwards."""
-
 
 class ScoreEngine(Engine):
     """See the module's docstring."""

@@ -26,11 +26,6 @@ class Survival:
         """Forget what the slot held."""
         self._tried_S[slot] = self._gained_S[slot] = 0.0
 
-    def move(self, source: int, target: int) -> None:
-        """Carry a sample's numbers along."""
-        for column_S in (self._tried_S, self._gained_S):
-            column_S[target] = column_S[source]
-
     def learn(self, slots_B: Counts, tried_B: Counts, gained_B: Counts) -> None:
         """Record how many of the tried drafts were accepted; slots that tried none do not count."""
         some_B = tried_B > 0

@@ -43,9 +43,6 @@ class WindowLane(TokenLane):
             return num_columns
         return longest if self._is_full else min(num_columns, longest)
 
-    def move(self, source: int, target: int) -> None:
-        """Nothing is kept between forwards."""
-
     def start(self, sample: Sample) -> None:
         """Nothing is kept between forwards."""
 

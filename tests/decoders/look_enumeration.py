@@ -43,10 +43,6 @@ class ChosenPicks(Picks):
         super().start(sample)
         self.inside[sample.slot] = sample.request.index
 
-    def move(self, source: int, target: int) -> None:
-        super().move(source, target)
-        self.inside[target] = self.inside[source]
-
     def _ours(self, masks: Masks) -> list[tuple[int, int, int]]:
         """(row, request, position) of the masks that are chosen."""
         where = zip(masks.slot_R.tolist(), masks.position_R.tolist(), strict=True)

@@ -23,6 +23,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("jobs", "actors", "decoders", "storage", "infra"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
     (folder / "tests" / "decoders" / "causal").mkdir(parents=True)
+    shutil.copytree(ROOT / "tests" / "decoders" / "references", folder / "tests" / "decoders" / "references")
     for name in ("support.py", "enumeration.py", "regions.py"):
         shutil.copy(ROOT / "tests" / "decoders" / name, folder / "tests" / "decoders")
     steps = STEP.findall((ROOT / "docs" / "add-a-decoder.md").read_text())

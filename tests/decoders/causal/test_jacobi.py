@@ -136,7 +136,7 @@ def test_with_one_block_and_no_candidates_it_is_plain_jacobi(table):
             assert (outcome.nfe, outcome.proposed, outcome.accept_hist) == (same.nfe, same.proposed, same.accept_hist)
 
 
-def test_cleared_and_moved_slots_carry_nothing_over(table):
+def test_cleared_and_refilled_slots_carry_nothing_over(table):
     requests = [r for r in toy_prompts(60, vocab_size=VOCAB, longest=LENGTH, seed=11) if (r.canvas < 0).sum() > 3]
     for settings in (jacobi(3), multi(2, 3, pool=3)):
         decoder: Any = build_decoder(

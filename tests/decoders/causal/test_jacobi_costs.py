@@ -24,9 +24,6 @@ class Script:
     def allocate(self, num_slots, num_columns):
         self.num_columns = max(self.num_columns, num_columns)
 
-    def move_slot(self, source, target):
-        pass
-
     def copy_prefix(self, source, target, num_columns):
         pass
 

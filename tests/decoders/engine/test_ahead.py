@@ -267,7 +267,7 @@ def test_longer_canvases_make_room_while_a_forward_runs(monkeypatch: Any) -> Non
 @pytest.mark.parametrize(("name", "settings"), [("ar-tiny", CAUSAL), ("asarm-tiny", ANY)])
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_nan_that_is_read_late_ends_with_its_sample(name: str, settings: Any, rows: int, monkeypatch: Any) -> None:
-    """Samples beside it stay as they are, also one that moves into another slot meanwhile."""
+    """Samples beside it stay as they are."""
     plan_ahead(monkeypatch)
     bad = [request(0, BROKEN - 3, LENGTH - 8, 12), request(1, BROKEN - 2, LENGTH, 12)]
     good = [request(2 + index, 200 + 20 * index, LENGTH - 4, 6) for index in range(3)]
@@ -294,9 +294,6 @@ def test_rows_take_the_tokens_that_were_drawn_at_their_ranks() -> None:
     ):
         sent, read = table.located(np.array(tokens), np.array([0, 2]))
         assert read(torch.from_numpy(sent)).tolist() == expected
-    table.move(2, 1)
-    sent, read = table.located(np.array([promise(9)]), np.array([1]))
-    assert read(torch.from_numpy(sent)).tolist() == [72]
 
 
 def test_a_promise_is_no_hole_and_no_token() -> None:

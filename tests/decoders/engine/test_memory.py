@@ -152,6 +152,20 @@ def test_columns_that_nobody_needs_any_more_are_given_up_for_slots():
     assert table.tokens_SW.numel() <= 28
 
 
+def test_a_canvas_that_would_cost_the_highest_slot_waits_for_its_sample():
+    table = Cached()
+    decoder: Any = build_decoder(Setup(backbone=table, info=INFO, sampling=Sampling(), max_rows=50, max_tokens=28), AR)
+    decoder.admit([*(prompt(index, 3) for index in range(6)), prompt(6, 4)])
+    while decoder.active > 1:
+        assert decoder.room(7) == 0, "four slots of seven columns"
+        decoder.step()
+    assert [sample.slot for sample in decoder.samples] == [6] and decoder.room(7) == 0 and decoder.room(4) == 6
+    finish(decoder)
+    assert decoder.room(7) == 4
+    assert run_all(decoder, [prompt(7, 7)])[7].error_kind is None
+    assert all(slots * columns <= 28 for slots, columns in table.shapes)
+
+
 @pytest.mark.parametrize("settings", [AR, jacobi(3), multi(2, 2, pool=8)], ids=str)
 def test_texts_are_the_same_in_whatever_memory_there_is(settings: Any):
     requests = toy_prompts(40, vocab_size=VOCAB, longest=LENGTH, seed=9)
@@ -418,9 +432,6 @@ def test_noise_is_that_of_the_field_for_slots_with_and_without_a_ring(kept: int)
     use(4, kept)
     for first in range(9, 15):
         check(first)
-    places.move(3, 0)
-    noise.move(3, 0)
-    check(15)
 
 
 def test_noise_never_takes_more_than_its_bytes():

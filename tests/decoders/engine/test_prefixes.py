@@ -344,15 +344,11 @@ def test_the_table_finds_what_a_plain_search_finds(grain: int) -> None:
             found = table.held(slot, most)
             assert found.columns == best
             assert not best or best == taken(grain, prompt.tolist(), most, *plain[found.slot])
-            match int(rng.integers(4)):
+            match int(rng.integers(3)):
                 case 0:
                     table.ran(slot, len(prompt))
                     plain[slot] = prompt.tolist(), len(prompt)
                 case 1:
-                    target = int(rng.integers(num_slots))
-                    table.move(slot, target)
-                    plain[target] = plain[slot]
-                case 2:
                     table.forget(slot)
                     plain[slot] = prompt.tolist(), 0
 

@@ -59,10 +59,6 @@ class TableBackbone:
             raise ValueError(f"canvas length {len(order_L)} exceeds the table's {self.num_positions} positions")
         self.order_SW[slot, : len(order_L)] = order_L
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy a slot."""
-        self.tokens_SW[target], self.order_SW[target] = self.tokens_SW[source], self.order_SW[source]
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of a slot."""
         self.tokens_SW[target, :num_columns] = self.tokens_SW[source, :num_columns]

@@ -51,10 +51,6 @@ class TokenTable:
         tokens[:rows, :columns], positions[:rows, :columns] = self.tokens_SW, self.positions_SW
         self.tokens_SW, self.positions_SW = tokens, positions
 
-    def move_slot(self, source: int, target: int) -> None:
-        """Copy a slot."""
-        self.tokens_SW[target], self.positions_SW[target] = self.tokens_SW[source], self.positions_SW[source]
-
     def copy_prefix(self, source: int, target: int, num_columns: int) -> None:
         """Copy the first columns of a slot."""
         for held_SW in (self.tokens_SW, self.positions_SW):
