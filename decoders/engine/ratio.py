@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftmill.decoders.draws import keys
 from draftmill.decoders.draws.sampling import inverse_cdf_draw, residual
-from draftmill.decoders.engine.asks import DRAFT, NO_DRAFT, SURE
+from draftmill.decoders.engine.asks import DRAFT, JUDGE, NO_DRAFT, SURE
 from draftmill.decoders.engine.kernel_draws import KernelDraws
 from draftmill.decoders.engine.lanes import Lane
 from draftmill.decoders.engine.packing import Asked, Ints
@@ -291,6 +291,7 @@ class Ratio:
     def _told(self, asked: Asked, parcel: Parcel, fill: Filling | None = None) -> Callable[[Sent], Judging]:
         """Enclose what the host knows of the rows that judge, with rows and samples that fill them up."""
         sure, everything = bool((asked.kind_R == SURE).any()), slice(None)
+        assert not (sure and (asked.kind_R == JUDGE).any()), "a decoder judges drawn drafts or certain ones, not both"
         rows = None if fill is None else fill.num_rows
         is_draft = parcel.enclose(asked.drafts_R != NO_DRAFT, size=rows)
         drafts = parcel.enclose(np.maximum(asked.drafts_R, 0), size=rows)

@@ -147,7 +147,7 @@ class NoiseRing:
     def plan(self, slot_R: Ints, rank_R: Ints, first_R: Ints | None, parcel: Parcel) -> Found:
         """The noise at each (slot, rank), [R, V]; `first_R` is the first rank of the slot that may still be read.
 
-        Without it the noise is read once: nothing is kept. Plans must be worked off in their order.
+        Without it the noise is read once: nothing is kept. A plan is worked off before the next sample starts.
         """
         if first_R is None:
             return self._passing(slot_R, rank_R, parcel)
@@ -197,10 +197,11 @@ class NoiseRing:
         rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
         cells = parcel.enclose(self.ring.cells(slot_N, rank_N))
         computed = computed_noise(self._places, self._vocab_size, slot_N, rank_N, parcel=parcel)
-        self._until_S[slots] = need_S[slots]
 
         def fill(sent: Sent) -> None:
             self.ring.data_CV[sent[cells]] = computed(sent)
+            # Not before: a forward that fails after this was planned leaves nothing there.
+            self._until_S[slots] = need_S[slots]
 
         return fill
 

@@ -112,6 +112,8 @@ def find_notes(device: torch.device, dtype: torch.dtype) -> Note | None:
 
 
 _VERDICTS: Final[dict[str, str]] = {}
+# What each trial has found in this process: one takes seconds, and a decoder asks for the same kernel several times.
+_TRIED: Final[dict[tuple[object, ...], str | None]] = {}
 
 
 def verdicts() -> dict[str, str]:
@@ -131,6 +133,9 @@ def _problem(name: str, device: torch.device, dtype: torch.dtype, **heads: int) 
             "choice": lambda: trial.choice_problem(device),
             "notes": lambda: trial.notes_problem(device),
         }
-        reason = trials[name]()
+        key = name, device, *((dtype, *sorted(heads.items())) if name in ("attention", "experts") else ())
+        if key not in _TRIED:
+            _TRIED[key] = trials[name]()
+        reason = _TRIED[key]
     _VERDICTS[name] = "on" if reason is None else f"off: {reason}"
     return reason

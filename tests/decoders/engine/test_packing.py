@@ -5,8 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from draftmill.decoders.engine.asks import FAR, FIELDS, NO_DRAFT, SELF, TARGET, WIDE, wide_span
+from draftmill.decoders.base import HOLE, ModelInfo, Request
+from draftmill.decoders.common_settings import Sampling
+from draftmill.decoders.engine.algorithm import Algorithm
+from draftmill.decoders.engine.asks import (
+    FAR,
+    FIELDS,
+    JUDGE,
+    NO_DRAFT,
+    SELF,
+    SURE,
+    TARGET,
+    WIDE,
+    Decoding,
+    wide_span,
+)
+from draftmill.decoders.engine.engine import Engine
 from draftmill.decoders.engine.packing import Asked, Table, count_leading
+from draftmill.decoders.engine.samples import Sample
+from draftmill.decoders.engine.setup import Setup
+from tests.decoders.references.token_table import TokenTable
 
 
 def drawn_spans(rng: np.random.Generator, num_samples: int) -> list[list[tuple[int, ...]]]:
@@ -97,3 +115,19 @@ def test_a_span_without_rows_is_a_mistake() -> None:
 def test_leading_rows_are_counted_sample_by_sample() -> None:
     good = np.array([True, True, False, True, False, True, True])
     assert count_leading(good, np.array([3, 1, 1, 2])).tolist() == [2, 1, 0, 2]
+
+
+def test_drawn_and_certain_drafts_in_one_forward_are_a_mistake() -> None:
+    """A certain draft has no kept distribution, and all drafts of a forward are judged alike."""
+
+    def decode(s: Sample) -> Decoding:
+        n = s.decided
+        s.tokens[n] = 0
+        yield s.causal(n + 1, 2, SURE if s.request.index else JUDGE, [0, NO_DRAFT])
+
+    backbone, info = TokenTable(vocab_size=3, num_positions=5), ModelInfo("token_table", 3, None, None, "causal", 0)
+    setup = Setup(backbone=backbone, info=info, sampling=Sampling(acceptance="rejection"), max_rows=2, max_tokens=99)
+    engine = Engine(setup, Algorithm(decode=decode, window=3, keeps_laws=True))
+    engine.admit([Request(index, index, np.array([1, HOLE, HOLE, HOLE], dtype=np.int32)) for index in range(2)])
+    with pytest.raises(AssertionError, match="drawn drafts or certain ones, not both"):
+        engine.step()

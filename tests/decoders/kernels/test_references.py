@@ -1,5 +1,8 @@
 """What flat rows see, how they are cut into tiles, the references, and the switch; all without Triton."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional
@@ -132,3 +135,25 @@ def test_the_largest_tile_of_any_heads_fits_into_the_shared_memory_of_every_gpu_
     tile, block = most_lines(width, dtype), attention._block(width, dtype)
     assert tile * line + 2 * attention._STAGES * block * line <= 99 * 1024
     assert tile >= 16 and block >= 16, "tensor cores multiply 16 lines at a time"
+
+
+def test_a_kernel_is_tried_once_a_process(monkeypatch):
+    tried = []
+
+    def problem(name, *arguments, **heads):
+        tried.append((name, *arguments[1:], *heads.values()))
+        return "is wrong here by up to 1"
+
+    names = ("attention", "experts", "choice", "notes")
+    trial = SimpleNamespace(**{f"{name}_problem": partial(problem, name) for name in names})
+    monkeypatch.setattr("draftmill.decoders.kernels.trial", trial, raising=False)
+    monkeypatch.setattr(find, "why_no_kernels", lambda device: None)
+    monkeypatch.setattr(find, "_TRIED", {})
+    device, half = torch.device("cpu"), torch.bfloat16
+    for _ in range(3):
+        for dtype in (torch.float32, half):
+            assert find.find_choice(device, dtype) is find.find_notes(device, dtype) is None
+        for heads in (2, 4):
+            assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
+    assert tried == [("choice",), ("notes",), ("attention", half, 2, 2, 8, False), ("attention", half, 4, 2, 8, False)]
+    assert find.verdicts()["choice"] == "off: is wrong here by up to 1"
