@@ -37,7 +37,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculative, look-up, k = 4": ("ar-tiny", {"kind": "speculative", "k": 4}),
     "jacobi, 8": ("ar-tiny", {"kind": "jacobi", "block_size": 8}),
     "any_subset": ("asarm-tiny", {"kind": "any_subset"}),
-    "assd, look-up, k = 5": ("asarm-tiny", {"kind": "assd", "k": 5, "drafter": "ngram"}),
     "block_diffusion": ("block-tiny", {"kind": "block_diffusion"}),
 }
 PROMPT, NEW = 8, 120

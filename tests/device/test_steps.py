@@ -32,7 +32,7 @@ LIMITS = {
     "threshold": (426, 1, 1, 1, 0),
     "factor": (426, 1, 1, 1, 0),
     "ssd": (774, 1, 1, 1, 0),
-    "ssd, cached": (788, 1, 1, 1, 0),
+    "ssd, cached": (790, 1, 1, 1, 0),  # two of them where the slots that run are not adjacent
     "stepwise, random": (420, 1, 1, 1, 0),
     "ancestral, analytic": (390, 1, 1, 1, 0),
     "block_diffusion": (402, 1, 1, 1, 0),

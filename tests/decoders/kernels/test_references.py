@@ -152,7 +152,7 @@ def test_a_kernel_is_tried_once_a_process(monkeypatch):
     device, half = torch.device("cpu"), torch.bfloat16
     for _ in range(3):
         for dtype in (torch.float32, half):
-            assert find.find_choice(device, dtype) is find.find_notes(device, dtype) is None
+            assert find.find_choice(device, dtype) is None and find.find_notes(device, dtype) is None
         for heads in (2, 4):
             assert find.find_attention(device, half, num_heads=heads, key_heads=2, width=8) is None
     assert tried == [("choice",), ("notes",), ("attention", half, 2, 2, 8, False), ("attention", half, 4, 2, 8, False)]
