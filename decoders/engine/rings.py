@@ -128,12 +128,14 @@ class NoiseRing:
         self._ahead = min(15, _AHEAD // vocab_size)
         self.ring = Ring(window + self._ahead, vocab_size, torch.float32, device)
         self.window, self.num_used = window, 0
-        # The ring holds the ranks below this one, from the sample's decided ones on.
+        # The ring holds the ranks below this one, from the sample's decided ones on; when the plans of one parcel are worked off,
+        # those below the other. A forward that fails leaves only the former.
         self._until_S: Ints = np.zeros(len(places.length_S), dtype=np.int64)
+        self._planned_S, self._parcel = self._until_S.copy(), Parcel()
 
     def start(self, sample: Sample) -> None:
         """A new sample's cells are empty."""
-        self._until_S[sample.slot] = sample.prompt
+        self._until_S[sample.slot] = self._planned_S[sample.slot] = sample.prompt
 
     def use(self, num_slots: int, most_bytes: int) -> tuple[int, Tensor]:
         """The cells for so many slots, as far as they fit; `take` makes them the ring's."""
@@ -171,7 +173,9 @@ class NoiseRing:
         assert (rank_R - first_R < self.window).all(), (
             "a rank beyond the window would overwrite noise that is still read"
         )
-        is_missing = (rank_R >= self._until_S[slot_R]).any()
+        if parcel is not self._parcel:
+            self._planned_S, self._parcel = self._until_S.copy(), parcel
+        is_missing = (rank_R >= self._planned_S[slot_R]).any()
         fill = self._fill(slot_R, rank_R, first_R, parcel) if is_missing else None
         cells = parcel.enclose(self.ring.cells(slot_R, rank_R))
 
@@ -184,7 +188,7 @@ class NoiseRing:
 
     def _fill(self, slot_R: Ints, rank_R: Ints, first_R: Ints, parcel: Parcel) -> Callable[[Sent], None]:
         """Fill up to the highest rank of each slot; where this is cheap also the ranks after it, for all slots that ask."""
-        need_S, from_S = np.zeros_like(self._until_S), self._until_S.copy()
+        need_S, from_S = np.zeros_like(self._planned_S), self._planned_S.copy()
         np.maximum.at(need_S, slot_R, rank_R + 1)
         np.maximum.at(from_S, slot_R, first_R)
         more = min(self._ahead, _AHEAD // (len(slot_R) * self._vocab_size) - 1)
@@ -197,10 +201,10 @@ class NoiseRing:
         rank_N = np.repeat(from_S[slots], count) + repeated(count.cumsum() - count, count)
         cells = parcel.enclose(self.ring.cells(slot_N, rank_N))
         computed = computed_noise(self._places, self._vocab_size, slot_N, rank_N, parcel=parcel)
+        self._planned_S[slots] = need_S[slots]
 
         def fill(sent: Sent) -> None:
             self.ring.data_CV[sent[cells]] = computed(sent)
-            # Not before: a forward that fails after this was planned leaves nothing there.
             self._until_S[slots] = need_S[slots]
 
         return fill
